@@ -1,0 +1,122 @@
+"""Messages to bytes and back: the only module that knows msgpack.
+
+A frame is the msgpack array `[version, tag, token, seq, fields]`: the protocol's version, the message's class
+name, the run's secret token, the sender's running number, and the fields in their declared order. `decode`
+trusts nothing: what it returns is a message of the declared types and ranges, and whatever else arrives is a
+`WireError` with a reason, for the receiver to log and drop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import msgpack
+
+from protocol import messages
+from protocol.messages import Message
+
+VERSION: Final = 1
+MAX_FRAME_BYTES: Final = 16 << 20
+
+_TYPES: Final[dict[str, type]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """A frame that is not a message of this run: malformed, too large, wrong version, wrong token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A decoded frame: the message and its sender's running number."""
+
+    message: Message
+    seq: int
+
+
+def encode(message: Message, *, token: str, seq: int) -> bytes:
+    """`message` as one frame. Raises `WireError` if it is larger than a receiver would take."""
+    frame: bytes = msgpack.packb([VERSION, type(message).__name__, token, seq, _plain(message)])
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"{type(message).__name__} takes {len(frame)} bytes, above {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes, *, token: str) -> Envelope:
+    """The message in `frame`. Raises `WireError`, never anything else, for whatever is not one."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"frame of {len(frame)} bytes, above {MAX_FRAME_BYTES}")
+    try:
+        parts = msgpack.unpackb(frame, use_list=True, strict_map_key=True, raw=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(parts, list) or len(parts) != 5:
+        raise WireError("not an array of version, tag, token, seq, fields")
+    version, tag, claimed, seq, fields = parts
+    if type(version) is not int or version != VERSION:
+        raise WireError(f"version {version!r}, this is {VERSION}")
+    if not isinstance(claimed, str) or not hmac.compare_digest(claimed.encode(), token.encode()):
+        raise WireError("wrong run token")
+    if not isinstance(tag, str) or tag not in _TYPES:
+        raise WireError(f"unknown message {tag!r}")
+    if type(seq) is not int or seq < 0:
+        raise WireError(f"{tag}: sequence number {seq!r}")
+    return Envelope(typing.cast(Message, _build(_TYPES[tag], fields, tag)), seq)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+@cache
+def _schema(cls: type) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(cls, vars(messages))
+    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+
+
+def _build(cls: type[T], fields: Any, where: str) -> T:
+    schema = _schema(cls)
+    if not isinstance(fields, list) or len(fields) != len(schema):
+        raise WireError(f"{where}: expected {len(schema)} fields")
+    values = {name: _check(hint, value, f"{where}.{name}") for (name, hint), value in zip(schema, fields)}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise WireError(f"{where}: {error}") from None
+
+
+def _check(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type that `hint` declares, or a `WireError` that names the field."""
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise WireError(f"{where}: expected an array")
+        item = typing.get_args(hint)[0]
+        return tuple(_check(item, element, where) for element in value)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        return _check(inner, value, where)
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise WireError(f"{where}: expected a map with text keys")
+        item = typing.get_args(hint)[1]
+        return {key: _check(item, element, f"{where}.{key}") for key, element in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise WireError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
+    return value

@@ -1,0 +1,123 @@
+"""Where a layer's arrays lie in its arena, and the checks on every handle to them.
+
+An arena is one shared-memory file for one layer, holding its five planes one after the other. Both sides
+compute the layout from the layer table, so what travels is a layer ID and a size that must agree with it:
+
+    arena of layer l
+    | grads | weights | remainder | exp_avg | exp_avg_sq |      each plane starts on a page
+      └ segment 0 | segment 1 | …                               each segment on 128 elements
+
+Trainer and optimizer map all or a part of it; sizes are bytes, offsets count from the arena's start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.messages import Layer, Segment
+
+PLANES: Final = ("grads", "weights", "remainder", "exp_avg", "exp_avg_sq")
+SHARED_PLANES: Final = ("grads", "weights")
+DTYPE_BYTES: Final = {"bfloat16": 2, "float32": 4, "int16": 2}
+PAGE_BYTES: Final = 4096
+ALIGN_ELEMENTS: Final = 128
+
+
+class HandleError(ValueError):
+    """A handle that does not fit the layer table: wrong size, bounds or dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHandle:
+    """One segment's array in one plane: `numel` elements of `dtype`, `offset` bytes into the arena of `lid`."""
+
+    lid: int
+    plane: str
+    segment: int
+    offset: int
+    numel: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """The arena of one layer. `handles[plane][i]` is segment i there, None where it has no such array."""
+
+    lid: int
+    nbytes: int
+    shared_nbytes: int
+    plane_nbytes: dict[str, int]
+    handles: dict[str, tuple[TensorHandle | None, ...]]
+
+
+def plane_dtype(plane: str, segment: Segment) -> str | None:
+    """The dtype of `segment` in `plane`; None if it has no array there (fp32 weights need no remainder)."""
+    if plane == "grads":
+        return segment.grads_dtype
+    if plane == "weights":
+        return segment.dtype
+    if plane == "remainder":
+        return "int16" if segment.dtype == "bfloat16" else None
+    return "float32"
+
+
+def layout(layer: Layer) -> ArenaLayout:
+    """Lay out the planes of `layer`. `shared_nbytes` covers `grads` and `weights`, which come first."""
+    offset = shared = 0
+    handles: dict[str, tuple[TensorHandle | None, ...]] = {}
+    sizes: dict[str, int] = {}
+    for plane in PLANES:
+        start = offset
+        row: list[TensorHandle | None] = []
+        for index, segment in enumerate(layer.segments):
+            dtype = plane_dtype(plane, segment)
+            if dtype is None:
+                row.append(None)
+                continue
+            row.append(
+                TensorHandle(
+                    lid=layer.lid,
+                    plane=plane,
+                    segment=index,
+                    offset=offset,
+                    numel=segment.numel,
+                    dtype=dtype,
+                )
+            )
+            offset += _round_up(segment.numel, ALIGN_ELEMENTS) * DTYPE_BYTES[dtype]
+        offset = _round_up(offset, PAGE_BYTES)
+        handles[plane], sizes[plane] = tuple(row), offset - start
+        if plane == SHARED_PLANES[-1]:
+            shared = offset
+    return ArenaLayout(layer.lid, offset, shared, sizes, handles)
+
+
+def check_arena(expected: ArenaLayout, *, lid: int, nbytes: int, file_bytes: int) -> None:
+    """Raise `HandleError` unless an announced arena is the layout's, and its file really is that large."""
+    if lid != expected.lid:
+        raise HandleError(f"arena of layer {lid} came where layer {expected.lid} was expected")
+    if nbytes != expected.nbytes or file_bytes != expected.nbytes:
+        raise HandleError(
+            f"arena of layer {lid}: {nbytes} bytes announced, {file_bytes} in the file, "
+            f"{expected.nbytes} by the layer table"
+        )
+
+
+def check_handle(handle: TensorHandle, expected: ArenaLayout) -> None:
+    """Raise `HandleError` unless `handle` names an array of the layer, with its dtype and inside its bounds."""
+    if handle.lid != expected.lid or handle.plane not in expected.handles:
+        raise HandleError(f"no plane {handle.plane!r} of layer {handle.lid} in this arena")
+    row = expected.handles[handle.plane]
+    if not 0 <= handle.segment < len(row) or row[handle.segment] != handle:
+        raise HandleError(f"{handle} is not what the layer table says: {row}")
+    if handle.offset < 0 or handle.offset + handle.nbytes > expected.nbytes:
+        raise HandleError(f"{handle} reaches beyond the arena's {expected.nbytes} bytes")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

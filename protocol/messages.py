@@ -1,0 +1,426 @@
+"""Every message of a run, in the order of a gradient's life. Data only; `codec` puts them on the wire.
+
+    handshake   Hello -> Welcome -> Ready
+    layers      LayerTable -> PlanesReady -> TakeOver
+    a step      StepBegin -> GradReady ... -> WeightsReady ...
+    ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
+    watching    TrainerReport, OptimizerReport, Log -> StatusRequest, Status, Command, CommandReply
+    the end     Failure, Goodbye
+
+Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
+so a message that decodes is in range; whether it fits the layer table is for its receiver to check.
+Units are in the names; times are seconds of the node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
+OWNERS = ("gpu", "cpu")
+WEIGHT_DTYPES = ("bfloat16", "float32")
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+# ---------------------------------------------------------------- handshake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker to the coordinator: here I am."""
+
+    role: str
+    rank: int
+    pid: int
+
+    def __post_init__(self) -> None:
+        _require(self.role in ROLES, f"unknown role {self.role!r}")
+        _require(self.rank >= 0 and self.pid > 0, "rank and pid must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The coordinator to a worker: you belong to this run."""
+
+    run_name: str
+    coordinator_pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker to the coordinator, as the last act of a successful construction."""
+
+    role: str
+    rank: int
+    detail: str
+
+
+# ---------------------------------------------------------------- the layer table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One parameter, or one piece of it, inside a layer. `group` is the index of its parameter group."""
+
+    name: str
+    numel: int
+    dtype: str
+    grads_dtype: str
+    group: int
+
+    def __post_init__(self) -> None:
+        _require(self.numel > 0, f"segment {self.name!r} has no elements")
+        _require(self.dtype in WEIGHT_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
+        _require(
+            self.grads_dtype in (("bfloat16",) if self.dtype == "bfloat16" else WEIGHT_DTYPES),
+            f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients",
+        )
+        _require(self.group >= 0, "a parameter group's index is not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What is scheduled and moved as one: a stable ID, the place in the forward order, its segments."""
+
+    lid: int
+    rank: int
+    name: str
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.lid >= 0 and self.rank >= 0, "layer IDs and ranks are not negative")
+        _require(len(self.segments) > 0, f"layer {self.lid} has no segments")
+
+    @property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTable:
+    """The trainer to optimizer and coordinator: the layers of the model, and how the user wants them placed.
+
+    `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned layers, None if unknown.
+    """
+
+    layers: tuple[Layer, ...]
+    device: str
+    policy: str
+    k: float | None
+    backend: str
+    gpu_bytes: int | None
+    host_bytes: int | None
+
+    def __post_init__(self) -> None:
+        _require(len(self.layers) > 0, "a layer table needs a layer")
+        _require(
+            [layer.lid for layer in self.layers] == list(range(len(self.layers))),
+            "layer IDs must be 0, 1, 2, … in the table's order",
+        )
+        _require(
+            sorted(layer.rank for layer in self.layers) == list(range(len(self.layers))),
+            "ranks must be a permutation of 0, 1, 2, …",
+        )
+        _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksLearned:
+    """The trainer to optimizer and coordinator: the forward order that was observed; `ranks[lid]`."""
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(sorted(self.ranks) == list(range(len(self.ranks))), "ranks must be a permutation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanesReady:
+    """The optimizer to the trainer, beside the descriptor of a layer's arena (SCM_RIGHTS): touched, zeroed."""
+
+    lid: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _require(self.lid >= 0 and self.nbytes > 0, "a layer's arena has an ID and a size")
+
+
+# ---------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHyper:
+    """One parameter group's hyperparameters as read at the step's first gradient."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegin:
+    """The trainer to the optimizer, before the step's first GradReady."""
+
+    step: int
+    groups: tuple[GroupHyper, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.step >= 0, "steps count from 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradReady:
+    """The gradient of layer `lid` lies complete in its `grads` plane.
+
+    `counts[i]` is segment i's own step count after this update, or 0 if it had no gradient in this step.
+    """
+
+    step: int
+    lid: int
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
+        _require(min(self.counts, default=-1) >= 0 < max(self.counts, default=0), "step counts of an update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsReady:
+    """Layer `lid` is updated: `weights` may be copied, `grads` may be overwritten."""
+
+    step: int
+    lid: int
+
+    def __post_init__(self) -> None:
+        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
+
+
+# ---------------------------------------------------------------- ownership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The coordinator to trainer and optimizer: which layers the GPU is to own from step `step` on, and why."""
+
+    plan_id: int
+    step: int
+    gpu_lids: tuple[int, ...]
+    k: float
+    policy: str
+    reason: str
+    predicted_step_s: float | None
+
+    def __post_init__(self) -> None:
+        _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
+        _require(list(self.gpu_lids) == sorted(set(self.gpu_lids)), "layer IDs sorted, each once")
+        _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAck:
+    """Trainer or optimizer to the coordinator: the plan can hold; or it cannot, and why."""
+
+    plan_id: int
+    role: str
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reassign:
+    """The coordinator to both, once both have acknowledged: the plan holds from its step on."""
+
+    plan_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanApplied:
+    """The trainer to the coordinator: every layer has its new owner from step `step` on; or it came too late."""
+
+    plan_id: int
+    step: int
+    applied: bool
+    moved: int
+    handover_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatePlanes:
+    """The trainer to the optimizer: make this layer's planes; a PlanesReady answers beside the descriptor."""
+
+    lid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeOver:
+    """The trainer to the optimizer: the layer's state is in its planes, it is yours from step `step` on."""
+
+    lid: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """The trainer to the optimizer: the layer's state has been read, it is the GPU's from step `step` on."""
+
+    lid: int
+    step: int
+
+
+# ---------------------------------------------------------------- measurements and watching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """One layer in one step, seconds; None where nothing was measured."""
+
+    lid: int
+    forward_s: float | None = None
+    backward_s: float | None = None
+    d2h_s: float | None = None
+    h2d_s: float | None = None
+    gpu_update_s: float | None = None
+    stall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReport:
+    """The trainer to the coordinator after each step; `layers` holds what was measured in an earlier one."""
+
+    step: int
+    at_s: float
+    step_s: float
+    stall_s: float
+    k: float
+    gpu_lids: tuple[int, ...]
+    gpu_free_bytes: int | None
+    layers: tuple[LayerTimes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuUpdate:
+    """One layer's update by the optimizer process: kernel time, and time from GradReady to WeightsReady."""
+
+    lid: int
+    update_s: float
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerReport:
+    """The optimizer to the coordinator, once all that it was sent in a step is done."""
+
+    step: int
+    busy_s: float
+    updates: tuple[CpuUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """The training loop's own numbers for a step (loss, tokens/s, …), merged into the step's record."""
+
+    step: int
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest:
+    """A monitor asks the coordinator for the newest status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process of the run, for people."""
+
+    role: str
+    rank: int
+    pid: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The coordinator to monitors: the newest record of metrics.jsonl as JSON text, and who does what."""
+
+    run_name: str
+    run_dir: str
+    record: str
+    processes: tuple[Process, ...]
+    layer_names: tuple[str, ...]
+    layer_numels: tuple[int, ...]
+    gpu_lids: tuple[int, ...]
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A monitor asks the coordinator for one of the allowed commands."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandReply:
+    ok: bool
+    text: str
+
+
+# ---------------------------------------------------------------- the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A worker to the others as it dies: what went wrong, where, and the traceback."""
+
+    role: str
+    rank: int
+    step: int | None
+    lid: int | None
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The run is over for its sender, and that is as it should be."""
+
+    role: str
+    rank: int
+
+
+Message = (
+    Hello
+    | Welcome
+    | Ready
+    | LayerTable
+    | RanksLearned
+    | PlanesReady
+    | StepBegin
+    | GradReady
+    | WeightsReady
+    | Plan
+    | PlanAck
+    | Reassign
+    | PlanApplied
+    | AllocatePlanes
+    | TakeOver
+    | GiveUp
+    | TrainerReport
+    | OptimizerReport
+    | Log
+    | StatusRequest
+    | Status
+    | Command
+    | CommandReply
+    | Failure
+    | Goodbye
+)
