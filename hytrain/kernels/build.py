@@ -1,0 +1,100 @@
+"""Building a C++ source into a shared library at first use, and finding it again.
+
+The file's name is a hash of all that decides its contents (source, compiler, flags, the CPU that
+-march=native means), so nothing is ever stale. Builders share no lock: each writes a file of its own and
+renames it into place, and whoever comes last replaces one library with its equal.
+
+    build(source)  ->  <cache>/hytrain/<stem>-<key>.so
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hytrain.kernels.backend import BackendUnavailable
+
+# No fast-math, no contraction: the order and the rounding of every operation are part of the contract.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+
+def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The library built from `source` for this machine, from the cache if it is there.
+
+    `environ` says where the cache is (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and which
+    compiler to take (CXX). Raises BackendUnavailable if there is none, or if it fails.
+    """
+    compiler = find_compiler(environ)
+    library = cache_folder(environ) / f"{source.stem}-{_key(source, compiler)}.so"
+    if not library.exists():
+        _compile(compiler, source, library)
+    return library
+
+
+def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The C++ compiler's command: CXX if it is set, else the first usual one on the PATH."""
+    asked = tuple(environ.get("CXX", "").split())
+    path = environ.get("PATH")
+    for command in (asked,) if asked else (("g++",), ("clang++",), ("c++",)):
+        if shutil.which(command[0], path=path):
+            return command
+    what = f"CXX names {asked[0]!r}, which is not there" if asked else "there is no C++ compiler on the PATH"
+    raise BackendUnavailable(
+        f"{what}: install one (apt-get install g++), or choose backend='torch', which needs none"
+    )
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where built libraries are kept."""
+    if folder := environ.get("HYTRAIN_CACHE"):
+        return Path(folder)
+    if folder := environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "hytrain"
+    return Path.home() / ".cache" / "hytrain"
+
+
+def _key(source: Path, compiler: tuple[str, ...]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(FLAGS).encode(), _cpu())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cpu() -> bytes:
+    """The CPU's model and features, which -march=native looks at: unlike machines may share a home folder."""
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]
+    ).encode()
+
+
+def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=library.parent, prefix=f"{library.stem}.", suffix=".tmp")
+    except OSError as error:
+        raise BackendUnavailable(
+            f"cannot write to the cache {library.parent} ({error.strerror}): "
+            "set HYTRAIN_CACHE to a folder of yours"
+        ) from error
+    os.close(descriptor)
+    try:
+        command = [*compiler, *FLAGS, str(source), "-o", temporary]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise BackendUnavailable(
+                f"{' '.join(compiler)} could not build {source.name}: repair it, or choose backend='torch'. "
+                f"It said:\n{result.stderr.strip()[-1000:]}"
+            )
+        os.replace(temporary, library)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,71 @@
+"""The AdamW update in C++ and OpenMP: ctypes around adamw.cpp.
+
+Built by build.py at first use. ctypes lets go of the GIL for the length of a call. Call from one thread
+only, since OpenMP keeps a pool of threads for each caller. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+from hytrain.kernels.backend import DTYPES, check_dtypes
+from hytrain.kernels.build import build
+from hytrain.kernels.scalars import Scalars
+
+SOURCE = Path(__file__).with_name("adamw.cpp")
+
+# The members of adamw.cpp's Scalars, in its order.
+SCALARS = ("sign", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
+
+
+class _Scalars(ctypes.Structure):
+    """adamw.cpp's Scalars. ctypes rounds each double to the nearest float."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in SCALARS)
+
+
+class NativeBackend:
+    """The native update, with `threads` threads in each call (change the attribute to use fewer or more)."""
+
+    name = "native"
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        library = ctypes.CDLL(str(build(SOURCE)))
+        self._update = {pair: getattr(library, f"hytrain_adamw_{pair[0]}_{pair[1]}") for pair in DTYPES}
+        for function in self._update.values():
+            function.argtypes = (
+                *[ctypes.c_void_p] * 5,
+                *(ctypes.c_int64, ctypes.POINTER(_Scalars), ctypes.c_int),
+            )
+            function.restype = None
+        self._touch = library.hytrain_touch
+        self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
+        self._touch.restype = None
+
+    def update(
+        self,
+        *,
+        weights: int,
+        grads: int,
+        remainder: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        numel: int,
+        weights_dtype: str,
+        grads_dtype: str,
+        scalars: Scalars,
+    ) -> None:
+        """See Backend.update."""
+        check_dtypes(weights_dtype, grads_dtype, remainder)
+        rounded = _Scalars(*[getattr(scalars, name) for name in SCALARS])
+        function = self._update[weights_dtype, grads_dtype]
+        function(
+            weights, grads, remainder, exp_avg, exp_avg_sq, numel, ctypes.byref(rounded), self.threads
+        )  # fmt: skip
+
+    def touch(self, address: int, nbytes: int) -> None:
+        """See Backend.touch."""
+        self._touch(address, nbytes, mmap.PAGESIZE, self.threads)
