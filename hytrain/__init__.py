@@ -1,0 +1,34 @@
+"""HyTrain: train a model whose optimizer state does not fit the GPU, at the speed of a machine where it does.
+
+    opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
+
+Names are loaded when first used, so that the optimizer process can use the parts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import protocol as _protocol
+
+if not hasattr(_protocol, "HYTRAIN"):
+    raise ImportError(
+        f"hytrain needs its own package 'protocol', but Python found {_protocol.__file__} first: "
+        "rename that file, or move it out of the script's folder"
+    )
+
+if TYPE_CHECKING:
+    from hytrain.errors import HyTrainError
+    from hytrain.optim import AdamW
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "HyTrainError", "__version__"]
+
+_HOMES = {"AdamW": "hytrain.optim", "HyTrainError": "hytrain.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hytrain' has no attribute {name!r}")

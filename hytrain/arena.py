@@ -1,0 +1,116 @@
+"""Shared memory for the planes of CPU-owned layers: one memfd per layer, so that a crash leaks nothing.
+
+The optimizer creates an arena and first touches its pages (under its own affinity: NUMA locality), then sends
+the descriptor. The trainer maps `grads` and `weights`, the planes it works with, and the state planes only
+when it has to read them.
+
+    optimizer: HostArena.create ── touch ──SCM_RIGHTS──▶ trainer: MappedArena ── tensor views, pinned on CUDA
+
+Views keep their mapping alive: an arena that was given up stays readable to whoever still holds a view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from typing import Final
+
+from protocol.codec import decode, encode
+from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle
+from protocol.messages import PlanesReady
+
+_F_ADD_SEALS: Final = 1033
+_F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
+MAX_ANNOUNCEMENT_BYTES: Final = 4096
+
+
+class Mapping:
+    """The first `nbytes` of an arena's file in this process's memory."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.buffer = mmap.mmap(descriptor, nbytes)
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+
+class HostArena:
+    """The optimizer's side of a layer's arena: the owner of its memory."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        """Create and map an arena of zeros. Raises `OSError` if the machine has no memory for it."""
+        self.layout = layout
+        self.descriptor = os.memfd_create(f"hytrain-{layout.lid}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, layout.nbytes)
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
+        self._mapping = Mapping(self.descriptor, layout.nbytes)
+
+    @property
+    def address(self) -> int:
+        return self._mapping.address
+
+    def address_of(self, handle: TensorHandle) -> int:
+        """Where the handle's first element lies. Raises `HandleError` for a handle of something else."""
+        check_handle(handle, self.layout)
+        return self._mapping.address + handle.offset
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process holds it."""
+        os.close(self.descriptor)
+        del self._mapping
+
+
+class ArenaFile:
+    """The trainer's side: a checked descriptor from which it maps what it needs."""
+
+    def __init__(self, layout: ArenaLayout, descriptor: int) -> None:
+        self.layout, self.descriptor = layout, descriptor
+
+    def map_shared(self) -> Mapping:
+        """Map `grads` and `weights`."""
+        return Mapping(self.descriptor, self.layout.shared_nbytes)
+
+    def map_all(self) -> Mapping:
+        """Map every plane."""
+        return Mapping(self.descriptor, self.layout.nbytes)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def send_arena(connection: socket.socket, arena: HostArena, *, token: str) -> None:
+    """Announce an arena and hand its descriptor over, as one datagram of a SEQPACKET socket."""
+    message = PlanesReady(lid=arena.layout.lid, nbytes=arena.layout.nbytes)
+    socket.send_fds(connection, [encode(message, token=token, seq=0)], [arena.descriptor])
+
+
+def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str) -> ArenaFile:
+    """The next arena that is announced, checked against the layer table.
+
+    Raises `WireError` or `HandleError` for what does not fit it, `EOFError` when the other side has gone.
+    """
+    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
+    if not frame:
+        raise EOFError("the optimizer closed the socket that descriptors travel over")
+    try:
+        message = decode(frame, token=token).message
+        if not isinstance(message, PlanesReady) or len(descriptors) != 1 or message.lid not in layouts:
+            raise ValueError(f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors")
+        expected = layouts[message.lid]
+        file_bytes = os.fstat(descriptors[0]).st_size
+        check_arena(expected, lid=message.lid, nbytes=message.nbytes, file_bytes=file_bytes)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return ArenaFile(expected, descriptors[0])
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket, as the kernel knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid

@@ -1,0 +1,193 @@
+"""From any `nn.Module` to layers: what is scheduled and moved as one.
+
+    model ─▶ blocks (children of the largest ModuleList or Sequential)     one layer each
+          ─▶ parameters before and after them                              bucketed, in registration order
+          ─▶ whatever is above the size bound                              cut into pieces with IDs of their own
+
+Each layer knows its segments and the modules whose forward needs it, so that a pre-hook there waits for it.
+Tied parameters belong to the first module that has them, and every module that has them waits for them.
+Frozen parameters belong to no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+
+from hytrain.errors import UnsupportedError
+from protocol import messages
+from protocol.handles import ALIGN_ELEMENTS
+
+MIN_PIECE_NUMEL: Final = 1 << 22
+MAX_PIECE_NUMEL: Final = 1 << 27
+#: A module without blocks is cut into about this many layers.
+FALLBACK_LAYERS: Final = 16
+
+_DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of one parameter's elements, in storage order: one segment of a layer."""
+
+    parameter: nn.Parameter
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(slots=True)
+class ModelLayer:
+    """One layer: its pieces, and the modules before whose forward its weights must have landed."""
+
+    lid: int
+    name: str
+    pieces: tuple[Piece, ...]
+    modules: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+    def describe(self, rank: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
+        """The layer as the other processes know it. `group_of` maps id(parameter) to its group's index."""
+        return messages.Layer(
+            lid=self.lid,
+            rank=rank,
+            name=self.name,
+            segments=tuple(
+                messages.Segment(
+                    name=piece.name if piece.numel == piece.parameter.numel() else f"{piece.name}[{piece.start}]",
+                    numel=piece.numel,
+                    dtype=_DTYPE_NAMES[piece.parameter.dtype],
+                    grads_dtype=_DTYPE_NAMES[grad_dtype or piece.parameter.dtype],
+                    group=group_of[id(piece.parameter)],
+                )
+                for piece in self.pieces
+            ),
+        )
+
+
+def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None = None) -> list[ModelLayer]:
+    """Cut `model` into layers over the parameters whose ids are in `managed`, in registration order.
+
+    `piece_numel` bounds a layer's size in elements; by default it follows the size of a block. Raises
+    `UnsupportedError` for a parameter that cannot be trained here, with its name.
+    """
+    blocks = find_blocks(model)
+    block_of = {id(module): block for block in blocks for module in block.modules()}
+    seen: set[int] = set()
+    runs: list[tuple[nn.Module | None, str, list[Piece]]] = []
+    for module_name, module in model.named_modules():
+        block = block_of.get(id(module))
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            if id(parameter) not in managed or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            _refuse(name, parameter)
+            if not runs or runs[-1][0] is not block:
+                runs.append((block, _run_name(model, block, name), []))
+            runs[-1][2].append(Piece(parameter, name, 0, parameter.numel()))
+    total = sum(piece.numel for _, _, pieces in runs for piece in pieces)
+    bound = piece_numel or _default_bound(total, [pieces for block, _, pieces in runs if block is not None])
+    layers: list[ModelLayer] = []
+    for _, run_name, pieces in runs:
+        buckets = list(_buckets(pieces, bound))
+        for index, bucket in enumerate(buckets):
+            name = run_name if len(buckets) == 1 else f"{run_name}#{index}"
+            layers.append(ModelLayer(len(layers), name, tuple(bucket)))
+    _attach_modules(model, layers, block_of)
+    return layers
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the children of the ModuleList or Sequential with most parameters."""
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2
+    ]
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in lists]
+    if not sizes or max(sizes) == 0:
+        return []
+    return [child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())]
+
+
+def storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as its elements in storage order, shape (numel,); shares memory and version counter."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill one stretch of memory, each once, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _refuse(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype not in _DTYPE_NAMES:
+        raise UnsupportedError(
+            f"parameter {name} has dtype {parameter.dtype}: HyTrain trains bfloat16 and float32 parameters; "
+            "convert the model with model.to(torch.bfloat16) first"
+        )
+    if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+        raise UnsupportedError(f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now")
+    if not is_dense(parameter):
+        raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")
+
+
+def _run_name(model: nn.Module, block: nn.Module | None, parameter_name: str) -> str:
+    if block is None:
+        return parameter_name.rpartition(".")[0] or parameter_name
+    return next(name for name, module in model.named_modules() if module is block)
+
+
+def _default_bound(total: int, blocks: list[list[Piece]]) -> int:
+    if blocks:
+        largest = max(sum(piece.numel for piece in pieces) for pieces in blocks)
+        return min(max(largest, MIN_PIECE_NUMEL), MAX_PIECE_NUMEL)
+    return min(max(total // FALLBACK_LAYERS, ALIGN_ELEMENTS), MAX_PIECE_NUMEL)
+
+
+def _buckets(pieces: list[Piece], bound: int) -> Iterator[list[Piece]]:
+    """Group pieces up to `bound` elements; one that is larger alone is cut into nearly equal parts."""
+    bucket: list[Piece] = []
+    for piece in pieces:
+        if bucket and sum(other.numel for other in bucket) + piece.numel > bound:
+            yield bucket
+            bucket = []
+        if piece.numel > bound:
+            yield from ([part] for part in _cut(piece, bound))
+        else:
+            bucket.append(piece)
+    if bucket:
+        yield bucket
+
+
+def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
+    parts = -(-piece.numel // bound)
+    size = -(-piece.numel // (parts * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
+    for start in range(0, piece.numel, size):
+        yield Piece(piece.parameter, piece.name, start, min(size, piece.numel - start))
+
+
+def _attach_modules(model: nn.Module, layers: list[ModelLayer], block_of: dict[int, nn.Module]) -> None:
+    """Give each layer the modules that wait for it: the block, or outside blocks the parameter's own module."""
+    layers_of: dict[int, list[ModelLayer]] = {}
+    for layer in layers:
+        for piece in layer.pieces:
+            layers_of.setdefault(id(piece.parameter), []).append(layer)
+    for module in model.modules():
+        waiter = block_of.get(id(module), module)
+        for parameter in module.parameters(recurse=False):
+            for layer in layers_of.get(id(parameter), ()):
+                if all(known is not waiter for known in layer.modules):
+                    layer.modules.append(waiter)

@@ -1,0 +1,138 @@
+"""Who owns which layer, and how that changes: three pure state machines around one agreement.
+
+    coordinator (PlanLedger)        trainer (PlanBook)             optimizer (PlanBook)
+      propose ── Plan ─────────────────▶ acknowledge ◀── Plan ──────── acknowledge
+      both acknowledged ◀── PlanAck ────────┴───────────── PlanAck ────────┘
+      commit ── Reassign ──────────────▶ holds from its step on
+      settled ◀── PlanApplied ──────────── at the step's boundary, layer by layer
+
+A plan for step s holds only if both sides acknowledged it before the trainer begins backward s (I3). One that
+comes too late is postponed: the trainer says so, and the coordinator may propose again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
+
+PARTIES: Final = ("trainer", "optimizer")
+
+
+class OwnershipError(RuntimeError):
+    """A plan, or a handover, that the agreement does not allow."""
+
+
+def prefix_lids(k: float, numels: list[int], ranks: list[int]) -> tuple[int, ...]:
+    """The lowest ranks whose parameters make up at least the fraction `k`: whole layers, by layer ID."""
+    wanted, taken, lids = k * sum(numels), 0, []
+    for lid in sorted(range(len(numels)), key=ranks.__getitem__):
+        if taken >= wanted:
+            break
+        lids.append(lid)
+        taken += numels[lid]
+    return tuple(sorted(lids))
+
+
+def fraction(gpu_lids: tuple[int, ...] | frozenset[int], numels: list[int]) -> float:
+    """k: the fraction of the parameters in the layers `gpu_lids`."""
+    return sum(numels[lid] for lid in gpu_lids) / sum(numels)
+
+
+@dataclass(slots=True)
+class PlanBook:
+    """One party's side of the agreement: the plan it acknowledged, and whether it holds."""
+
+    role: str
+    layers: int
+    plan: Plan | None = None
+    holds: bool = False
+
+    def on_plan(self, plan: Plan) -> PlanAck:
+        """Acknowledge a proposal, or refuse it with a reason. A newer proposal replaces one that does not hold."""
+        reason = ""
+        if plan.gpu_lids and plan.gpu_lids[-1] >= self.layers:
+            reason = f"layer {plan.gpu_lids[-1]} is unknown"
+        elif self.holds:
+            reason = "the last plan is not applied yet"
+        elif self.plan is not None and plan.plan_id <= self.plan.plan_id:
+            reason = f"plan {self.plan.plan_id} came before"
+        if not reason:
+            self.plan = plan
+        return PlanAck(plan_id=plan.plan_id, role=self.role, accepted=not reason, reason=reason)
+
+    def on_reassign(self, message: Reassign) -> None:
+        """The agreement is complete. Raises `OwnershipError` unless it is about the plan acknowledged last."""
+        if self.plan is None or self.plan.plan_id != message.plan_id or self.holds:
+            raise OwnershipError(f"{self.role}: Reassign({message.plan_id}) without its plan")
+        self.holds = True
+
+    def due(self, step: int) -> Plan | None:
+        """The plan to apply before step `step` begins, or to report as postponed if it was for an earlier one."""
+        return self.plan if self.holds and self.plan is not None and self.plan.step <= step else None
+
+    def settle(self) -> None:
+        """The plan has been applied or postponed: room for the next."""
+        if not self.holds:
+            raise OwnershipError(f"{self.role}: nothing to settle")
+        self.holds = False
+
+    def allows(self, lid: int, owner: str) -> bool:
+        """Whether the plan that holds gives layer `lid` to `owner`."""
+        return self.holds and self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
+
+    def check(self) -> None:
+        assert not self.holds or self.plan is not None, "what holds is a plan"
+
+
+@dataclass(slots=True)
+class PlanLedger:
+    """The coordinator's side: at most one proposal under way."""
+
+    gpu_lids: tuple[int, ...] = ()
+    _next_id: int = 0
+    _open: Plan | None = None
+    _acks: set[str] = field(default_factory=set)
+    _committed: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self._open is not None
+
+    @property
+    def next_id(self) -> int:
+        return self._next_id
+
+    def propose(self, plan: Plan) -> Plan:
+        """Open a proposal. Raises `OwnershipError` while another is under way."""
+        if self._open is not None or plan.plan_id != self._next_id:
+            raise OwnershipError(f"plan {plan.plan_id} while {self._open} is under way")
+        self._open, self._acks, self._committed = plan, set(), False
+        self._next_id += 1
+        return plan
+
+    def on_ack(self, ack: PlanAck) -> Reassign | None:
+        """Count an acknowledgement; the commitment to send to both once it is the last. A refusal ends the plan."""
+        if self._open is None or ack.plan_id != self._open.plan_id or ack.role not in PARTIES or self._committed:
+            return None
+        if not ack.accepted:
+            self._open = None
+            return None
+        self._acks.add(ack.role)
+        if self._acks != set(PARTIES):
+            return None
+        self._committed = True
+        return Reassign(plan_id=ack.plan_id)
+
+    def on_applied(self, applied: PlanApplied) -> bool:
+        """The trainer has applied the committed plan (True), or it came too late (False)."""
+        if self._open is None or not self._committed or applied.plan_id != self._open.plan_id:
+            raise OwnershipError(f"PlanApplied({applied.plan_id}) of a plan that was not committed")
+        if applied.applied:
+            self.gpu_lids = self._open.gpu_lids
+        self._open = None
+        return applied.applied
+
+    def check(self) -> None:
+        assert not self._committed or self._open is None or self._acks == set(PARTIES), "committed by both"

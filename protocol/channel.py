@@ -1,0 +1,315 @@
+"""Channels between the processes of a run: the only module that knows ZeroMQ.
+
+Each process binds one inbox, `ipc://<socket folder>/<role>-<rank>`, and connects an outbox to each peer it
+writes to. The coordinator also publishes `Status` to whatever monitors subscribed.
+
+    trainer-0 ──Outbox──▶ optimizer-0 (Inbox)        ROUTER bound, DEALER connected: the connection names
+    trainer-0 (Inbox) ◀──Outbox── optimizer-0        its sender, so sequence numbers are checked per sender
+    coordinator ──Publisher──▶ Subscriber …          PUB/SUB: a slow monitor loses frames, nobody waits
+
+Whatever is not a message of this run is logged with its reason and dropped. Every wait ends on a message, a
+peer's death or a deadline. Sockets belong to one thread each. `MemoryNetwork` is the twin for tests: the same
+encoding and the same refusals, without sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import zmq
+
+from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
+from protocol.messages import Message
+
+HIGH_WATER_MARK: Final = 100_000
+MONITOR_HIGH_WATER_MARK: Final = 64
+#: Larger frames end their connection inside libzmq; those between the two limits are logged and dropped here.
+SOCKET_FRAME_BYTES: Final = 4 * MAX_FRAME_BYTES
+MAX_IPC_PATH_BYTES: Final = 107
+
+_log = logging.getLogger(__name__)
+
+
+class PeerDied(RuntimeError):
+    """A watched process ended while this one waited for a message. `name` says which."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} died")
+        self.name = name
+
+
+class PeerNotReading(RuntimeError):
+    """An outbox is full: its reader has stopped reading, or never came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message and the connection's name for its sender."""
+
+    sender: str
+    message: Message
+
+
+def address(socket_dir: str, role: str, rank: int = 0) -> str:
+    """The `ipc://` address of a process's inbox. Raises `ValueError` if the path is too long for a socket."""
+    path = os.path.join(socket_dir, f"{role}-{rank}")
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR")
+    return f"ipc://{path}"
+
+
+class _Sequence:
+    """The running numbers of each sender: each must be above the last."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def check(self, sender: str, seq: int) -> None:
+        last = self._last.get(sender, -1)
+        if seq <= last:
+            raise WireError(f"sequence number {seq} after {last}")
+        self._last[sender] = seq
+
+
+class Inbox:
+    """The messages that others send to this process.
+
+    `watch` adds a process to the deaths that end a wait; `receive` returns None at its deadline.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str) -> None:
+        self._token = token
+        self._sequence = _Sequence()
+        self._deaths: dict[int, str] = {}
+        self._poller = zmq.Poller()
+        self._socket = context.socket(zmq.ROUTER)
+        _limit(self._socket)
+        self._socket.bind(where)
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def watch(self, name: str, pid: int) -> None:
+        """Let a wait end with `PeerDied(name)` when process `pid` ends. Raises `PeerDied` if it already has."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise PeerDied(name) from None
+        self.watch_descriptor(name, descriptor)
+
+    def watch_descriptor(self, name: str, descriptor: int) -> None:
+        """The same for any descriptor that becomes readable at the peer's end. Takes it over."""
+        self._deaths[descriptor] = name
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def try_receive(self) -> Incoming | None:
+        """The next message if one has arrived; never waits."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            incoming = self._open(frames)
+            if incoming is not None:
+                return incoming
+
+    def receive(self, timeout_s: float | None) -> Incoming | None:
+        """Wait for a message. None after `timeout_s` seconds; `PeerDied` once a dead peer has no more to say."""
+        incoming = self.try_receive()
+        if incoming is not None:
+            return incoming
+        ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3)))
+        incoming = self.try_receive()
+        if incoming is not None:
+            return incoming
+        for descriptor, name in self._deaths.items():
+            if descriptor in ready:
+                raise PeerDied(name)
+        return None
+
+    def reply(self, sender: str, message: Message) -> None:
+        """Answer the connection that a message came from; dropped if it has gone or does not read."""
+        frame = encode(message, token=self._token, seq=0)
+        try:
+            self._socket.send_multipart([sender.encode(), frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.info("no reply to %s: %s", sender, error)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        for descriptor in self._deaths:
+            os.close(descriptor)
+        self._deaths.clear()
+
+    def _open(self, frames: list[bytes]) -> Incoming | None:
+        sender = frames[0].decode("utf-8", "replace")
+        try:
+            if len(frames) != 2:
+                raise WireError(f"{len(frames)} frames where 2 were expected")
+            envelope = decode(frames[1], token=self._token)
+            self._sequence.check(sender, envelope.seq)
+        except WireError as error:
+            _log.warning("dropped a message from %r: %s", sender, error)
+            return None
+        return Incoming(sender, envelope.message)
+
+
+class Outbox:
+    """This process's messages to one peer. Never waits: a full outbox raises `PeerNotReading`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str, name: str, linger_s: float = 1.0
+    ) -> None:
+        self._token, self._where, self._linger_s = token, where, linger_s
+        self._seq = 0
+        self._socket = context.socket(zmq.DEALER)
+        _limit(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.connect(where)
+
+    def send(self, message: Message) -> None:
+        frame = encode(message, token=self._token, seq=self._seq)
+        self._seq += 1
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise PeerNotReading(f"{self._where} does not read its messages") from None
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """An answer on this connection (`Inbox.reply`), None after `timeout_s` seconds."""
+        if not self._socket.poll(math.ceil(timeout_s * 1e3)):
+            return None
+        try:
+            return decode(self._socket.recv(), token=self._token).message
+        except WireError as error:
+            _log.warning("dropped an answer from %s: %s", self._where, error)
+            return None
+
+    def close(self) -> None:
+        self._socket.close(linger=int(self._linger_s * 1e3))
+
+
+class Publisher:
+    """The coordinator's feed to monitors: a monitor that does not read loses frames, and nothing else happens."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str) -> None:
+        self._token, self._seq = token, 0
+        self._socket = context.socket(zmq.PUB)
+        _limit(self._socket, high_water_mark=MONITOR_HIGH_WATER_MARK)
+        self._socket.bind(where)
+
+    def publish(self, message: Message) -> None:
+        self._socket.send(encode(message, token=self._token, seq=self._seq), zmq.NOBLOCK)
+        self._seq += 1
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Subscriber:
+    """A monitor's end of the feed."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str) -> None:
+        self._token, self._where = token, where
+        self._socket = context.socket(zmq.SUB)
+        _limit(self._socket, high_water_mark=MONITOR_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(where)
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message of the feed, None after `timeout_s` seconds."""
+        if not self._socket.poll(math.ceil(timeout_s * 1e3)):
+            return None
+        try:
+            return decode(self._socket.recv(), token=self._token).message
+        except WireError as error:
+            _log.warning("dropped a frame of the feed %s: %s", self._where, error)
+            return None
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+S = TypeVar("S", Inbox, Outbox, Publisher, Subscriber)
+
+
+class Network:
+    """One process's ZeroMQ context: makes its sockets, and closes what is left of them at the end."""
+
+    def __init__(self, socket_dir: str, *, token: str, name: str) -> None:
+        self._socket_dir, self._token, self._name = socket_dir, token, name
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._closing: list[Inbox | Outbox | Publisher | Subscriber] = []
+
+    def inbox(self, role: str, rank: int = 0) -> Inbox:
+        return self._keep(Inbox(self._context, address(self._socket_dir, role, rank), token=self._token))
+
+    def outbox(self, role: str, rank: int = 0, *, linger_s: float = 1.0) -> Outbox:
+        where = address(self._socket_dir, role, rank)
+        return self._keep(Outbox(self._context, where, token=self._token, name=self._name, linger_s=linger_s))
+
+    def publisher(self) -> Publisher:
+        return self._keep(Publisher(self._context, address(self._socket_dir, "status"), token=self._token))
+
+    def subscriber(self) -> Subscriber:
+        return self._keep(Subscriber(self._context, address(self._socket_dir, "status"), token=self._token))
+
+    def _keep(self, socket: S) -> S:
+        self._closing.append(socket)
+        return socket
+
+    def close(self) -> None:
+        """Close all sockets; what was sent still leaves, for at most each outbox's linger time."""
+        for socket in self._closing:
+            socket.close()
+        self._closing.clear()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _limit(socket: zmq.Socket[bytes], *, high_water_mark: int = HIGH_WATER_MARK) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, SOCKET_FRAME_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+
+
+class MemoryNetwork:
+    """Inboxes without sockets, for tests of the state machines: encodes, decodes and refuses as the real one."""
+
+    def __init__(self, *, token: str = "token") -> None:
+        self._token = token
+        self._queues: dict[str, deque[tuple[str, bytes]]] = {}
+        self._sequences: dict[str, _Sequence] = {}
+        self._seq: dict[tuple[str, str], int] = {}
+
+    def send(self, sender: str, receiver: str, message: Message) -> None:
+        seq = self._seq.get((sender, receiver), 0)
+        self._seq[sender, receiver] = seq + 1
+        frame = encode(message, token=self._token, seq=seq)
+        self._queues.setdefault(receiver, deque()).append((sender, frame))
+
+    def try_receive(self, receiver: str) -> Incoming | None:
+        queue = self._queues.setdefault(receiver, deque())
+        if not queue:
+            return None
+        sender, frame = queue.popleft()
+        envelope = decode(frame, token=self._token)
+        self._sequences.setdefault(receiver, _Sequence()).check(sender, envelope.seq)
+        return Incoming(sender, envelope.message)
+
+    def pending(self, receivers: Iterable[str]) -> list[str]:
+        """Those of `receivers` that have a message waiting."""
+        return [name for name in receivers if self._queues.get(name)]
