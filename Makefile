@@ -1,0 +1,57 @@
+# Everything runs in .venv, which `make setup` makes with $(PYTHON) from setup.cfg and constraints.txt.
+#
+#   make demo       train a small Llama on real text, through three processes, on the CPU
+#   make test       linters, types and the tests that need no GPU
+#   make test-gpu   the tests that need one, with $(PYTHON) as it is
+#   make bench      HyTrain beside a one-process loop
+#
+# On a machine with a GPU, install the torch of your choice, then `make setup SYSTEM_TORCH=1`: .venv borrows
+# the torch that $(PYTHON) imports, from an active environment too, installs none, and remembers that.
+
+PYTHON ?= python3
+SYSTEM_TORCH ?= $(if $(wildcard .venv/.ready-system-torch),1)
+
+BORROW := $(filter 1,$(SYSTEM_TORCH))
+READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
+IN_VENV := .venv/bin/python
+
+.PHONY: setup demo test lint test-gpu bench
+
+setup: $(READY)
+
+# A venv with the other kind of torch starts afresh. Some Pythons, Debian's for one, make a venv only without pip.
+$(READY): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make setup: $(PYTHON) is not Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
+	@[ -z "$(filter-out $(READY),$(wildcard .venv/.ready-*))" ] || rm -rf .venv
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv .venv; \
+	else $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(IN_VENV) install -q pip; fi || \
+	    { echo "make setup: $(PYTHON) can't make a venv; install its pip (Debian: python3-pip python3-venv)" >&2; exit 1; }
+ifdef BORROW
+	@$(PYTHON) -c 'import torch' || { echo "make setup: SYSTEM_TORCH=1, but $(PYTHON) has no torch" >&2; exit 1; }
+	$(PYTHON) -c 'import torch; from pathlib import Path; print(Path(torch.__file__).parent.parent)' \
+	    > "$$($(IN_VENV) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system-torch.pth"
+	sed '/^# torch/,/^$$/d' constraints.txt > .venv/constraints.txt
+	$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> .venv/constraints.txt
+else
+	cp constraints.txt .venv/constraints.txt
+endif
+	$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[all,test]'
+	@touch $@
+
+demo: setup
+	$(IN_VENV) bin/hytrain-cluster examples/demo.yaml
+
+test: lint
+	$(IN_VENV) -m pytest
+
+lint: setup
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m mypy
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench: setup
+	$(IN_VENV) benchmarks/step.py

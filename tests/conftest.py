@@ -1,0 +1,136 @@
+"""What every test gets: the checkout on the path, the markers `gpu`, `slow` and `spawns`, and the leak check.
+
+a test marked `spawns`                                          no_leaks
+TMPDIR = a private folder ◀──────────────────────────────────── before: descriptors, /dev/shm
+starts processes, which inherit TMPDIR, however deep they are
+ends ─────────────────────────────────────────────────────────▶ after: poll until nothing is left, or fail
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 10.0  # for processes that are still on their way out when the test returns
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests, and the processes that they start, import this checkout, installed or not."""
+    sys.path.insert(0, str(ROOT))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited}" if inherited else str(ROOT)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow_wanted = config.getoption("--run-slow") or "slow" in config.option.markexpr
+    for item in items:
+        if item.get_closest_marker("slow") and not slow_wanted:
+            item.add_marker(pytest.mark.skip(reason="slow: ask for it with -m slow or --run-slow"))
+        if item.get_closest_marker("gpu") and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA device here"))
+
+
+def has_cuda() -> bool:
+    import torch  # here, so that a run without gpu tests does not wait for it
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After a test marked `spawns`, no process, descriptor, shared memory or socket folder of it remains."""
+    if request.node.get_closest_marker("spawns") is None:
+        yield
+        return
+    if request.node.get_closest_marker("gpu") and has_cuda():
+        open_cuda()
+    tmp_path_factory.getbasetemp()  # settled now, lest it be put into the folder below
+    with pytest.MonkeyPatch.context() as patch:
+        # Short, since an ipc:// path has 107 characters. Whoever has it in its environment is this test's.
+        folder = Path(tempfile.mkdtemp(prefix="ht-"))
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        descriptors, shared = open_descriptors(), shared_memory()
+        children = set(psutil.Process().children(recursive=True))
+        yield
+    try:
+        deadline = time.monotonic() + GRACE_S
+        while leaks := find_leaks(folder, descriptors, shared, children):
+            if time.monotonic() > deadline:
+                pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+            time.sleep(0.02)
+    finally:
+        for process in processes_of(folder, children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # the next test starts clean
+        shutil.rmtree(folder, ignore_errors=True)  # one just killed may still be writing
+
+
+def find_leaks(
+    folder: Path, descriptors: set[str], shared: set[str], children: set[psutil.Process]
+) -> list[str]:
+    """One line for each thing that is there now and was not before."""
+    gc.collect()  # what only a reference cycle holds open is not leaked
+    return [
+        *(f"process {describe(process)}" for process in processes_of(folder, children)),
+        *(f"file descriptor {name}" for name in sorted(open_descriptors() - descriptors)),
+        *(f"shared memory /dev/shm/{name}" for name in sorted(shared_memory() - shared)),
+        *(f"temporary file or folder {path}" for path in sorted(folder.iterdir())),
+    ]
+
+
+def processes_of(folder: Path, children: set[psutil.Process]) -> list[psutil.Process]:
+    """New children, zombies too, and whatever carries the test's TMPDIR, even if its parent is gone."""
+    found = set(psutil.Process().children(recursive=True)) - children
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(folder):
+                found.add(process)
+        except psutil.Error:
+            continue  # gone meanwhile, a zombie, or another user's
+    return sorted(found, key=lambda process: process.pid)
+
+
+def describe(process: psutil.Process) -> str:
+    try:
+        seen = process.as_dict(["status", "name", "cmdline"])
+    except psutil.NoSuchProcess:
+        return f"{process.pid}, gone while looking"
+    return f"{process.pid} ({seen['status']}): {' '.join(seen['cmdline'] or [seen['name']])}"
+
+
+def open_descriptors() -> set[str]:
+    """`number -> target` of each descriptor of this process."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:
+            continue  # the one that listed the folder
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def open_cuda() -> None:
+    """The driver opens descriptors at first use and keeps them until the process ends."""
+    import torch
+
+    torch.zeros(1, device="cuda").cpu()
