@@ -19,20 +19,25 @@ IN_VENV := .venv/bin/python
 
 setup: $(READY)
 
-# A venv with the other kind of torch starts afresh. Some Pythons, Debian's for one, make a venv only without pip.
+FAIL = { echo "make setup: $(1)" >&2; exit 1; }
+
+# A venv with the other kind of torch starts afresh. A Python without ensurepip (Debian splits it off) may have pip.
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "make setup: $(PYTHON) is not Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
+	    $(call FAIL,$(PYTHON) is not Python 3.11 or newer; name one with PYTHON=…)
+ifdef BORROW
+	@$(PYTHON) -c 'import torch' || $(call FAIL,SYSTEM_TORCH=1 needs a $(PYTHON) that has torch)
+endif
 	@[ -z "$(filter-out $(READY),$(wildcard .venv/.ready-*))" ] || rm -rf .venv
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv .venv; \
 	else $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(IN_VENV) install -q pip; fi || \
-	    { echo "make setup: $(PYTHON) can't make a venv; install its pip (Debian: python3-pip python3-venv)" >&2; exit 1; }
+	    $(call FAIL,$(PYTHON) made no venv with pip; on Debian or Ubuntu: apt install python3-venv)
 ifdef BORROW
-	@$(PYTHON) -c 'import torch' || { echo "make setup: SYSTEM_TORCH=1, but $(PYTHON) has no torch" >&2; exit 1; }
 	$(PYTHON) -c 'import torch; from pathlib import Path; print(Path(torch.__file__).parent.parent)' \
 	    > "$$($(IN_VENV) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system-torch.pth"
-	sed '/^# torch/,/^$$/d' constraints.txt > .venv/constraints.txt
-	$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> .venv/constraints.txt
+	{ sed '/^# torch/,/^$$/d' constraints.txt; \
+	  $(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))'; \
+	} > .venv/constraints.txt
 else
 	cp constraints.txt .venv/constraints.txt
 endif
