@@ -1,0 +1,82 @@
+"""Closed forms for k, the fraction of the parameters that the GPU owns.
+
+Owns the arithmetic of the published policies and of our own first guess. All take the profile's totals,
+as if layers were uniform and copies free; `policies.py` rounds them to whole layers and checks memory.
+
+    |<------- t_B ------->|<------ t_F ------>|      backward, then the next step's forward
+         |<------------ t_U, the CPU's updates ------------>|
+                          what sticks out, the GPU takes over
+"""
+
+from __future__ import annotations
+
+from hytrain.planner.profile import Profile
+
+
+def twin_flow_k(ratio: float) -> float:
+    """A fixed k, with the meaning of `ratio` turned round. ValueError outside [0, 1].
+
+    Source: ZeRO-Offload++ (DeepSpeed Twin-Flow), whose `ratio` is the fraction updated on the CPU.
+    """
+    return 1 - _checked(ratio)
+
+
+def cotrain_k(profile: Profile) -> float:
+    """(t_U - t_B) / (2 t_U): the GPU takes half of what the CPU can't do during backward.
+
+    Source: CoTrain (ICPP'23), the separation distance.
+    """
+    t_u = profile.cpu_update_s
+    return _clamped((t_u - profile.backward_s) / (2 * t_u)) if t_u else 0.0
+
+
+def balance_k(profile: Profile) -> float:
+    """(t_U - t_B) / ((1 + alpha) t_U): CPU and GPU end their updates at the same time.
+
+    Source: HyTrainDNN. alpha is measured, GPU update time over CPU update time.
+    """
+    t_u = profile.cpu_update_s
+    return _clamped((t_u - profile.backward_s) / ((1 + profile.alpha) * t_u)) if t_u else 0.0
+
+
+def deadline_k(profile: Profile) -> float:
+    """The least k without stalls, for uniform layers and copies that do not queue. Source: ours.
+
+    Between the backward of layer l and its next forward, the CPU must update it and all above it:
+    (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, layers counted by rank from 1. That is linear in l,
+    so the last and the first CPU-owned layer decide. The last gives, n being the number of layers,
+    k >= (t_U - (1 - 1/n)(t_B + t_F)) / ((1 + alpha) t_U); it is the first, with no slack of its own,
+    that feels the copies: c + d2h + h2d <= k (t_b + t_f + g).
+    """
+    t_u = profile.cpu_update_s
+    if not t_u:
+        return 0.0
+    count = len(profile.layers)
+    work_s = profile.backward_s + profile.forward_s
+    for_the_last = (t_u - (1 - 1 / count) * work_s) / ((1 + profile.alpha) * t_u)
+    trips_s = sum(layer.trip_s for layer in profile.layers)
+    hiding_s = work_s + profile.gpu_update_s
+    for_the_first = trips_s / hiding_s / count if hiding_s else 1.0
+    return _clamped(max(for_the_last, for_the_first))
+
+
+def prefix_for(k: float, profile: Profile) -> frozenset[int]:
+    """The lowest ranks that hold at least the fraction k of the parameters. ValueError outside [0, 1]."""
+    wanted = _checked(k) * profile.numel
+    lids = set()
+    for layer in profile.layers:
+        if wanted <= 1e-9 * profile.numel:  # k = 0.3 of ten layers is three, whatever binary fractions say
+            break
+        lids.add(layer.lid)
+        wanted -= layer.numel
+    return frozenset(lids)
+
+
+def _clamped(k: float) -> float:
+    return min(1.0, max(0.0, k))
+
+
+def _checked(k: float) -> float:
+    if not 0 <= k <= 1:
+        raise ValueError(f"k must be a number in [0, 1], got {k!r}")
+    return k

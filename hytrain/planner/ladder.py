@@ -1,0 +1,126 @@
+"""What fits, and the least of it that is fast.
+
+Owns the search space of the policies. A ladder lists the layers that the GPU can hold, lowest rank first;
+rung j is its first j layers. Without a memory limit the rungs are the prefixes by rank.
+
+    step time   stalls ╲                ╱ the GPU's own work grows
+                         ╲           ╱
+                           ╲_____╱
+                ──┬────────┬────┬────────┬──▶ rung
+              lowest:    the    no       highest: GPU memory is full,
+              host       choice stalls   or no layer is left
+              fits
+
+A step is fastest near the rung where the stalls end, so bisection finds it, and then the least rung that is
+within 1 % of it: a dozen simulated steps, not one per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hytrain.errors import HyTrainError
+from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
+from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.simulate import Timeline, simulate
+
+SAME_SPEED = 0.01  # step times this close are called equal, and memory decides
+
+
+class Infeasible(HyTrainError, ValueError):
+    """No choice of layers respects both memory limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    layers: tuple[LayerProfile, ...]  # that fit the GPU together
+    lowest: int  # rungs below leave more to the host than it can hold
+
+    def rung(self, j: int) -> frozenset[int]:
+        return frozenset(layer.lid for layer in self.layers[:j])
+
+    def rung_for(self, k: float, profile: Profile) -> int:
+        """The lowest rung that holds as many parameters as the prefix for k, or the highest there is."""
+        prefix = prefix_for(k, profile)
+        wanted = sum(layer.numel for layer in profile.layers if layer.lid in prefix)
+        j = 0
+        while j < len(self.layers) and wanted > 0:
+            wanted -= self.layers[j].numel
+            j += 1
+        return max(j, self.lowest)
+
+
+def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]) -> Ladder:
+    """Take layers in this order, passing over those for which the GPU has no room left.
+
+    Raises Infeasible if the host can't hold what remains.
+    """
+    taken: list[LayerProfile] = []
+    gpu_bytes = 0
+    for layer in order:
+        if limits.gpu_state_bytes is None or gpu_bytes + layer.gpu_state_bytes <= limits.gpu_state_bytes:
+            taken.append(layer)
+            gpu_bytes += layer.gpu_state_bytes
+    lowest = 0
+    all_bytes = host_bytes = profile.host_bytes(frozenset())
+    while limits.host_bytes is not None and host_bytes > limits.host_bytes:
+        if lowest == len(taken):
+            raise Infeasible(
+                f"the layers need {gb(all_bytes)} of host memory, where {gb(limits.host_bytes)} is allowed; "
+                f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
+                f"({gb(gpu_bytes)}) still leaves {gb(host_bytes)} on the host"
+            )
+        host_bytes -= taken[lowest].host_bytes
+        lowest += 1
+    return Ladder(layers=tuple(taken), lowest=lowest)
+
+
+class Steps:
+    """The simulated step of each rung, each simulated once."""
+
+    def __init__(self, profile: Profile, ladder: Ladder) -> None:
+        self.profile = profile
+        self.ladder = ladder
+        self._known: dict[int, Timeline] = {}
+
+    def __getitem__(self, j: int) -> Timeline:
+        if j not in self._known:
+            self._known[j] = simulate(self.profile, self.ladder.rung(j))
+        return self._known[j]
+
+    def fastest(self, *rungs: int) -> int:
+        """Of these rungs and of all that were looked at before."""
+        return min({*self._known, *rungs}, key=lambda j: (self[j].step_s, j))
+
+
+def search(steps: Steps) -> int:
+    """The lowest rung within 1 % of the fastest.
+
+    Bisection trusts the stalls to shrink from rung to rung, which a busy link can break in small ways.
+    So the rungs of the other policies are looked at too: the default must not lose to them by that.
+    """
+    ladder, profile = steps.ladder, steps.profile
+    lowest, highest = ladder.lowest, len(ladder.layers)
+    guess = ladder.rung_for(deadline_k(profile), profile)
+    no_stalls = _first(lambda j: steps[j].stall_s <= 1e-9 * steps[j].step_s, lowest, highest, guess)
+    baselines = (ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile)))
+    fastest = steps.fastest(no_stalls, *baselines)
+    enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
+    return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int, probe: int) -> int:
+    """Bisection for the first number in [low, high] that `holds`, beginning with `probe`; else `high`."""
+    while low < high:
+        probe = min(max(probe, low), high - 1)
+        if holds(probe):
+            high = probe
+        else:
+            low = probe + 1
+        probe = (low + high) // 2
+    return low
+
+
+def gb(size_bytes: int | None) -> str:
+    return "any amount" if size_bytes is None else f"{size_bytes / 1e9:.2f} GB"

@@ -1,0 +1,142 @@
+"""One step of training, played through on paper.
+
+Owns the model of the pipeline; the policies ask it how long a step would take if the GPU owned these layers.
+
+    GPU   ┃ B3 ━━━━━━┳ B2 ━━━━━━┳ B1 ━━━ g1 ━┃ F1 ━━━━━━━━ F2 ━━━ ··stall·· F3 ━━━┃   the GPU owns layer 1
+    D2H   ┃          └─ 3 ──┐   └─ 2 ──┐                   ▲                ▲         first in, first out
+    CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         lowest rank first
+    H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
+
+Every layer's forward waits for its own update, so when a backward begins, both links and the CPU are idle:
+each step is the same as the one before, and one step is the steady state.
+
+The CPU looks at its queue after each tile, so a layer of lower rank that arrives meanwhile starts at the
+running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, inf
+
+from hytrain.planner.profile import LayerProfile, Profile
+
+TILE_NUMEL = 4 << 20
+
+# (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
+# The step's backward begins at 0.
+Event = tuple[str, int, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step in steady state: from the start of one backward to the start of the next.
+
+    `stalls_s` has the layers whose forward waited for weights. `events` come server by server, each server's
+    in order of time; a preempted CPU update comes in several parts.
+    """
+
+    step_s: float
+    stalls_s: Mapping[int, float]
+    gpu_busy_s: float
+    cpu_busy_s: float
+    events: tuple[Event, ...]
+
+    @property
+    def stall_s(self) -> float:
+        return sum(self.stalls_s.values())
+
+
+def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TILE_NUMEL) -> Timeline:
+    """The steady state with these layers owned by the GPU and all others by the CPU.
+
+    ValueError if `gpu_lids` names a layer that the profile does not have.
+    """
+    profile.require(gpu_lids)
+    events: list[Event] = []
+    landed, now = _backward(profile, gpu_lids, events)
+    updated = _cpu(landed, tile_numel, events)
+    cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
+    ready_s = {
+        layer.lid: end_s
+        for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
+    }
+    stalls_s = {}
+    gpu_busy_s = now
+    for layer in profile.layers:
+        due_s, now = now, max(now, ready_s.get(layer.lid, 0.0))
+        if now > due_s:
+            stalls_s[layer.lid] = now - due_s
+            events.append(("stall", layer.lid, due_s, now))
+        events.append(("forward", layer.lid, now, now + layer.forward_s))
+        now += layer.forward_s
+        gpu_busy_s += layer.forward_s
+    return Timeline(
+        step_s=now, stalls_s=stalls_s, gpu_busy_s=gpu_busy_s, cpu_busy_s=cpu_busy_s, events=tuple(events)
+    )
+
+
+def _backward(
+    profile: Profile, gpu_lids: frozenset[int], events: list[Event]
+) -> tuple[list[tuple[LayerProfile, float]], float]:
+    """From the highest rank down: when each gradient has landed in host memory, and when the GPU is done."""
+    now = 0.0
+    leaving: list[tuple[LayerProfile, float, float]] = []
+    for layer in reversed(profile.layers):
+        events.append(("backward", layer.lid, now, now + layer.backward_s))
+        now += layer.backward_s
+        if layer.lid in gpu_lids:
+            events.append(("gpu_update", layer.lid, now, now + layer.gpu_update_s))
+            now += layer.gpu_update_s
+        else:
+            leaving.append((layer, layer.d2h_s, now))
+    return _link("d2h", leaving, events), now
+
+
+def _link(
+    kind: str, copies: Iterable[tuple[LayerProfile, float, float]], events: list[Event]
+) -> list[tuple[LayerProfile, float]]:
+    """One direction of the link serves (layer, copy_s, enqueued_s) as they were enqueued; gives each end."""
+    free_s = 0.0
+    ends = []
+    for layer, copy_s, enqueued_s in copies:
+        start_s = max(free_s, enqueued_s)
+        free_s = start_s + copy_s
+        events.append((kind, layer.lid, start_s, free_s))
+        ends.append((layer, free_s))
+    return ends
+
+
+def _cpu(
+    landed: list[tuple[LayerProfile, float]], tile_numel: int, events: list[Event]
+) -> list[tuple[LayerProfile, float]]:
+    """The optimizer's queue; gives the layers with their ends, in the order in which they are done.
+
+    Between two arrivals only whole tiles run, so there is no need to step through them one by one.
+    """
+    queue: list[tuple[int, int]] = []  # (rank, index into landed)
+    tiles = [max(1, ceil(layer.numel / tile_numel)) for layer, _ in landed]
+    tile_s = [layer.cpu_update_s / count for (layer, _), count in zip(landed, tiles, strict=True)]
+    done: list[tuple[LayerProfile, float]] = []
+    now, arrived = 0.0, 0
+    while len(done) < len(landed):
+        if not queue:
+            now = max(now, landed[arrived][1])
+        while arrived < len(landed) and landed[arrived][1] <= now:
+            heappush(queue, (landed[arrived][0].rank, arrived))
+            arrived += 1
+        index = queue[0][1]
+        layer = landed[index][0]
+        run = tiles[index]
+        next_s = landed[arrived][1] if arrived < len(landed) else inf
+        if next_s < now + run * tile_s[index]:
+            run = min(run, ceil((next_s - now) / tile_s[index]))
+        events.append(("cpu_update", layer.lid, now, now + run * tile_s[index]))
+        now += run * tile_s[index]
+        tiles[index] -= run
+        if not tiles[index]:
+            heappop(queue)
+            done.append((layer, now))
+    return done

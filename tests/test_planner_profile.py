@@ -1,0 +1,152 @@
+"""Measurements into a profile: what is smoothed, what is set aside, what is estimated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain.planner import Ewma, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, Rates
+
+
+def smoothed(*samples: float) -> Ewma:
+    mean = Ewma()
+    for sample in samples:
+        mean.add(sample)
+        mean.check()
+    return mean
+
+
+def book_of(*numels: int, rates: Rates | None = None) -> MeasurementBook:
+    """Layers of these sizes with lids 10, 11, …, the highest lid first in the forward order."""
+    count = len(numels)
+    return MeasurementBook(
+        (
+            LayerFacts(lid=10 + i, rank=count - i, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
+            for i, n in enumerate(numels)
+        ),
+        rates=rates,
+    )
+
+
+def profile_from(book: MeasurementBook) -> dict[int, LayerProfile]:
+    book.check()
+    profile = book.profile()
+    assert profile is not None
+    return {layer.lid: layer for layer in profile.layers}
+
+
+def test_a_lone_outlier_leaves_no_trace() -> None:
+    assert smoothed(1.0, 1.0, 1.0, 40.0, 1.0, 0.01, 1.0).value == 1.0
+
+
+def test_outliers_in_one_of_five_samples_never_get_through() -> None:
+    assert smoothed(*([1.0] * 4 + [10.0]) * 50).value == 1.0
+
+
+@pytest.mark.parametrize("level", [0.02, 0.3, 2.0, 50.0])
+def test_a_new_level_gets_through_in_three_samples(level: float) -> None:
+    settled = [1.0, 1.1, 0.9] * 5
+    assert smoothed(*settled, level, level).value == smoothed(*settled).value
+    assert smoothed(*settled, level, level, level).value == level
+
+
+def test_a_slow_first_step_is_forgotten() -> None:
+    assert smoothed(30.0, 1.0, 1.0, 1.0).value == 1.0
+
+
+def test_wide_noise_is_averaged_and_not_rejected() -> None:
+    rng = random.Random(5)
+    value = smoothed(*(rng.uniform(0.2, 1.8) for _ in range(400))).value
+    assert value is not None and 0.6 < value < 1.4
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_the_mean_stays_within_the_samples(samples: list[float]) -> None:
+    value = smoothed(*samples).value
+    assert value is not None
+    assert min(samples) * (1 - 1e-9) <= value <= max(samples) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sample", [-1e-9, float("nan"), float("inf")])
+def test_impossible_times_are_refused(sample: float) -> None:
+    with pytest.raises(ValueError, match="measured time"):
+        Ewma().add(sample)
+
+
+def test_no_profile_before_forward_and_backward_are_known() -> None:
+    book = book_of(100)
+    assert not book.ready and book.profile() is None
+    book.observe_trainer(forward_s={10: 1.0}, d2h_s={10: 1.0})
+    assert not book.ready and book.profile() is None
+    book.observe_trainer(backward_s={10: 2.0})
+    assert book.ready
+    layer = profile_from(book)[10]
+    assert (layer.forward_s, layer.backward_s, layer.d2h_s) == (1.0, 2.0, 1.0)
+
+
+def test_unmeasured_roles_take_the_rate_of_the_measured_layers() -> None:
+    book = book_of(100, 300, 1000)
+    book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 2.0, 11: 2.0}, gpu_update_s={12: 5.0})
+    book.observe_optimizer(cpu_update_s={10: 3.0, 11: 5.0})
+    layers = profile_from(book)
+    assert layers[12].cpu_update_s == pytest.approx(20.0)  # 8 s for 400 parameters
+    assert layers[10].gpu_update_s == pytest.approx(0.5)
+    assert layers[12].gpu_update_s == 5.0
+    assert layers[12].forward_s == 0.0, "a layer that is not timed has no work of its own"
+
+
+def test_defaults_hold_until_something_is_measured() -> None:
+    book = book_of(100, rates=Rates(d2h_s=1.0, h2d_s=2.0, cpu_update_s=3.0, gpu_update_s=4.0))
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    layer = profile_from(book)[10]
+    assert (layer.d2h_s, layer.h2d_s, layer.cpu_update_s, layer.gpu_update_s) == (100, 200, 300, 400)
+
+
+def test_layers_come_by_rank_and_ranks_can_be_learned_again() -> None:
+    book = book_of(1, 1, 1)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    assert list(profile_from(book)) == [12, 11, 10]
+    book.rerank({10: 0, 12: 5, 11: 7})
+    assert list(profile_from(book)) == [10, 12, 11]
+    with pytest.raises(ValueError, match="every layer"):
+        book.rerank({10: 0})
+
+
+def test_unknown_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 99"):
+        book_of(1).observe_optimizer(cpu_update_s={99: 1.0})
+
+
+def test_sums_and_limits() -> None:
+    book = book_of(100, 300)
+    book.observe_trainer(forward_s={10: 1.0, 11: 2.0}, backward_s={10: 2.0, 11: 3.0}, gpu_update_s={10: 1.0})
+    book.observe_optimizer(cpu_update_s={10: 4.0})
+    profile = book.profile()
+    assert profile is not None
+    assert (profile.numel, profile.forward_s, profile.backward_s) == (400, 3.0, 5.0)
+    assert (profile.cpu_update_s, profile.alpha) == (16.0, 0.25)
+    first = frozenset({11})
+    assert profile.k_of(first) == 0.75
+    assert profile.gpu_state_bytes(first) == 3000 and profile.host_bytes(first) == 1400
+    assert Limits(gpu_state_bytes=3000, host_bytes=1400).allow(profile, first)
+    assert not Limits(gpu_state_bytes=2999).allow(profile, first)
+    assert not Limits(host_bytes=1399).allow(profile, first)
+
+
+def test_moving_a_layer_costs_its_state_over_the_link_and_one_trip() -> None:
+    book = book_of(100)  # copies of 2 bytes a parameter, state of 10
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0}, d2h_s={10: 2.0}, h2d_s={10: 3.0})
+    book.observe_optimizer(cpu_update_s={10: 7.0})
+    assert profile_from(book)[10].move_s == 5 * 3.0 + (2.0 + 7.0 + 3.0)
+
+
+def test_a_profile_refuses_disorder() -> None:
+    book = book_of(1, 1)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    layers = tuple(profile_from(book).values())
+    for wrong, sentence in (((), "at least one"), (layers[::-1], "ascending rank")):
+        with pytest.raises(ValueError, match=sentence):
+            Profile(layers=wrong)
