@@ -12,16 +12,13 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from hytrain.errors import BackendUnavailable
 from hytrain.kernels.scalars import Scalars
 
 BACKENDS = ("native", "torch", "deepspeed")
 
 # (weights, gradients) that every backend updates; bfloat16 weights have a remainder.
 DTYPES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"))
-
-
-class BackendUnavailable(RuntimeError):
-    """A backend cannot run here; the message says what to install or what to choose instead."""
 
 
 class Backend(Protocol):

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hytrain.kernels.backend import BackendUnavailable
+from hytrain.errors import BackendUnavailable
 
 # No fast-math, no contraction: the order and the rounding of every operation are part of the contract.
 FLAGS = (

@@ -1,0 +1,124 @@
+"""The AdamW update by torch's own fused CPU kernel, for machines without a C++ compiler.
+
+That kernel wants fp32 everywhere, so bf16 planes pass through fp32 copies, a chunk at a time so that the
+copies stay in cache. It also computes the last elements of an odd size in another order. Ranges are padded to
+`WIDTH`; then all elements are treated alike, and the results are the native backend's, however a segment is
+cut into ranges.
+
+    planes at addresses -> tensors over them -> chunks -> (join) -> _adamw -> (split)
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hytrain.kernels.backend import check_dtypes
+from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.split import join, split
+
+WIDTH = 128  # elements; what the operators' vector loops divide into, with room to spare
+CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, a core's own cache
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TorchBackend:
+    """AdamW by torch's fused operator. `threads` becomes torch's number of threads in this process."""
+
+    name = "torch"
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._chunk_numel = threads * CHUNK_PER_THREAD
+
+    def update(
+        self,
+        *,
+        weights: int,
+        grads: int,
+        remainder: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        numel: int,
+        weights_dtype: str,
+        grads_dtype: str,
+        scalars: Scalars,
+    ) -> None:
+        """See Backend.update."""
+        check_dtypes(weights_dtype, grads_dtype, remainder)
+        planes = [
+            _over(weights, numel, _DTYPES[weights_dtype]),
+            _over(grads, numel, _DTYPES[grads_dtype]),
+            _over(exp_avg, numel, torch.float32),
+            _over(exp_avg_sq, numel, torch.float32),
+        ]
+        if remainder:
+            planes.append(_over(remainder, numel, torch.int16))
+        whole = numel - numel % WIDTH
+        for begin in range(0, whole, self._chunk_numel):
+            end = min(begin + self._chunk_numel, whole)
+            self._update_chunk(scalars, *(plane[begin:end] for plane in planes))
+        if whole < numel:
+            self._update_tail(scalars, [plane[whole:] for plane in planes])
+
+    def touch(self, address: int, nbytes: int) -> None:
+        """See Backend.touch."""
+        _over(address, nbytes, torch.uint8).zero_()
+
+    def _update_tail(self, scalars: Scalars, planes: list[Tensor]) -> None:
+        padded = [pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
+        self._update_chunk(scalars, *padded)
+        for index, (plane, result) in enumerate(zip(planes, padded, strict=True)):
+            if index != 1:  # the gradients are only read
+                plane.copy_(result[: plane.numel()])
+
+    def _update_chunk(
+        self,
+        scalars: Scalars,
+        weights: Tensor,
+        grads: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        remainder: Tensor | None = None,
+    ) -> None:
+        if remainder is None:
+            self._adamw(weights, grads.float(), exp_avg, exp_avg_sq, scalars)
+            return
+        master = join(weights, remainder)
+        self._adamw(master, grads.float(), exp_avg, exp_avg_sq, scalars)
+        upper, lower = split(master)
+        weights.copy_(upper)
+        remainder.copy_(lower)
+
+    def _adamw(
+        self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars
+    ) -> None:
+        """AdamW in place on fp32 tensors whose length is a multiple of `WIDTH`."""
+        hyper = scalars.hyper
+        torch._fused_adamw_(
+            [master],
+            [grads],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [torch.tensor(float(scalars.step))],
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=hyper.maximize,
+        )
+
+
+def _over(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over memory that the caller keeps alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)

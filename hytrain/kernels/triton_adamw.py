@@ -1,0 +1,107 @@
+"""AdamW in Triton, operation by operation as in adamw.cpp. Needs Triton; only gpu.py imports it.
+
+bf16 planes come as int16 bit patterns. The caller turns contraction off; square root and division are the
+correctly rounded ones, and the only fused operations are the two that say so. Whole blocks are loaded without
+a mask, since a masked load is not vectorised unless the compiler knows what the length divides by.
+"""
+
+# What Triton compiles is typed by its own rules.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _canonical(u):
+    """A float's bits, with one pattern for all NaNs."""
+    return tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, u)
+
+
+@triton.jit
+def _load_gradient(pointer, mask):
+    x = tl.load(pointer, mask=mask)
+    if x.dtype == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _load_master(weights, remainder, mask):
+    x = tl.load(weights, mask=mask)
+    if x.dtype == tl.int16:
+        lower = tl.load(remainder, mask=mask).to(tl.int32)
+        return ((x.to(tl.int32) << 16) + lower).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _store(pointer, x, mask):
+    u = _canonical(x.to(tl.int32, bitcast=True))
+    tl.store(pointer, u.to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _store_master(weights, remainder, master, mask):
+    if weights.dtype.element_ty == tl.int16:
+        u = _canonical(master.to(tl.int32, bitcast=True))
+        hi = (u + 0x8000) >> 16  # round half up: the difference always fits 16 bits
+        tl.store(weights, hi.to(tl.int16), mask=mask)
+        tl.store(remainder, (u - (hi << 16)).to(tl.int16), mask=mask)
+    else:
+        _store(weights, master, mask)
+
+
+@triton.jit
+def _update(
+    weights, grads, remainder, exp_avg, exp_avg_sq, mask,
+    sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+):  # fmt: skip
+    """One block; pointers are tensors of pointers."""
+    g = sign * _load_gradient(grads, mask)
+    m_old = tl.load(exp_avg, mask=mask)
+    v_old = tl.load(exp_avg_sq, mask=mask)
+    p_old = _load_master(weights, remainder, mask)
+
+    # torch's lerp starts from the nearer end.
+    from_average = tl.abs(mix1) < 0.5
+    m = tl.fma(tl.where(from_average, mix1, mix1 - 1.0), g - m_old, tl.where(from_average, m_old, g))
+    v = tl.fma(mix2 * g, g, v_old * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
+    p = p_old * decay + tl.div_rn(neg_step_size * m, denominator)
+
+    _store(exp_avg, m, mask)
+    _store(exp_avg_sq, v, mask)
+    _store_master(weights, remainder, p, mask)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def adamw_kernel(
+    weights, grads, remainder, exp_avg, exp_avg_sq,
+    numel: tl.int64,
+    sign: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
+    decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The types of the scalars are fixed and no value is specialised: one compilation serves every step."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = begin + tl.arange(0, BLOCK)
+    weights += offsets
+    grads += offsets
+    remainder += offsets
+    exp_avg += offsets
+    exp_avg_sq += offsets
+    if begin + BLOCK <= numel:
+        _update(
+            weights, grads, remainder, exp_avg, exp_avg_sq, None,
+            sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+        )  # fmt: skip
+    else:
+        _update(
+            weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel,
+            sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+        )  # fmt: skip

@@ -1,0 +1,400 @@
+"""Every backend of the AdamW update against torch.optim.AdamW(fused=True) on fp32 masters, bit for bit.
+
+The GPU's kernel takes part like another backend. DeepSpeed's operator rounds its scalars differently, so it
+is held to the tolerance in `assert_agrees`. The reference runs on tensors padded to whole vectors, since
+torch computes the last elements of an odd size in another order. NaNs are equal whatever their payload, which
+IEEE 754 leaves open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hytrain.kernels import backend as backends
+from hytrain.kernels.backend import DTYPES, Backend
+from hytrain.kernels.scalars import Hyper, Scalars, scalars
+from hytrain.kernels.split import join, split
+
+HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+HYPERS = {
+    "usual": HYPER,
+    "no decay": dataclasses.replace(HYPER, weight_decay=0.0),
+    "maximize": dataclasses.replace(HYPER, maximize=True),
+    "language model": dataclasses.replace(HYPER, lr=6e-4, beta2=0.95, eps=1e-5),
+    "beta1 of a half": dataclasses.replace(HYPER, lr=0.1, beta1=0.5),
+    "beta1 below a half": dataclasses.replace(HYPER, beta1=0.3),
+    "no momentum": dataclasses.replace(HYPER, beta1=0.0, beta2=0.0),
+}
+PAIRS = pytest.mark.parametrize("pair", DTYPES, ids="-".join)
+EXACT = ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)]
+ALL = [*EXACT, pytest.param("deepspeed", marks=pytest.mark.slow)]
+BLOCK = 4096  # elements that a thread of the native backend takes at once
+
+
+@dataclass(kw_only=True)
+class Planes:
+    """One segment's state, [numel] each."""
+
+    weights: Tensor
+    remainder: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @classmethod
+    def of(cls, master: Tensor, weights_dtype: str) -> Planes:
+        weights, remainder = (master.clone(), None) if weights_dtype == "float32" else split(master)
+        zeros = torch.zeros_like(master)
+        return cls(weights=weights, remainder=remainder, exp_avg=zeros, exp_avg_sq=zeros.clone())
+
+    def master(self) -> Tensor:
+        return self.weights if self.remainder is None else join(self.weights, self.remainder)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Planes:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Planes(**{name: None if t is None else function(t) for name, t in fields.items()})
+
+    def copy_from(self, other: Planes) -> None:
+        for field in dataclasses.fields(self):
+            if (mine := getattr(self, field.name)) is not None:
+                mine.copy_(getattr(other, field.name))
+
+
+Update = Callable[[Planes, Tensor, Scalars], None]
+
+
+def on_host(backend: Backend) -> Update:
+    def update(planes: Planes, grads: Tensor, step: Scalars) -> None:
+        backend.update(
+            weights=planes.weights.data_ptr(),
+            grads=grads.data_ptr(),
+            remainder=0 if planes.remainder is None else planes.remainder.data_ptr(),
+            exp_avg=planes.exp_avg.data_ptr(),
+            exp_avg_sq=planes.exp_avg_sq.data_ptr(),
+            numel=grads.numel(),
+            weights_dtype=str(planes.weights.dtype).removeprefix("torch."),
+            grads_dtype=str(grads.dtype).removeprefix("torch."),
+            scalars=step,
+        )
+
+    return update
+
+
+def on_device(planes: Planes, grads: Tensor, step: Scalars) -> None:
+    from hytrain.kernels import gpu
+
+    there = planes.map(Tensor.cuda)
+    gpu.update(**vars(there), grads=grads.cuda(), scalars=step)
+    planes.copy_from(there)
+
+
+def open_update(name: str) -> Update:
+    return on_device if name == "gpu" else on_host(backends.load(name, threads=2)[0])
+
+
+class Reference:
+    """torch.optim.AdamW(fused=True) on an fp32 master."""
+
+    def __init__(self, master: Tensor, hyper: Hyper) -> None:
+        self.numel = master.numel()
+        self.parameter = torch.nn.Parameter(self._padded(master))
+        self.optimizer = torch.optim.AdamW(
+            [self.parameter],
+            lr=hyper.lr,
+            betas=(hyper.beta1, hyper.beta2),
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            maximize=hyper.maximize,
+            fused=True,
+        )
+
+    def _padded(self, values: Tensor) -> Tensor:
+        return pad(values.float(), (0, -values.numel() % 64))
+
+    def step(self, grads: Tensor) -> None:
+        self.parameter.grad = self._padded(grads)
+        self.optimizer.step()
+
+    def planes(self) -> Planes:
+        state = self.optimizer.state[self.parameter]
+        return Planes(
+            weights=self.parameter.detach()[: self.numel],
+            remainder=None,
+            exp_avg=state["exp_avg"][: self.numel],
+            exp_avg_sq=state["exp_avg_sq"][: self.numel],
+        )
+
+
+def some_grads(numel: int, generator: torch.Generator) -> Tensor:
+    """Magnitudes from 1e-6 to 10, some zeros of both signs."""
+    magnitudes = 10 ** (torch.rand(numel, generator=generator) * 7 - 6)
+    signs = torch.randint(-1, 2, (numel,), generator=generator)
+    return torch.where(torch.rand(numel, generator=generator) < 0.01, -0.0, magnitudes * signs)
+
+
+def from_bits(*patterns: int) -> Tensor:
+    return torch.tensor(patterns).to(torch.int32).view(torch.float32)
+
+
+SPECIAL = torch.cat(
+    [
+        torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-20, 3e19, -3e38, torch.inf, -torch.inf, torch.nan]),
+        from_bits(0x00000001, 0x80000001, 0x007FFFFF, 0x80008000, 0x00800000),  # around the subnormals
+        from_bits(0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001),  # around ties
+        from_bits(0x7F7FFFFF, 0xFF7FFFFF, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF),  # greatest numbers and NaNs
+    ]
+)
+
+
+def assert_identical(ours: Planes, reference: Planes, case: str = "") -> None:
+    """Equal in every bit, NaNs aside."""
+    pairs = {
+        "master": (ours.master(), reference.master()),
+        "exp_avg": (ours.exp_avg, reference.exp_avg),
+        "exp_avg_sq": (ours.exp_avg_sq, reference.exp_avg_sq),
+    }
+    for name, (a, b) in pairs.items():
+        differ = (a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())
+        where = differ.nonzero().flatten()[:5].tolist()
+        assert not where, f"{case}: {name} differs at {where}: {a[where].tolist()}, not {b[where].tolist()}"
+
+
+def assert_agrees(name: str, ours: Planes, reference: Planes, lr: float) -> None:
+    """Bit for bit; DeepSpeed's operator within what 1 - beta and 1 - beta**step lose in float32."""
+    if name != "deepspeed":
+        assert_identical(ours, reference, name)
+        return
+    torch.testing.assert_close(ours.exp_avg, reference.exp_avg, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.exp_avg_sq, reference.exp_avg_sq, rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours.master(), reference.master(), rtol=1e-6, atol=1e-3 * lr)
+
+
+@PAIRS
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+@pytest.mark.parametrize("name", ALL)
+def test_matches_torch(name: str, hyper: Hyper, pair: tuple[str, str]) -> None:
+    update, generator = open_update(name), torch.Generator().manual_seed(0)
+    numel = 2 * BLOCK + 1003
+    master = torch.randn(numel, generator=generator)
+    planes, reference = Planes.of(master, pair[0]), Reference(master, hyper)
+    for step in range(1, 13):
+        grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+        update(planes, grads, scalars(hyper, step))
+        reference.step(grads)
+    assert_agrees(name, planes, reference.planes(), hyper.lr)
+    assert not torch.equal(planes.master(), master)
+
+
+@PAIRS
+@pytest.mark.parametrize("name", ALL)
+def test_sizes(name: str, pair: tuple[str, str]) -> None:
+    update, generator = open_update(name), torch.Generator().manual_seed(1)
+    for numel in (1, 2, 7, 15, 16, 17, 31, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1):
+        master = torch.randn(numel, generator=generator)
+        planes, reference = Planes.of(master, pair[0]), Reference(master, HYPER)
+        for step in (1, 2):
+            grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+            update(planes, grads, scalars(HYPER, step))
+            reference.step(grads)
+        assert_agrees(name, planes, reference.planes(), HYPER.lr)
+
+
+@PAIRS
+@pytest.mark.parametrize("name", EXACT)
+def test_special_values(name: str, pair: tuple[str, str]) -> None:
+    """All pairs of a special master and a special first gradient, then ordinary gradients and zeros."""
+    update, generator = open_update(name), torch.Generator().manual_seed(2)
+    master = SPECIAL.repeat_interleave(SPECIAL.numel())
+    planes, reference = Planes.of(master, pair[0]), Reference(master, HYPER)
+    first = SPECIAL.repeat(SPECIAL.numel())
+    for step, grads in enumerate((first, some_grads(first.numel(), generator), torch.zeros_like(first)), 1):
+        grads = grads.to(getattr(torch, pair[1]))
+        update(planes, grads, scalars(HYPER, step))
+        reference.step(grads)
+        assert_identical(planes, reference.planes(), f"step {step}")
+        assert step > 1 or planes.exp_avg.isinf().any()
+    assert planes.exp_avg.isnan().any() and planes.master().isfinite().any()
+
+
+@PAIRS
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_without_gradients_reach_the_subnormals(name: str, pair: tuple[str, str]) -> None:
+    update = open_update(name)
+    master = torch.linspace(-1, 1, 48)
+    planes, reference = Planes.of(master, pair[0]), Reference(master, HYPER)
+    subnormal = False
+    for step in range(1, 1001):
+        grads = torch.full((48,), 0.1 if step == 1 else 0.0).to(getattr(torch, pair[1]))
+        update(planes, grads, scalars(HYPER, step))
+        reference.step(grads)
+        subnormal |= bool((planes.exp_avg.view(torch.int32) - 1 < 0x7FFFFF).all())
+    assert subnormal
+    assert_identical(planes, reference.planes())
+
+
+@pytest.mark.parametrize("name", [EXACT[0], EXACT[2]])
+def test_nans_leave_in_one_form(name: str) -> None:
+    """torch's payloads depend on its compiler; ours do not, so owners can be compared bit for bit."""
+    update = open_update(name)
+    for dtype in ("bfloat16", "float32"):
+        planes = Planes.of(SPECIAL, dtype)
+        update(planes, torch.full_like(SPECIAL, torch.nan).to(torch.bfloat16), scalars(HYPER, 1))
+        for plane in (planes.master(), planes.exp_avg, planes.exp_avg_sq):
+            assert plane.view(torch.int32).unique().tolist() == [0x7FC00000]
+
+
+@PAIRS
+@pytest.mark.parametrize("name", ALL)
+def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
+    """However a segment is cut, and wherever its range begins; and nothing else is written."""
+    update, generator = open_update(name), torch.Generator().manual_seed(3)
+    numel = BLOCK + 777
+    master = torch.randn(numel, generator=generator)
+    grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+    read_only = grads.clone()
+    whole, tiled, untouched = (Planes.of(master, pair[0]) for _ in range(3))
+    update(whole, grads, scalars(HYPER, 1))
+    for begin, end in ((1, 1 + 333), (1 + 333, BLOCK + 5), (BLOCK + 5, numel - 1)):
+        update(tiled.map(lambda plane: plane[begin:end]), grads[begin:end], scalars(HYPER, 1))  # noqa: B023
+    assert_identical(tiled.map(lambda plane: plane[1:-1]), whole.map(lambda plane: plane[1:-1]))
+    assert_identical(
+        tiled.map(lambda plane: plane[:: numel - 1]), untouched.map(lambda plane: plane[:: numel - 1])
+    )
+    assert torch.equal(grads, read_only)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_result_does_not_depend_on_threads(name: str, threads: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    numel = 5 * BLOCK + 9
+    master, grads = torch.randn(numel, generator=generator), some_grads(numel, generator).bfloat16()
+    before = torch.get_num_threads()
+    planes = []
+    try:
+        for count in (2, threads):
+            planes.append(Planes.of(master, "bfloat16"))
+            on_host(backends.load(name, count)[0])(planes[-1], grads, scalars(HYPER, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert_identical(*planes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [EXACT[0], EXACT[2]])
+def test_split_inside_the_kernel_over_all_patterns(name: str) -> None:
+    """With a learning rate of zero an update is a join and a split, and must change nothing."""
+    update, step = open_update(name), scalars(dataclasses.replace(HYPER, lr=0.0), 1)
+    chunk = 1 << 22
+    grads = torch.zeros(chunk, dtype=torch.bfloat16)
+    for begin in range(-(1 << 31), 1 << 31, chunk):
+        master = torch.arange(begin, begin + chunk, dtype=torch.int32).view(torch.float32)
+        planes, expected = (Planes.of(master, "bfloat16") for _ in range(2))
+        update(planes, grads, step)
+        assert torch.equal(planes.weights.view(torch.int16), expected.weights.view(torch.int16))
+        assert torch.equal(planes.remainder, expected.remainder)
+
+
+@pytest.mark.gpu
+def test_gpu_compiles_once_for_all_steps() -> None:
+    """No scalar is specialised: not a learning rate of 1, not a length that divides by 16."""
+    from hytrain.kernels.triton_adamw import adamw_kernel
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in adamw_kernel.device_caches.values())
+
+    on_device(Planes.of(torch.ones(1), "bfloat16"), torch.ones(1).bfloat16(), scalars(HYPER, 1))
+    before = compiled()
+    assert before > 0
+    for step, numel in enumerate((1, 16, 1000, 1024, 4096), 1):
+        hyper = dataclasses.replace(HYPERS["no momentum"], lr=1.0, maximize=step % 2 == 0)
+        planes = Planes.of(torch.ones(numel), "bfloat16")
+        on_device(planes, torch.ones(numel).bfloat16(), scalars(hyper, step))
+    assert compiled() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_reaches_beyond_two_to_the_31() -> None:
+    from hytrain.kernels import gpu
+
+    tail = 4096 + 5
+    numel = (1 << 31) + tail
+    if torch.cuda.mem_get_info()[0] < 16 * numel:
+        pytest.skip("needs 32 GiB of free GPU memory")
+    generator = torch.Generator().manual_seed(5)
+    expected = Planes.of(torch.randn(tail, generator=generator), "bfloat16")
+    grads = some_grads(tail, generator).bfloat16()
+    planes = expected.map(lambda plane: torch.zeros(numel, dtype=plane.dtype, device="cuda"))
+    planes.map(lambda plane: plane[-tail:]).copy_from(expected)
+    all_grads = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    all_grads[-tail:] = grads
+    gpu.update(**vars(planes), grads=all_grads, scalars=scalars(HYPER, 1))
+    on_host(backends.load("native", threads=2)[0])(expected, grads, scalars(HYPER, 1))
+    assert_identical(planes.map(lambda plane: plane[-tail:].cpu()), expected)
+    assert not planes.weights[:-tail].any()
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_touch_brings_every_page(name: str) -> None:
+    backend, _ = backends.load(name, threads=2)
+    pages = 64
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        base = ctypes.addressof(view)
+        resident = (ctypes.c_ubyte * pages)()
+        backend.touch(base + mmap.PAGESIZE + 100, (pages - 3) * mmap.PAGESIZE)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mincore(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), resident) == 0
+        assert [page & 1 for page in resident] == [0] + [1] * (pages - 2) + [0]
+        assert memory[:] == bytes(len(memory))
+        del view  # an exported pointer would keep the mapping open
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("dtypes", "remainder", "message"),
+    [
+        (("float16", "float16"), 0, "no AdamW update for float16 weights with float16 gradients"),
+        (("bfloat16", "float32"), 8, "no AdamW update for bfloat16 weights with float32 gradients"),
+        (("bfloat16", "bfloat16"), 0, "a remainder belongs to bfloat16 weights"),
+        (("float32", "bfloat16"), 8, "a remainder belongs to bfloat16 weights"),
+    ],
+)
+def test_planes_that_do_not_belong_together(
+    name: str, dtypes: tuple[str, str], remainder: int, message: str
+) -> None:
+    backend, _ = backends.load(name, threads=2)
+    with pytest.raises(ValueError, match=message):
+        backend.update(
+            weights=8, grads=8, remainder=remainder, exp_avg=8, exp_avg_sq=8, numel=1,
+            weights_dtype=dtypes[0], grads_dtype=dtypes[1], scalars=scalars(HYPER, 1),
+        )  # fmt: skip
+
+
+def test_steps_count_from_one() -> None:
+    with pytest.raises(ValueError, match="counts from 1, not 0"):
+        scalars(HYPER, 0)
+
+
+def test_native_brings_no_torch() -> None:
+    """The optimizer process pins its cores first; and it is up sooner."""
+    check = (
+        "import sys; from hytrain.kernels.backend import load; "
+        "load('native', 1); print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "False"
