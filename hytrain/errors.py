@@ -1,15 +1,15 @@
 """Every exception that HyTrain raises on purpose.
 
-    HyTrainError
-    ├── ConfigError         (ValueError)    a setting that cannot be: recipe, flag, environment, argument
-    ├── UnsupportedError    (ValueError)    a model or practice that is refused at construction
-    ├── UsageError          (RuntimeError)  a call that would have trained something else than asked for
-    ├── StaleReadError      (RuntimeError)  weights were read that an update had not reached yet
-    ├── CapacityError       (MemoryError)   what cannot fit, with the arithmetic
-    ├── BackendUnavailable  (RuntimeError)  an update backend that this machine cannot run
-    └── ClusterError        (RuntimeError)  the processes of a run
-        ├── WorkerDied                      one ended; says which, and what it said last
-        └── ClusterTimeout                  one did not answer in time
+HyTrainError
+├── ConfigError         (ValueError)    a setting that cannot be: recipe, flag, environment, argument
+├── UnsupportedError    (ValueError)    a model or practice that is refused at construction
+├── UsageError          (RuntimeError)  a call that would have trained something else than asked for
+├── StaleReadError      (RuntimeError)  weights were read that an update had not reached yet
+├── CapacityError       (MemoryError)   what cannot fit, with the arithmetic
+├── BackendUnavailable  (RuntimeError)  an update backend that this machine cannot run
+└── ClusterError        (RuntimeError)  the processes of a run
+    ├── WorkerDied                      one ended; says which, and what it said last
+    └── ClusterTimeout                  one did not answer in time
 """
 
 from __future__ import annotations

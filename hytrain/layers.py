@@ -61,7 +61,9 @@ class ModelLayer:
             name=self.name,
             segments=tuple(
                 messages.Segment(
-                    name=piece.name if piece.numel == piece.parameter.numel() else f"{piece.name}[{piece.start}]",
+                    name=piece.name
+                    if piece.numel == piece.parameter.numel()
+                    else f"{piece.name}[{piece.start}]",
                     numel=piece.numel,
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[grad_dtype or piece.parameter.dtype],
@@ -114,7 +116,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in lists]
     if not sizes or max(sizes) == 0:
         return []
-    return [child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())]
+    return [
+        child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())
+    ]
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,9 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one stretch of memory, each once, in whatever order."""
     expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -139,9 +145,13 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             "convert the model with model.to(torch.bfloat16) first"
         )
     if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-        raise UnsupportedError(f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now")
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now"
+        )
     if not is_dense(parameter):
-        raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")
+        raise UnsupportedError(
+            f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy"
+        )
 
 
 def _run_name(model: nn.Module, block: nn.Module | None, parameter_name: str) -> str:

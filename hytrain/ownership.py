@@ -4,10 +4,12 @@
       propose ── Plan ─────────────────▶ acknowledge ◀── Plan ──────── acknowledge
       both acknowledged ◀── PlanAck ────────┴───────────── PlanAck ────────┘
       commit ── Reassign ──────────────▶ holds from its step on
-      settled ◀── PlanApplied ──────────── at the step's boundary, layer by layer
+                                         boundary of that step ── TakeOver / GiveUp ──▶ checked against the plan
+      settled ◀── PlanApplied ───────────┴──────────────────────────── PlanApplied ──▶ settled
 
 A plan for step s holds only if both sides acknowledged it before the trainer begins backward s (I3). One that
-comes too late is postponed: the trainer says so, and the coordinator may propose again.
+comes too late is postponed: the trainer says so, and the coordinator may propose again. Only the trainer is told
+to go ahead: the optimizer learns it from the trainer, on the channel that also brings its gradients, in order.
 """
 
 from __future__ import annotations
@@ -22,17 +24,6 @@ PARTIES: Final = ("trainer", "optimizer")
 
 class OwnershipError(RuntimeError):
     """A plan, or a handover, that the agreement does not allow."""
-
-
-def prefix_lids(k: float, numels: list[int], ranks: list[int]) -> tuple[int, ...]:
-    """The lowest ranks whose parameters make up at least the fraction `k`: whole layers, by layer ID."""
-    wanted, taken, lids = k * sum(numels), 0, []
-    for lid in sorted(range(len(numels)), key=ranks.__getitem__):
-        if taken >= wanted:
-            break
-        lids.append(lid)
-        taken += numels[lid]
-    return tuple(sorted(lids))
 
 
 def fraction(gpu_lids: tuple[int, ...] | frozenset[int], numels: list[int]) -> float:
@@ -79,8 +70,8 @@ class PlanBook:
         self.holds = False
 
     def allows(self, lid: int, owner: str) -> bool:
-        """Whether the plan that holds gives layer `lid` to `owner`."""
-        return self.holds and self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
+        """Whether the plan acknowledged last gives layer `lid` to `owner`."""
+        return self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
 
     def check(self) -> None:
         assert not self.holds or self.plan is not None, "what holds is a plan"
@@ -113,8 +104,13 @@ class PlanLedger:
         return plan
 
     def on_ack(self, ack: PlanAck) -> Reassign | None:
-        """Count an acknowledgement; the commitment to send to both once it is the last. A refusal ends the plan."""
-        if self._open is None or ack.plan_id != self._open.plan_id or ack.role not in PARTIES or self._committed:
+        """Count an acknowledgement; the commitment to send to the trainer once it is the last. A refusal ends the plan."""
+        if (
+            self._open is None
+            or ack.plan_id != self._open.plan_id
+            or ack.role not in PARTIES
+            or self._committed
+        ):
             return None
         if not ack.accepted:
             self._open = None

@@ -61,7 +61,9 @@ def address(socket_dir: str, role: str, rank: int = 0) -> str:
     """The `ipc://` address of a process's inbox. Raises `ValueError` if the path is too long for a socket."""
     path = os.path.join(socket_dir, f"{role}-{rank}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR")
+        raise ValueError(
+            f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR"
+        )
     return f"ipc://{path}"
 
 
@@ -101,6 +103,13 @@ class Inbox:
         except ProcessLookupError:
             raise PeerDied(name) from None
         self.watch_descriptor(name, descriptor)
+
+    def unwatch(self, name: str) -> None:
+        """Let waits no longer end with this peer's death."""
+        for descriptor in [known for known, peer in self._deaths.items() if peer == name]:
+            self._poller.unregister(descriptor)
+            del self._deaths[descriptor]
+            os.close(descriptor)
 
     def watch_descriptor(self, name: str, descriptor: int) -> None:
         """The same for any descriptor that becomes readable at the peer's end. Takes it over."""
@@ -163,7 +172,13 @@ class Outbox:
     """This process's messages to one peer. Never waits: a full outbox raises `PeerNotReading`."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str, name: str, linger_s: float = 1.0
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        where: str,
+        *,
+        token: str,
+        name: str,
+        linger_s: float = 1.0,
     ) -> None:
         self._token, self._where, self._linger_s = token, where, linger_s
         self._seq = 0
@@ -262,6 +277,11 @@ class Network:
     def _keep(self, socket: S) -> S:
         self._closing.append(socket)
         return socket
+
+    def drop(self, socket: Inbox | Outbox) -> None:
+        """Close one socket before the others; what was sent on it still leaves."""
+        self._closing.remove(socket)
+        socket.close()
 
     def close(self) -> None:
         """Close all sockets; what was sent still leaves, for at most each outbox's linger time."""

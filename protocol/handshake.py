@@ -45,7 +45,9 @@ class WorkerHandshake:
 
     def _step(self, before: Phase, after: Phase, event: str) -> None:
         if self.phase is not before:
-            raise HandshakeError(f"{self._role}-{self._rank}: {event} while {self.phase.name}, needs {before.name}")
+            raise HandshakeError(
+                f"{self._role}-{self._rank}: {event} while {self.phase.name}, needs {before.name}"
+            )
         self.phase = after
 
 
@@ -62,7 +64,9 @@ class RunHandshake:
         key = (hello.role, hello.rank)
         known = self._joined.get(key)
         if known is not None:
-            raise HandshakeError(f"{hello.role}-{hello.rank} joined as process {known.pid}, now {hello.pid} says Hello")
+            raise HandshakeError(
+                f"{hello.role}-{hello.rank} joined as process {known.pid}, now {hello.pid} says Hello"
+            )
         self._joined[key] = hello
         return self._welcome
 
@@ -71,6 +75,11 @@ class RunHandshake:
         if key not in self._joined or key in self._ready:
             raise HandshakeError(f"{ready.role}-{ready.rank} says Ready without a Hello, or twice")
         self._ready[key] = ready
+
+    def leave(self, role: str, rank: int) -> None:
+        """The process said Goodbye: another may join with its role and rank."""
+        self._joined.pop((role, rank), None)
+        self._ready.pop((role, rank), None)
 
     def is_ready(self, role: str, rank: int = 0) -> bool:
         return (role, rank) in self._ready

@@ -235,14 +235,14 @@ class PlanAck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reassign:
-    """The coordinator to both, once both have acknowledged: the plan holds from its step on."""
+    """The coordinator to the trainer, once both have acknowledged: the plan holds from its step on."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanApplied:
-    """The trainer to the coordinator: every layer has its new owner from step `step` on; or it came too late."""
+    """The trainer to both: every layer has its new owner from step `step` on; or the plan came too late."""
 
     plan_id: int
     step: int
@@ -292,9 +292,13 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport:
-    """The trainer to the coordinator after each step; `layers` holds what was measured in an earlier one."""
+    """The trainer to the coordinator after each step; `layers` holds what was measured in an earlier one.
+
+    `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped.
+    """
 
     step: int
+    number: int
     at_s: float
     step_s: float
     stall_s: float
@@ -324,7 +328,7 @@ class OptimizerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """The training loop's own numbers for a step (loss, tokens/s, …), merged into the step's record."""
+    """The training loop's own numbers (loss, tokens/s, …), merged into the record of step number `step`."""
 
     step: int
     numbers: dict[str, float]

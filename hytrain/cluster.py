@@ -1,0 +1,108 @@
+"""Finds the cluster that this process belongs to, or starts a private one.
+
+    under bin/hytrain-cluster   HYTRAIN_CLUSTER names the socket folder
+    in a plain script           python -P -m workers.launcher --attach   starts coordinator and optimizer,
+                                and leaves when this process does
+
+A private cluster is executed, never forked or spawned by multiprocessing: the user's script is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import hytrain
+from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
+from hytrain.errors import ClusterError, ClusterTimeout, ConfigError
+
+STOP_TIMEOUT_S: Final = 5.0
+
+
+class PrivateCluster:
+    """The launcher that this process started for itself."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        """Start it and wait until its processes are ready. Raises `ClusterError` with what it said if they are not."""
+        self._pid = os.getpid()
+        self._launcher = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "workers.launcher",
+                "--attach",
+                str(self._pid),
+                "--config",
+                config.model_dump_json(),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        )
+        try:
+            self.cluster = Cluster.read(self._read_socket_dir(config.start_timeout_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_socket_dir(self, timeout_s: float) -> str:
+        """The launcher's one line of output. It comes once all is ready."""
+        assert self._launcher.stdout is not None and self._launcher.stderr is not None
+        deadline = time.monotonic() + timeout_s + 10.0
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select(
+                [self._launcher.stdout], [], [], max(deadline - time.monotonic(), 0.0)
+            )
+            if not readable:
+                raise ClusterTimeout(f"HyTrain's processes were not ready within {timeout_s:.0f} s")
+            chunk = os.read(self._launcher.stdout.fileno(), 4096)
+            if not chunk:
+                status = self._launcher.wait(STOP_TIMEOUT_S)
+                said = self._launcher.stderr.read().decode(errors="replace").strip()
+                if status == 2:
+                    raise ConfigError(said)
+                raise ClusterError(f"HyTrain's processes did not start (exit status {status}):\n{said}")
+            line += chunk
+        socket_dir: str = json.loads(line)["socket_dir"]
+        return socket_dir
+
+    def close(self) -> None:
+        """End the launcher and its processes; in a forked child this does nothing."""
+        if os.getpid() != self._pid:
+            return
+        for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._launcher.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+            self._launcher.wait()
+
+
+def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | None]:
+    """The cluster to join, and the private one behind it if it had to be started."""
+    socket_dir = joined_cluster()
+    if socket_dir is not None:
+        return Cluster.read(socket_dir), None
+    private = PrivateCluster(config)
+    return private.cluster, private
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with HyTrain's own packages importable from wherever they were imported here."""
+    environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
+    home = str(Path(hytrain.__file__).parents[1])
+    paths = [home, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment

@@ -1,0 +1,101 @@
+"""Settings of a run's processes, from their one edge: flag > environment > file > default.
+
+The only module of HyTrain that reads environment variables. All of them begin with HYTRAIN_: other names would
+be taken for their own by the libraries around (accelerate starts NCCL as soon as it sees LOCAL_RANK).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hytrain.errors import ConfigError
+
+CLUSTER_VARIABLE: Final = "HYTRAIN_CLUSTER"
+CLUSTER_FILE: Final = "cluster.json"
+
+
+class ClusterConfig(BaseModel):
+    """What the launcher needs to know before it starts a process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
+    cores: str = "auto"
+    #: OpenMP threads of the optimizer process; None is one for each of its cores
+    threads: int | None = Field(default=None, ge=1)
+    #: most host memory for planes in bytes; None is what the machine has available
+    host_memory_limit: int | None = Field(default=None, ge=0)
+    #: folder of the run; None makes one under ./runs
+    run_dir: str | None = None
+    run_name: str | None = None
+    #: steps between two looks of the planner
+    replan_every: int = Field(default=4, ge=1)
+    #: seconds a process may take to start
+    start_timeout_s: float = Field(default=120.0, gt=0)
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        file: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """One configuration out of all sources. Raises `ConfigError` for an unknown key or a value that cannot be."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = dict(file or {})
+        for field in cls.model_fields:
+            text = environment.get(f"HYTRAIN_{field.upper()}")
+            if text is not None:
+                values[field] = text
+        values.update({key: value for key, value in (flags or {}).items() if value is not None})
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(
+                f"cluster setting {name!r}: {first['msg']}; known: {', '.join(cls.model_fields)}"
+            ) from None
+
+
+class Cluster(BaseModel):
+    """A running cluster, as its file in the socket folder describes it to those who join. Holds the token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_name: str
+    run_dir: str
+    socket_dir: str
+    token: str
+    launcher_pid: int
+    coordinator_pid: int
+    optimizer_pid: int
+    host_memory_limit: int | None = None
+
+    def write(self) -> None:
+        """Write the file, readable for this user only, complete or not at all."""
+        path = Path(self.socket_dir) / CLUSTER_FILE
+        temporary = path.with_suffix(".tmp")
+        temporary.touch(mode=0o600)
+        temporary.write_text(self.model_dump_json())
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, socket_dir: str) -> Self:
+        """The cluster whose sockets are in `socket_dir`. Raises `ConfigError` if there is none."""
+        try:
+            return cls(**json.loads((Path(socket_dir) / CLUSTER_FILE).read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no HyTrain run has its sockets in {socket_dir}: {error}") from None
+
+
+def joined_cluster() -> str | None:
+    """The socket folder of the cluster that this process was started in, None outside of one."""
+    return os.environ.get(CLUSTER_VARIABLE)

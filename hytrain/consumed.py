@@ -1,0 +1,63 @@
+"""What stands in `p.grad` once HyTrain has taken the gradient away to its update.
+
+A tensor of the parameter's shape without storage: setting it to None works as ever (`zero_grad()`), and anything
+that would read it or add to it raises with the sentence that helps. So nothing trains silently on a gradient
+that is gone: not `clip_grad_norm_`, not a second backward, not another optimizer, not a gradient scaler.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+import torch
+
+from hytrain.errors import UsageError
+
+_aten = torch.ops.aten
+
+_ADVICE: Final = {
+    "accumulate": "a second backward before step() and zero_grad() would accumulate gradients, which HyTrain does "
+    "not support yet: call opt.step() and opt.zero_grad() after each backward",
+    "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
+    "remove clip_grad_norm_ / clip_grad_value_",
+    "scale": "gradient scaling is not supported yet: train in bfloat16 or float32 without a GradScaler",
+    "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
+    "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",
+    "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
+}
+
+
+def _advice(operation: str) -> str:
+    for key, words in (
+        ("scale", ("_amp_",)),
+        ("clip", ("norm", "clamp")),
+        ("accumulate", ("add_", "add")),
+        ("zero", ("zero_", "_foreach_zero_")),
+        ("optimizer", ("_fused_", "_foreach_lerp", "lerp")),
+    ):
+        if any(
+            operation == word or (word not in ("add", "add_", "zero_") and word in operation)
+            for word in words
+        ):
+            return _ADVICE[key]
+    return _ADVICE["read"]
+
+
+class ConsumedGradient(torch.Tensor):
+    """A gradient that HyTrain has consumed. Only `p.grad = None` makes sense with it."""
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten.detach.default:
+            return args[0]
+        operation = func.overloadpacket.__name__
+        raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {_advice(operation)}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

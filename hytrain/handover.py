@@ -1,0 +1,93 @@
+"""Moves layers between owners, state and all. Called at a step's boundary, when the layers are CURRENT.
+
+    to the CPU   AllocatePlanes ─▶ arena ◀─ weights, remainder, moments ─▶ TakeOver
+    to the GPU   weights are there; remainder, moments ◀─ arena ─▶ GiveUp ─▶ arena unpinned and closed
+
+What moves is every bit of a layer's state, so the result of training does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from hytrain.link import Link
+from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, TrainedLayer
+from hytrain.transfer import Copy, Transfers
+from protocol.messages import AllocatePlanes, GiveUp, TakeOver
+
+
+class Handover:
+    """Moves layers of one model over one link."""
+
+    def __init__(self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers) -> None:
+        self._layers, self._link, self._transfers = layers, link, transfers
+
+    def start(self, gpu_lids: frozenset[int]) -> None:
+        """First owners: all state is zero, the parameters' values are the masters."""
+        for layer in self._layers:
+            if layer.lid in gpu_lids:
+                layer.planes = DevicePlanes(layer.segments)
+        cpu = [layer for layer in self._layers if layer.lid not in gpu_lids]
+        for layer in self._allocate(cpu):
+            self._weights_out(layer)
+            self._give(layer, 0)
+
+    def to_cpu(self, layers: list[TrainedLayer], step: int) -> None:
+        """From the GPU to the CPU, which owns the layers from `step` on. Raises `ClusterError`, `CapacityError`."""
+        devices = {layer.lid: layer.device for layer in layers}
+        for layer in self._allocate(layers):
+            self._weights_out(layer)
+            self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
+            self._give(layer, step)
+
+    def to_gpu(self, layers: list[TrainedLayer], step: int) -> None:
+        """From the CPU to the GPU, which owns the layers from `step` on."""
+        for layer in layers:
+            arena, device = layer.arena, DevicePlanes(layer.segments)
+            self._transfers.move(_state_copies(device, arena))
+            layer.life.change_owner("gpu")
+            layer.planes = device
+            arena.close()
+            self._link.post("optimizer", GiveUp(lid=layer.lid, step=step))
+
+    def import_weights(self) -> None:
+        """The parameters' values become the masters, exactly: no remainder. Moments and step counts stay."""
+        for layer in self._layers:
+            for remainder in layer.state("remainder"):
+                if remainder is not None:
+                    remainder.zero_()
+            if isinstance(layer.planes, ArenaPlanes):
+                self._weights_out(layer)
+
+    def _allocate(self, layers: list[TrainedLayer]) -> Iterable[TrainedLayer]:
+        """Ask for the layers' arenas; yields each layer once it has its own, mapped and pinned."""
+        awaited = {layer.lid: layer for layer in layers}
+        for layer in layers:
+            self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
+        while awaited:
+            file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
+            layer = awaited.pop(file.layout.lid)
+            layer.planes = ArenaPlanes(file, self._transfers)
+            yield layer
+
+    def _weights_out(self, layer: TrainedLayer) -> None:
+        for segment, plane in zip(layer.segments, layer.arena.weights, strict=True):
+            assert plane is not None
+            plane.copy_(segment.weights)
+
+    def _give(self, layer: TrainedLayer, step: int) -> None:
+        layer.life.change_owner("cpu")
+        self._link.post("optimizer", TakeOver(lid=layer.lid, step=step))
+
+
+def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | DevicePlanes) -> list[Copy]:
+    pairs: list[tuple[Tensor | None, Tensor | None]] = []
+    for plane in STATE_PLANES:
+        pairs += zip(into.state(plane), out_of.state(plane), strict=True)
+    return [
+        (destination, source)
+        for destination, source in pairs
+        if destination is not None and source is not None
+    ]

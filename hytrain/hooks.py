@@ -1,0 +1,152 @@
+"""The hooks that tie a model to its engine, and what keeps copies of the model free of them.
+
+A hook knows its engine weakly. Copied with the module (`copy.deepcopy`) or saved with it (`torch.save`), it turns
+into one that does nothing; before a save it lets the engine bring the weights up to date.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from hytrain.planes import Gate, TrainedParameter
+
+
+class Engine(Protocol):
+    """What hooks call."""
+
+    def before_forward(self, gate: Gate) -> None: ...
+
+    def before_root(self) -> None: ...
+
+    def on_gradient(self, parameter: TrainedParameter) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def weights_were_written(self) -> None: ...
+
+
+class _Hook:
+    """A callable that outlives neither its engine nor a copy of its module."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self._engine = weakref.ref(engine) if engine is not None else None
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine() if self._engine is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if (engine := self.engine) is not None:
+            engine.synchronize()
+        return type(self), (None,)
+
+
+class BeforeForward(_Hook):
+    """Forward pre-hook: waits for the layers that the module is about to read."""
+
+    def __init__(self, engine: Engine | None, gate: Gate | None = None) -> None:
+        super().__init__(engine)
+        self._gate = gate
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        engine = self.engine
+        if engine is not None and self._gate is not None:
+            engine.before_forward(self._gate)
+
+
+class BeforeRoot(_Hook):
+    """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if (engine := self.engine) is not None:
+            engine.before_root()
+
+
+class OnGradient(_Hook):
+    """Post-accumulate-grad hook: takes the gradient away."""
+
+    def __init__(self, engine: Engine | None, parameter: TrainedParameter | None = None) -> None:
+        super().__init__(engine)
+        self._parameter = parameter
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        engine = self.engine
+        if engine is not None and self._parameter is not None:
+            engine.on_gradient(self._parameter)
+
+
+class BeforeStateDict(_Hook):
+    """State-dict pre-hook, for saving and for loading: lets every update land first."""
+
+    def __call__(self, *args: Any) -> None:
+        if (engine := self.engine) is not None:
+            engine.synchronize()
+
+
+class AfterLoadStateDict(_Hook):
+    """Load-state-dict post-hook: what was loaded becomes the master weights."""
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if (engine := self.engine) is not None:
+            engine.weights_were_written()
+
+
+class _GuardedCopy:
+    """`copy.deepcopy(model)` reads the weights before it comes to the hooks, so it has to be told first."""
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine, self._model = weakref.ref(engine), weakref.ref(model)
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        model = self._model()
+        assert model is not None, "deepcopy holds the model"
+        if (engine := self._engine()) is not None:
+            engine.synchronize()
+        vars(model).pop("__deepcopy__")
+        try:
+            return copy.deepcopy(model, memo)
+        finally:
+            vars(model)["__deepcopy__"] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_deepcopy, ()
+
+
+def _plain_deepcopy() -> None:
+    """What a saved model has in place of the guard."""
+
+
+def attach(
+    engine: Engine, model: nn.Module, gates: list[tuple[nn.Module, Gate]], parameters: list[TrainedParameter]
+) -> Callable[[], None]:
+    """Register all hooks; returns what removes them."""
+    handles: list[RemovableHandle] = [model.register_forward_pre_hook(BeforeRoot(engine), prepend=True)]
+    handles += [module.register_forward_pre_hook(BeforeForward(engine, gate)) for module, gate in gates]
+    handles += [
+        known.parameter.register_post_accumulate_grad_hook(OnGradient(engine, known)) for known in parameters
+    ]
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(BeforeStateDict(engine)))
+        handles.append(module.register_load_state_dict_pre_hook(BeforeStateDict(engine)))
+        handles.append(module.register_load_state_dict_post_hook(AfterLoadStateDict(engine)))
+    vars(model)["__deepcopy__"] = _GuardedCopy(engine, model)
+
+    def detach() -> None:
+        vars(model).pop("__deepcopy__", None)
+        for handle in handles:
+            handle.remove()
+
+    return detach

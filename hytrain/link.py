@@ -1,0 +1,200 @@
+"""The trainer's two I/O threads: nothing in forward or backward waits for a message or a copy to leave.
+
+    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ outbox
+    receiver   inbox, deaths ──▶ the listener's on_message / on_failure
+
+Each socket belongs to one of the threads. A job's event, then its message: in that order, so a GradReady never
+overtakes its gradient, and whatever is posted later leaves later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from hytrain.arena import ArenaFile, receive_arena
+from hytrain.config import Cluster
+from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
+from hytrain.ownership import PlanBook
+from hytrain.transfer import Transfer
+from protocol.channel import Inbox, Network, Outbox, PeerDied
+from protocol.handles import ArenaLayout
+from protocol.handshake import WorkerHandshake
+from protocol.messages import Failure, Goodbye, LayerTable, Message, Plan, Reassign, Welcome
+
+ARENA_SOCKET: Final = "arena"
+CLOSE_TIMEOUT_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
+M = TypeVar("M", Welcome, Plan, Reassign)
+
+
+class Listener(Protocol):
+    """Who hears of what arrives. Called on the link's threads."""
+
+    def on_message(self, message: Message) -> None: ...
+
+    def on_failure(self, error: HyTrainError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    to: str
+    message: Message
+    after: Transfer | None
+    before_sending: Callable[[], object] | None
+
+
+class Link:
+    """The trainer's connection to optimizer and coordinator. `join`, then `start`, then `post`; `close` at the end."""
+
+    def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
+        self._cluster, self._timeout_s = cluster, timeout_s
+        self._pid = os.getpid()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # A second optimizer of this process numbers its messages anew, so it must not pass for the first.
+        name = f"trainer-0-{secrets.token_hex(4)}"
+        self._network = Network(cluster.socket_dir, token=cluster.token, name=name)
+        self._handshake = WorkerHandshake(role="trainer", rank=0, pid=self._pid)
+        self._inbox: Inbox = self._network.inbox("trainer")
+        self._outboxes: dict[str, Outbox] = {}
+        self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._stop_read, self._stop_write = os.pipe()
+        self._threads: list[threading.Thread] = []
+
+    def join(self) -> None:
+        """Shake hands with coordinator and optimizer. Raises `ClusterError` if one is dead or does not answer."""
+        try:
+            self._inbox.watch("the optimizer process", self._cluster.optimizer_pid)
+            self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
+            self._outboxes = {role: self._network.outbox(role) for role in ("optimizer", "coordinator")}
+            self._outboxes["coordinator"].send(self._handshake.hello())
+            self._handshake.on_welcome(self._expect(Welcome))
+            self._arenas.settimeout(self._timeout_s)
+            self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
+        except PeerDied as death:
+            raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
+        except OSError as error:
+            raise ClusterError(f"cannot reach the optimizer process: {error}") from None
+
+    def agree(self, table: LayerTable) -> Plan:
+        """Send the layer table to both and acknowledge the coordinator's first plan: who owns which layer."""
+        book = PlanBook("trainer", len(table.layers))
+        try:
+            for outbox in self._outboxes.values():
+                outbox.send(table)
+            plan = self._expect(Plan)
+            self._outboxes["coordinator"].send(book.on_plan(plan))
+            book.on_reassign(self._expect(Reassign))
+        except PeerDied as death:
+            raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
+        return plan
+
+    def _expect(self, kind: type[M]) -> M:
+        """The next message, which must be a `kind`. Raises `ClusterError` with a worker's failure if it has one."""
+        incoming = self._inbox.receive(self._timeout_s)
+        if incoming is None:
+            raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
+        if isinstance(incoming.message, Failure):
+            raise ClusterError(describe_failure(incoming.message))
+        if not isinstance(incoming.message, kind):
+            raise ClusterError(f"expected {kind.__name__}, got {type(incoming.message).__name__}")
+        return incoming.message
+
+    def start(self, listener: Listener) -> None:
+        """Start the threads; from now on messages reach `listener`."""
+        self._inbox.watch_descriptor("stop", self._stop_read)
+        for name, run in (("sender", self._send_all), ("receiver", self._receive_all)):
+            thread = threading.Thread(target=run, args=(listener,), name=f"hytrain-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def ready(self, detail: str) -> None:
+        """Tell the coordinator that construction has succeeded."""
+        self.post("coordinator", self._handshake.ready(detail))
+
+    def post(
+        self,
+        to: str,
+        message: Message,
+        *,
+        after: Transfer | None = None,
+        before_sending: Callable[[], object] | None = None,
+    ) -> None:
+        """Send `message` to role `to` once `after` has finished. `before_sending` then runs on the sender thread."""
+        self._jobs.put(_Job(to, message, after, before_sending))
+
+    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile:
+        """The next arena from the optimizer. Raises `ClusterError` if it does not come, or is not as agreed."""
+        try:
+            return receive_arena(self._arenas, layouts, token=self._cluster.token)
+        except TimeoutError:
+            raise ClusterTimeout(f"no arena from the optimizer within {self._timeout_s:.0f} s") from None
+        except (EOFError, OSError, ValueError) as error:
+            raise ClusterError(f"the optimizer process sent no arena: {error}") from None
+
+    def close(self) -> None:
+        """Say goodbye and stop the threads. In a forked child this does nothing: the link is its parent's."""
+        if os.getpid() != self._pid:
+            return
+        for role in self._outboxes:
+            self.post(role, Goodbye(role="trainer", rank=0))
+        self._jobs.put(None)
+        os.close(self._stop_write)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+        self._arenas.close()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._network.close()
+
+    def _send_all(self, listener: Listener) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                if job.after is not None:
+                    job.after.synchronize()
+                if job.before_sending is not None:
+                    job.before_sending()
+                self._outboxes[job.to].send(job.message)
+                del job
+        except Exception as error:
+            listener.on_failure(_as_hytrain_error(error, "sending"))
+
+    def _receive_all(self, listener: Listener) -> None:
+        try:
+            while True:
+                incoming = self._inbox.receive(None)
+                if incoming is None:
+                    continue
+                if isinstance(incoming.message, Failure):
+                    listener.on_failure(WorkerDied(describe_failure(incoming.message)))
+                else:
+                    listener.on_message(incoming.message)
+        except PeerDied as death:
+            if death.name != "stop":
+                listener.on_failure(WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs"))
+        except Exception as error:
+            listener.on_failure(_as_hytrain_error(error, "receiving"))
+
+
+def describe_failure(failure: Failure) -> str:
+    """A worker's failure for people: role, rank, step, layer, error and its traceback."""
+    where = f" in step {failure.step}" if failure.step is not None else ""
+    where += f" at layer {failure.lid}" if failure.lid is not None else ""
+    return f"{failure.role}-{failure.rank} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()
+
+
+def _as_hytrain_error(error: Exception, doing: str) -> HyTrainError:
+    _log.error("the trainer's link failed while %s", doing, exc_info=error)
+    if isinstance(error, HyTrainError):
+        return error
+    wrapped = ClusterError(f"the trainer's link failed while {doing}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,388 @@
+"""`hytrain.AdamW`: what a user touches.
+
+    opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+Construction checks the model, joins or starts the cluster, agrees on the first plan and hangs the hooks in; READY
+is its last act. From then on `engine` does the work, and this class is its face as a torch optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hytrain import hooks, saving
+from hytrain.cluster import PrivateCluster, find_or_start
+from hytrain.config import Cluster, ClusterConfig
+from hytrain.engine import Engine
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.kernels import backend as backends
+from hytrain.layers import ModelLayer, split_layers
+from hytrain.link import Link
+from hytrain.memory import GpuMemory, require_host_memory
+from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.planner.policies import POLICIES
+from hytrain.statistics import Statistics
+from hytrain.transfer import transfers_for
+from protocol.messages import GroupHyper, LayerTable, Log
+
+ANSWER_TIMEOUT_S: Final = 120.0
+_GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
+
+#: Parameters that some hytrain.AdamW trains: no second one may.
+_managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose state and update live where the coordinator puts them: in host memory, or on the GPU.
+
+    Args:
+        model: the module to train. Its parameters stay where they are, bfloat16 or float32, on one device.
+        param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
+        k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
+        policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
+        backend: the CPU's update: "auto", "native", "torch" or "deepspeed".
+        gradient_dtype: the dtype in which gradients of float32 parameters travel; default is theirs.
+        cores, threads, run_dir, host_memory_limit: for the cluster that this call starts when there is none.
+
+    Raises:
+        UnsupportedError: a model or practice that HyTrain refuses, with what to do instead.
+        ConfigError: a setting that cannot be.
+        CapacityError: memory that cannot suffice, with the arithmetic.
+        ClusterError: the other processes did not start, or died.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        k: float | str = "auto",
+        policy: str = "deadline",
+        backend: str = "auto",
+        gradient_dtype: torch.dtype | None = None,
+        cores: str | None = None,
+        threads: int | None = None,
+        run_dir: str | None = None,
+        host_memory_limit: int | None = None,
+    ) -> None:
+        fixed_k = _check_options(k, policy, backend, gradient_dtype)
+        device = _check_model(model)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(_trainable_groups(model, param_groups), defaults)
+        for group in self.param_groups:
+            _check_group(group)
+        parts = split_layers(model, {id(p) for group in self.param_groups for p in group["params"]})
+        self._layers, self._parameters = build_layers(
+            parts, [group["params"] for group in self.param_groups], gradient_dtype
+        )
+        self._device, self._frozen = device, [p for p in model.parameters() if not p.requires_grad]
+        gates = _gates(self._layers, parts)
+        flags = {
+            "cores": cores,
+            "threads": threads,
+            "run_dir": run_dir,
+            "host_memory_limit": host_memory_limit,
+        }
+        cluster, private = find_or_start(ClusterConfig.resolve(flags=flags))
+        try:
+            self._start(cluster, gates, "fixed" if fixed_k is not None else policy, fixed_k, backend)
+        except BaseException:
+            if private is not None:
+                private.close()
+            raise
+        self._cluster = cluster
+        detach = hooks.attach(self._engine, model, gates, self._parameters)
+        _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
+        self._close = weakref.finalize(self, _close, self._engine, private, detach, self._parameters)
+        self._link.ready(f"{len(self._layers)} layers on {device}")
+
+    def _start(
+        self,
+        cluster: Cluster,
+        gates: list[tuple[nn.Module, Gate]],
+        policy: str,
+        k: float | None,
+        backend: str,
+    ) -> None:
+        memory = GpuMemory(self._device)
+        transfers = transfers_for(self._device)
+        host, _ = backends.load(backend if self._device.type == "cpu" else "torch", torch.get_num_threads())
+        require_host_memory([layer.layout for layer in self._layers], k or 0.0, cluster.host_memory_limit)
+        self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
+        self._engine = Engine(
+            self._layers,
+            self._parameters,
+            link=self._link,
+            transfers=transfers,
+            host=host,
+            read_groups=self._read_groups,
+            free_gpu_bytes=memory.free_bytes,
+        )
+        try:
+            self._link.join()
+            table = LayerTable(
+                layers=tuple(layer.spec for layer in self._layers),
+                device=self._device.type,
+                policy=policy,
+                k=k,
+                backend=backend,
+                gpu_bytes=memory.for_state_bytes(),
+                host_bytes=cluster.host_memory_limit,
+            )
+            plan = self._link.agree(table)
+            self._link.start(self._engine)
+            self._engine.start(plan)
+        except BaseException:
+            self._link.close()
+            raise
+
+    # ------------------------------------------------------------ torch.optim.Optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Mark the end of a step. The updates began while backward ran; see "Backward commits" in the README.
+
+        Raises `UsageError` for a closure, and whenever going on would train something else than asked for.
+        """
+        if closure is not None:
+            raise UsageError(
+                "step(closure) would run backward several times for one update: call step() without"
+            )
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise UsageError(
+                "a parameter that was frozen when hytrain.AdamW was made has a gradient: make it anew"
+            )
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to None. They were consumed in backward, so there is nothing to fill with zeros."""
+        if not set_to_none:
+            raise UsageError(
+                "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
+            )
+        super().zero_grad(set_to_none=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: refused afterwards."""
+        if hasattr(self, "_engine"):
+            raise UsageError(
+                "add_param_group after construction is not supported yet: make hytrain.AdamW anew"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
+
+        bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder.
+        """
+        self._engine.synchronize()
+        return saving.state_dict(self.param_groups, self._parameters)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
+        self._engine.synchronize()
+        saving.load_state_dict(state_dict, self.param_groups, self._parameters)
+
+    # ------------------------------------------------------------ HyTrain's own
+
+    def synchronize(self) -> None:
+        """Return once every update has landed in the parameters: before reading them from outside forward."""
+        self._engine.synchronize()
+
+    def import_weights(self) -> None:
+        """Take the parameters' present values for masters: after writing them from outside (surgery, EMA)."""
+        self._engine.import_weights()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
+        self._engine.synchronize()
+        saving.save(Path(folder), self.param_groups, self._parameters, steps=self._engine.steps)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before."""
+        self._engine.synchronize()
+        self._engine.import_weights()
+        self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters)
+
+    def log(self, step: int, **numbers: float) -> None:
+        """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
+        self._link.post(
+            "coordinator", Log(step=step, numbers={name: float(value) for name, value in numbers.items()})
+        )
+
+    def statistics(self) -> Statistics:
+        """The last finished step: its time, stall, k, and who owns what."""
+        return self._engine.statistics
+
+    def processes(self) -> list[tuple[str, int, list[int]]]:
+        """Role, process ID and cores of each process of the run."""
+        pids = {
+            "trainer": os.getpid(),
+            "optimizer": self._cluster.optimizer_pid,
+            "coordinator": self._cluster.coordinator_pid,
+        }
+        return [(role, pid, psutil.Process(pid).cpu_affinity() or []) for role, pid in pids.items()]
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder: metrics, logs."""
+        return Path(self._cluster.run_dir)
+
+    def close(self) -> None:
+        """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit."""
+        self._close()
+
+    def _read_groups(self) -> tuple[GroupHyper, ...]:
+        return tuple(
+            GroupHyper(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                maximize=bool(group["maximize"]),
+            )
+            for group in self.param_groups
+        )
+
+
+def _close(
+    engine: Engine,
+    private: PrivateCluster | None,
+    detach: Callable[[], None],
+    parameters: list[TrainedParameter],
+) -> None:
+    detach()
+    for known in parameters:
+        _managed.pop(id(known.parameter), None)
+    engine.close()
+    if private is not None:
+        private.close()
+
+
+def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:
+    """A gate for each module that reads layers; each parameter learns which gates cover it."""
+    found: dict[int, tuple[nn.Module, list[TrainedLayer]]] = {}
+    for layer, part in zip(layers, parts, strict=True):
+        for module in part.modules:
+            found.setdefault(id(module), (module, []))[1].append(layer)
+    gates = [(module, Gate(tuple(read))) for module, read in found.values()]
+    covers: dict[int, list[Gate]] = {}
+    for module, gate in gates:
+        for parameter in module.parameters(recurse=True):
+            covers.setdefault(id(parameter), []).append(gate)
+    for layer in layers:
+        for segment in layer.segments:
+            segment.owner.gates = [
+                gate for gate in covers.get(id(segment.owner.parameter), []) if layer in gate.layers
+            ]
+    return gates
+
+
+def _check_options(
+    k: float | str, policy: str, backend: str, gradient_dtype: torch.dtype | None
+) -> float | None:
+    """k as a number, None for "auto". Raises `ConfigError`."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+    if backend != "auto" and backend not in backends.BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown: choose auto, {', '.join(backends.BACKENDS)}")
+    if gradient_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"gradient_dtype {gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
+        )
+    if k == "auto":
+        return None
+    if isinstance(k, str) or not 0.0 <= k <= 1.0:
+        raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
+    return float(k)
+
+
+def _check_model(model: nn.Module) -> torch.device:
+    """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                "more than one rank is not supported yet: hooks would see unreduced gradients"
+            )
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(f"{name} makes sparse gradients: construct it with sparse=False")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no parameter that needs a gradient: nothing to train"
+        )
+    devices = {parameter.device for parameter in trainable}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
+        )
+    if any(id(parameter) in _managed for parameter in trainable):
+        raise UnsupportedError(
+            "a parameter is trained by another hytrain.AdamW already: close() that one first"
+        )
+    return next(iter(devices))
+
+
+def _trainable_groups(
+    model: nn.Module, param_groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The groups without frozen parameters, which HyTrain leaves alone."""
+    if param_groups is None:
+        param_groups = [{"params": list(model.parameters())}]
+    groups = []
+    ours = {id(parameter) for parameter in model.parameters()}
+    for group in param_groups:
+        if not isinstance(group, dict):
+            raise UnsupportedError(
+                'param_groups must be dictionaries with "params", over parameters of the model'
+            )
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if any(id(parameter) not in ours for parameter in given):
+            raise UnsupportedError("param_groups names a parameter that the model does not have")
+        groups.append({**group, "params": [parameter for parameter in given if parameter.requires_grad]})
+    return [group for group in groups if group["params"]]
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for options of torch's AdamW that HyTrain lacks, `ConfigError` for impossible values."""
+    unknown = [key for key in set(group) - _GROUP_KEYS if group[key]]
+    if unknown:
+        raise UnsupportedError(f"hytrain.AdamW has no option {unknown[0]!r}")
+    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+        raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
+    beta1, beta2 = group["betas"]
+    if (
+        group["lr"] < 0
+        or group["eps"] < 0
+        or group["weight_decay"] < 0
+        or not (0 <= beta1 < 1 and 0 <= beta2 < 1)
+    ):
+        raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")

@@ -1,0 +1,254 @@
+"""A layer on the trainer's side: its parameters, and its planes wherever its owner keeps them.
+
+TrainedParameter   one parameter: its step count, its consumed-gradient marker, where its storage was
+TrainedSegment     one piece of it inside a layer, as 1-D view in storage order
+TrainedLayer       the layer: its life, and one of
+    ArenaPlanes      the CPU owns it: `grads` and `weights` mapped and pinned, the rest mapped to be read
+    DevicePlanes     the GPU owns it: `remainder`, `exp_avg`, `exp_avg_sq` on the device
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.arena import ArenaFile, Mapping
+from hytrain.consumed import ConsumedGradient
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Scalars
+from hytrain.layers import ModelLayer, storage_order
+from hytrain.lifecycle import LayerLife
+from hytrain.transfer import Copy, Transfer, Transfers
+from protocol.handles import ArenaLayout, TensorHandle, check_handle, layout
+from protocol.messages import Layer, Segment
+
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
+STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
+
+
+class Gate:
+    """A module before whose forward layers must have landed. `step` is the last one in which it was entered."""
+
+    def __init__(self, layers: tuple[TrainedLayer, ...]) -> None:
+        self.layers = layers
+        self.step = -1
+
+
+class TrainedParameter:
+    """One parameter that HyTrain trains. `count` is its step count, `step` the last step it had a gradient in.
+
+    Its `gates` are those of the modules that read it when they are called.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
+        self.name, self.parameter, self.group = name, parameter, group
+        self.count = 0
+        self.step = -1
+        self.address = parameter.data_ptr()
+        self.consumed = ConsumedGradient(parameter)
+        self.places: list[tuple[TrainedLayer, int]] = []
+        self.gates: list[Gate] = []
+
+    def gradient(self, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the gradient, in the parameter's storage order, shape (numel,)."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient.stride() != self.parameter.stride():
+            aligned = torch.empty_strided(
+                self.parameter.size(), self.parameter.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = aligned.copy_(gradient)
+        return storage_order(gradient)[start : start + numel]
+
+
+@dataclass(slots=True)
+class TrainedSegment:
+    """One segment: its description, its parameter, and the parameter's elements as a 1-D view."""
+
+    spec: Segment
+    owner: TrainedParameter
+    start: int
+    weights: Tensor
+
+    def gradient(self) -> Tensor:
+        return self.owner.gradient(self.start, self.spec.numel)
+
+
+class ArenaPlanes:
+    """The planes of a layer that the CPU owns, as views of the optimizer's arena."""
+
+    def __init__(self, file: ArenaFile, transfers: Transfers) -> None:
+        """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
+        self._file, self._transfers = file, transfers
+        self._shared: Mapping | None = file.map_shared()
+        transfers.pin(self._shared)
+        self._all: Mapping | None = None
+        self.grads = self._views(self._shared, "grads")
+        self.weights = self._views(self._shared, "weights")
+
+    def state(self, plane: str) -> list[Tensor | None]:
+        """A state plane's segments, mapped when first asked for. The optimizer must be done with the layer."""
+        if self._all is None:
+            self._all = self._file.map_all()
+        return self._views(self._all, plane)
+
+    def close(self) -> None:
+        """Unpin and give the mapping up; pages live on while somebody holds a view."""
+        assert self._shared is not None, "closed once"
+        self._transfers.unpin(self._shared)
+        self._shared = self._all = None
+        self.grads, self.weights = [], []
+        self._file.close()
+
+    def _views(self, mapping: Mapping, plane: str) -> list[Tensor | None]:
+        return [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
+
+    def _view(self, mapping: Mapping, handle: TensorHandle | None) -> Tensor | None:
+        if handle is None:
+            return None
+        check_handle(handle, self._file.layout)
+        dtype = DTYPES[handle.dtype]
+        return torch.frombuffer(mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
+
+
+class DevicePlanes:
+    """The state of a layer that the GPU owns: zeros on the device until something is moved in."""
+
+    def __init__(self, segments: list[TrainedSegment]) -> None:
+        self._planes: dict[str, list[Tensor | None]] = {}
+        for plane in STATE_PLANES:
+            self._planes[plane] = [
+                None
+                if plane == "remainder" and segment.spec.dtype == "float32"
+                else torch.zeros(
+                    segment.spec.numel,
+                    dtype=torch.int16 if plane == "remainder" else torch.float32,
+                    device=segment.weights.device,
+                )
+                for segment in segments
+            ]
+
+    def state(self, plane: str) -> list[Tensor | None]:
+        return self._planes[plane]
+
+    def update(
+        self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend
+    ) -> None:
+        """AdamW on segment `index`, on the current stream; on device "cpu" the host's backend does it."""
+        remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
+        assert exp_avg is not None and exp_avg_sq is not None
+        grads = grads.to(DTYPES[segment.spec.grads_dtype])
+        if grads.is_cuda:
+            from hytrain.kernels import gpu
+
+            gpu.update(
+                weights=segment.weights,
+                grads=grads,
+                remainder=remainder,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                scalars=scalars,
+            )
+        else:
+            host.update(
+                weights=segment.weights.data_ptr(),
+                grads=grads.data_ptr(),
+                remainder=0 if remainder is None else remainder.data_ptr(),
+                exp_avg=exp_avg.data_ptr(),
+                exp_avg_sq=exp_avg_sq.data_ptr(),
+                numel=segment.spec.numel,
+                weights_dtype=segment.spec.dtype,
+                grads_dtype=segment.spec.grads_dtype,
+                scalars=scalars,
+            )
+        torch.autograd.graph.increment_version(segment.weights)
+
+
+@dataclass(slots=True)
+class TrainedLayer:
+    """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `sent` the
+    step counts of the update that is under way, `landing` its weights on their way in."""
+
+    spec: Layer
+    name: str
+    layout: ArenaLayout
+    segments: list[TrainedSegment]
+    life: LayerLife
+    planes: ArenaPlanes | DevicePlanes | None = None
+    landing: Transfer | None = None
+    filled: dict[int, Tensor] = field(default_factory=dict)
+    sent: tuple[int, ...] = ()
+
+    @property
+    def lid(self) -> int:
+        return self.spec.lid
+
+    def state(self, plane: str) -> list[Tensor | None]:
+        """One of `STATE_PLANES`, by segment, wherever the owner keeps it."""
+        assert self.planes is not None, "a layer that takes part has an owner"
+        return self.planes.state(plane)
+
+    def outgoing(self) -> list[Copy]:
+        """This step's gradients on their way into the `grads` plane."""
+        planes = self.arena
+        return [(_present(planes.grads[index]), gradient) for index, gradient in sorted(self.filled.items())]
+
+    def incoming(self) -> list[Copy]:
+        """The segments that the update under way has changed, on their way out of the `weights` plane."""
+        return [
+            (segment.weights, _present(plane))
+            for segment, plane, count in zip(self.segments, self.arena.weights, self.sent, strict=True)
+            if count
+        ]
+
+    def counts(self) -> tuple[int, ...]:
+        """Each segment's step count in this step's update, 0 for those without a gradient."""
+        return tuple(
+            segment.owner.count if index in self.filled else 0 for index, segment in enumerate(self.segments)
+        )
+
+    @property
+    def arena(self) -> ArenaPlanes:
+        assert isinstance(self.planes, ArenaPlanes), f"layer {self.lid} is not the CPU's"
+        return self.planes
+
+    @property
+    def device(self) -> DevicePlanes:
+        assert isinstance(self.planes, DevicePlanes), f"layer {self.lid} is not the GPU's"
+        return self.planes
+
+    def close(self) -> None:
+        """Give the planes up."""
+        if isinstance(self.planes, ArenaPlanes):
+            self.planes.close()
+        self.planes = None
+
+
+def build_layers(
+    layers: list[ModelLayer], groups: list[list[nn.Parameter]], grad_dtype: torch.dtype | None
+) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
+    """The trainer's side of each layer, and of each parameter in them. Nobody owns a layer yet."""
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+    owners: dict[int, TrainedParameter] = {}
+    built: list[TrainedLayer] = []
+    for layer in layers:
+        spec = layer.describe(layer.lid, group_of, grad_dtype)
+        trained = TrainedLayer(spec, layer.name, layout(spec), [], LayerLife(layer.lid, "gpu"))
+        for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
+            owner = owners.setdefault(
+                id(piece.parameter),
+                TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)]),
+            )
+            weights = storage_order(piece.parameter.detach())[piece.start : piece.start + piece.numel]
+            trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
+            owner.places.append((trained, index))
+        built.append(trained)
+    return built, list(owners.values())
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "grads and weights exist for every segment"
+    return tensor

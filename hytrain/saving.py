@@ -1,0 +1,165 @@
+"""The optimizer's state from the planes to dictionaries and files, and back.
+
+    state_dict()   torch's form: by parameter index, tensors as views of the planes
+    save(folder)   one safetensors file a layer, so that no more than a layer is ever held twice, and index.json
+
+Both are complete and independent of k: the same bytes, whoever owned a layer when they were written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hytrain.errors import ConfigError
+from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
+
+INDEX: Final = "index.json"
+FORMAT: Final = 1
+HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+
+def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> dict[str, Any]:
+    """The state in torch's form. A parameter without an update so far has no entry, as in torch."""
+    index, packed = _numbered(groups)
+    state = {}
+    for known in parameters:
+        if known.count:
+            entry: dict[str, Any] = {"step": torch.tensor(float(known.count))}
+            entry.update(
+                (plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None
+            )
+            state[index[id(known.parameter)]] = entry
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def load_state_dict(
+    loaded: dict[str, Any], groups: list[dict[str, Any]], parameters: list[TrainedParameter]
+) -> None:
+    """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed."""
+    index, packed = _numbered(groups)
+    theirs = loaded["param_groups"]
+    if [group["params"] for group in theirs] != [group["params"] for group in packed]:
+        raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
+    for known in parameters:
+        entry = loaded["state"].get(index[id(known.parameter)])
+        for plane in STATE_PLANES if entry is not None else ():
+            if plane in entry and entry[plane].shape != known.parameter.shape:
+                raise ConfigError(f"{plane} of {known.name} has shape {tuple(entry[plane].shape)}")
+    for group, other in zip(groups, theirs, strict=True):
+        group.update({key: other[key] for key in HYPER if key in other})
+    for known in parameters:
+        entry = loaded["state"].get(index[id(known.parameter)], {})
+        known.count = int(entry["step"]) if entry else 0
+        for plane in STATE_PLANES:
+            scatter(known, plane, entry.get(plane))
+
+
+def save(
+    folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], *, steps: int
+) -> None:
+    """Write the state after `steps` steps into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in _layers(parameters):
+        tensors = {
+            f"{plane}.{segment.spec.name}": tensor
+            for plane in STATE_PLANES
+            for segment, tensor in zip(layer.segments, layer.state(plane), strict=True)
+            if tensor is not None
+        }
+        save_file(tensors, _file(folder, layer))
+    _, packed = _numbered(groups)
+    hyper = [{key: group[key] for key in HYPER} for group in packed]
+    index = {
+        "format": FORMAT,
+        "steps": steps,
+        "param_groups": hyper,
+        "step_of": {known.name: known.count for known in parameters},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> int:
+    """Read what `save` wrote; the number of steps. Raises `ConfigError` if it is of another model, or not there."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no optimizer state in {folder}: {error}") from None
+    if index.get("format") != FORMAT or set(index["step_of"]) != {known.name for known in parameters}:
+        raise ConfigError(
+            f"the optimizer state in {folder} is of another model or another version of HyTrain"
+        )
+    if len(index["param_groups"]) != len(groups):
+        raise ConfigError(
+            f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups"
+        )
+    for layer in _layers(parameters):
+        tensors = load_file(_file(folder, layer))
+        for plane in STATE_PLANES:
+            for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
+                if tensor is not None:
+                    _copy(
+                        tensor, tensors.get(f"{plane}.{segment.spec.name}"), f"{plane} of {segment.spec.name}"
+                    )
+    for group, other in zip(groups, index["param_groups"], strict=True):
+        group.update(other, betas=tuple(other["betas"]))
+    for known in parameters:
+        known.count = index["step_of"][known.name]
+    return int(index["steps"])
+
+
+def gather(known: TrainedParameter, plane: str) -> Tensor | None:
+    """A parameter's state in one plane, in its shape: a view, or a copy if the parameter is in pieces."""
+    parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
+    if not parts:
+        return None
+    flat = parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
+    return flat.as_strided(known.parameter.size(), known.parameter.stride(), flat.storage_offset())
+
+
+def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
+    """Write a parameter's state in one plane; None writes zeros."""
+    if value is not None:
+        value = torch.empty_strided(
+            known.parameter.size(), known.parameter.stride(), dtype=value.dtype
+        ).copy_(value)
+        value = value.as_strided((value.numel(),), (1,))
+    for layer, index in known.places:
+        part, segment = layer.state(plane)[index], layer.segments[index]
+        if part is None:
+            continue
+        if value is None:
+            part.zero_()
+        else:
+            part.copy_(value[segment.start : segment.start + segment.spec.numel])
+
+
+def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[str, Any]]]:
+    """Each parameter's index by id, and the groups with indices in place of parameters."""
+    index: dict[int, int] = {}
+    packed = []
+    for group in groups:
+        for parameter in group["params"]:
+            index[id(parameter)] = len(index)
+        packed.append({**group, "params": [index[id(parameter)] for parameter in group["params"]]})
+    return index, packed
+
+
+def _layers(parameters: list[TrainedParameter]) -> list[TrainedLayer]:
+    by_lid = {layer.lid: layer for known in parameters for layer, _ in known.places}
+    return [by_lid[lid] for lid in sorted(by_lid)]
+
+
+def _file(folder: Path, layer: TrainedLayer) -> Path:
+    return folder / f"layer-{layer.lid:05d}.safetensors"
+
+
+def _copy(tensor: Tensor, source: Tensor | None, what: str) -> None:
+    if source is None or source.shape != tensor.shape or source.dtype != tensor.dtype:
+        raise ConfigError(f"the saved {what} is missing or of another shape")
+    tensor.copy_(source)

@@ -1,0 +1,124 @@
+"""The coordinator process: the I/O around `coordinator_state`.
+
+    inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
+
+It sleeps on its inbox, and leaves when the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from protocol import messages as m
+from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
+from protocol.handshake import HandshakeError
+from workers.coordinator_state import Answer, Command, CoordinatorState, Note, Publish, Send, Write
+from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
+
+LAST_WORDS_S: Final = 0.2
+
+_log = logging.getLogger("coordinator")
+
+
+def main() -> int:
+    """Run until the launcher is gone; the process's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.coordinator", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--socket-dir", required=True)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--run-name", required=True)
+    parser.add_argument("--replan-every", type=int, required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--life-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    worker_logging()
+    ignore_terminal_signals()
+    state = CoordinatorState(
+        run_name=arguments.run_name,
+        run_dir=arguments.run_dir,
+        pid=os.getpid(),
+        replan_every=arguments.replan_every,
+    )
+    token = read_token(arguments.socket_dir)
+    metrics_path = Path(arguments.run_dir) / "metrics.jsonl"
+    with (
+        metrics_path.open("a", buffering=1) as metrics,
+        Network(arguments.socket_dir, token=token, name="coordinator") as network,
+    ):
+        coordinator = Coordinator(network, state, metrics)
+        coordinator.watch(arguments.life_fd)
+        say_ready(arguments.ready_fd, "coordinating")
+        return coordinator.run()
+
+
+class Coordinator:
+    """Carries out what the state decides."""
+
+    def __init__(self, network: Network, state: CoordinatorState, metrics: IO[str]) -> None:
+        self._network, self._state, self._metrics = network, state, metrics
+        self._inbox = network.inbox("coordinator")
+        self._publisher: Publisher = network.publisher()
+        self._outboxes: dict[str, Outbox] = {}
+
+    def watch(self, life_fd: int) -> None:
+        self._inbox.watch_descriptor("the launcher", life_fd)
+
+    def run(self) -> int:
+        """Handle messages until the launcher is gone."""
+        while True:
+            try:
+                incoming = self._inbox.receive(None)
+            except PeerDied as death:
+                _log.info("%s is gone, leaving", death.name)
+                self._inbox.unwatch(death.name)
+                self._finish()
+                return 0
+            if incoming is not None:
+                self._handle(incoming)
+
+    def _finish(self) -> None:
+        """Take in what was sent before the end: the last records."""
+        while (incoming := self._inbox.receive(LAST_WORDS_S)) is not None:
+            self._handle(incoming)
+
+    def _handle(self, incoming: Incoming) -> None:
+        try:
+            commands = self._state.handle(incoming.message, time.monotonic())
+        except HandshakeError as error:
+            _log.warning("refused %s: %s", incoming.sender, error)
+            return
+        for command in commands:
+            self._carry_out(command, incoming)
+        if isinstance(incoming.message, m.Goodbye) and (
+            outbox := self._outboxes.pop(incoming.message.role, None)
+        ):
+            self._network.drop(outbox)
+
+    def _carry_out(self, command: Command, incoming: Incoming) -> None:
+        match command:
+            case Send(role, message):
+                self._outbox(role).send(message)
+            case Answer(message):
+                self._inbox.reply(incoming.sender, message)
+            case Write(line):
+                self._metrics.write(line + "\n")
+            case Publish(status):
+                self._publisher.publish(status)
+            case Note(text):
+                _log.info("%s", text)
+
+    def _outbox(self, role: str) -> Outbox:
+        if role not in self._outboxes:
+            self._outboxes[role] = self._network.outbox(role)
+        return self._outboxes[role]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

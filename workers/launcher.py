@@ -1,0 +1,336 @@
+"""`hytrain-cluster`: starts a run's processes, supervises them, passes on their end.
+
+    hytrain-cluster RECIPE.yaml [--set a.b=v …]     trains a Hugging Face model on text
+    hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
+    (python -m workers.launcher --attach PID)       coordinator and optimizer for a process that runs already
+
+    coordinator ─ READY ─▶ optimizer ─ READY ─▶ cluster.json ─▶ trainer
+    one ends ─▶ the others are ended ─▶ its status, its name, the end of its log
+
+Nothing is left behind: sockets live in a folder of their own, which goes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
+from hytrain.errors import ClusterError, ConfigError
+from workers import process
+from workers.process import Child
+
+if TYPE_CHECKING:
+    from hytrain.recipe.config import Recipe
+
+STOP_GRACE_S: Final = 3.0
+EXIT_USAGE: Final = 2
+HOME: Final = str(Path(__file__).resolve().parents[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status of the first process that failed, 2 for bad input."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments.attach is not None:
+            return _attach(arguments.attach, ClusterConfig(**json.loads(arguments.config)))
+        return _run(arguments)
+    except (ConfigError, FileNotFoundError) as error:
+        print(f"hytrain-cluster: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ClusterError as error:
+        print(f"hytrain-cluster: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hytrain-cluster",
+        description="Train with the optimizer's state in host memory, at the speed of a GPU that could hold it.",
+    )
+    parser.add_argument("program", nargs="?", help="a recipe (.yaml) or a Python program (.py)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the Python program")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=v", help="override a value of the recipe"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved recipe and leave")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what memory the recipe needs, and leave"
+    )
+    parser.add_argument("--cores", help='of the optimizer: "auto", "node:0", or a list such as "2-15"')
+    parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core")
+    parser.add_argument("--run-dir", help="the run's folder")
+    parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="most host memory for planes")
+    parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.program is None and arguments.attach is None:
+        parser.error("name a recipe (.yaml) or a Python program (.py)")
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """A recipe or a program, in the foreground."""
+    program = Path(arguments.program)
+    flags = {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit")}
+    if program.suffix in (".yaml", ".yml"):
+        return _run_recipe(program, arguments, flags)
+    if not program.is_file():
+        raise ConfigError(f"there is no program {program}: name a recipe (.yaml) or a Python program (.py)")
+    config = ClusterConfig.resolve(flags=flags)
+    with Supervisor(config, default_name=program.stem) as supervisor:
+        return supervisor.supervise([sys.executable, str(program), *arguments.arguments])
+
+
+def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]) -> int:
+    from hytrain.recipe import config as recipes
+
+    rest = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml")
+    rest.add_argument("--set", action="append", default=arguments.set)
+    for name in ("--print-config", "--dry-run"):
+        rest.add_argument(name, action="store_true", default=getattr(arguments, name[2:].replace("-", "_")))
+    for name, kind in (
+        ("--cores", str),
+        ("--threads", int),
+        ("--run-dir", str),
+        ("--host-memory-limit", int),
+    ):
+        key = name[2:].replace("-", "_")
+        rest.add_argument(name, type=kind, default=flags[key])
+    late = rest.parse_args(arguments.arguments)
+    flags = {name: getattr(late, name) for name in flags}
+    recipe = recipes.load(path, late.set)
+    if late.print_config:
+        print(recipes.dump(recipe), end="")
+        return 0
+    if late.dry_run:
+        from hytrain.recipe.estimate import estimate
+
+        print(estimate(recipe).render())
+        return 0
+    config = ClusterConfig.resolve(flags=flags, file=_cluster_settings(recipe))
+    with Supervisor(config, default_name=recipe.run.name) as supervisor:
+        resolved = supervisor.run_dir / "recipe.yaml"
+        resolved.write_text(recipes.dump(recipe))
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "workers.trainer",
+            str(resolved),
+            "--run-dir",
+            str(supervisor.run_dir),
+        ]
+        if sys.stderr.isatty():
+            command.append("--terminal")
+        return supervisor.supervise(command)
+
+
+def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
+    cluster, run = recipe.cluster, recipe.run
+    limit = cluster.host_memory_limit_gib
+    return {
+        "cores": cluster.cores,
+        "threads": None if cluster.optimizer_threads == "auto" else cluster.optimizer_threads,
+        "host_memory_limit": None if limit is None else int(limit * 2**30),
+        "run_dir": str(run.dir / run.name),
+        "run_name": run.name,
+    }
+
+
+def _attach(parent: int, config: ClusterConfig) -> int:
+    """Coordinator and optimizer for process `parent`, until it closes our standard input or is gone."""
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 0
+    with Supervisor(config, default_name=f"process-{parent}") as supervisor:
+        print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
+        return supervisor.attend(parent_fd)
+
+
+class Supervisor:
+    """The processes of one run, from their start to their end."""
+
+    def __init__(self, config: ClusterConfig, *, default_name: str) -> None:
+        self._config = config
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        self.run_name = config.run_name or f"{default_name}-{stamp}"
+        self.run_dir = Path(config.run_dir or _state_dir() / f"{self.run_name}-{os.getpid()}").resolve()
+        self._log_dir = self.run_dir / "logs"
+        self._children: list[Child] = []
+        self._signal: int | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        self.socket_dir = Path()
+
+    def __enter__(self) -> Self:
+        """Start coordinator and optimizer. Raises `ClusterError` if one does not become ready, leaving nothing."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
+        try:
+            os.set_blocking(self._wake_write, False)
+            signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, self._on_signal)
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        token = secrets.token_hex(16)
+        token_path = self.socket_dir / "token"
+        token_path.touch(mode=0o600)
+        token_path.write_text(token)
+        sockets = ["--socket-dir", str(self.socket_dir)]
+        coordinator = self._start_worker(
+            "coordinator",
+            [
+                *sockets,
+                "--run-dir",
+                str(self.run_dir),
+                "--run-name",
+                self.run_name,
+                "--replan-every",
+                str(self._config.replan_every),
+            ],
+        )
+        threads = [] if self._config.threads is None else ["--threads", str(self._config.threads)]
+        optimizer = self._start_worker("optimizer", [*sockets, "--cores", self._config.cores, *threads])
+        Cluster(
+            run_name=self.run_name,
+            run_dir=str(self.run_dir),
+            socket_dir=str(self.socket_dir),
+            token=token,
+            launcher_pid=os.getpid(),
+            coordinator_pid=coordinator.process.pid,
+            optimizer_pid=optimizer.process.pid,
+            host_memory_limit=self._config.host_memory_limit,
+        ).write()
+
+    def _start_worker(self, role: str, arguments: Sequence[str]) -> Child:
+        child = process.start_worker(
+            role, f"workers.{role}", arguments, log_dir=self._log_dir, environment=_environment()
+        )
+        self._children.append(child)
+        process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
+        return child
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    # ------------------------------------------------------------ waiting
+
+    def supervise(self, command: Sequence[str]) -> int:
+        """Run the trainer in the foreground, its output on the terminal and in its log; the exit status."""
+        environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1"}
+        log = self._log_dir / "trainer-0.log"
+        output_read, output_write = os.pipe()
+        trainer = process.start_program(command, log=log, environment=environment, output=output_write)
+        os.close(output_write)
+        self._children.append(trainer)
+        try:
+            with log.open("ab", buffering=0) as copy:
+                return self._watch(trainer, output_read, copy.write)
+        finally:
+            os.close(output_read)
+
+    def _watch(self, trainer: Child, output: int, copy: Any) -> int:
+        watched = {child.pidfd: child for child in self._children}
+        while True:
+            readable, _, _ = select.select([output, self._wake_read, *watched], [], [])
+            if output in readable and _tee(output, copy):
+                continue
+            if self._signal is not None:
+                return self._pass_on_signal(trainer, output, copy)
+            ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
+            if trainer in ended:
+                return self._trainer_ended(trainer, output, copy)
+            if ended:
+                print(f"\nhytrain-cluster: {process.describe_end(ended[0])}", file=sys.stderr)
+                return _status(ended[0]) or 1
+
+    def _trainer_ended(self, trainer: Child, output: int, copy: Any) -> int:
+        while select.select([output], [], [], 0)[0] and _tee(output, copy):
+            pass
+        status = _status(trainer)
+        if status not in (0, EXIT_USAGE):
+            how = process.describe_end(trainer).splitlines()[0]
+            print(f"hytrain-cluster: {how}; its log is {trainer.log}", file=sys.stderr)
+        return status
+
+    def _pass_on_signal(self, trainer: Child, output: int, copy: Any) -> int:
+        """Ctrl-C reached the trainer by itself, other signals did not. It gets time to leave."""
+        assert self._signal is not None
+        if self._signal != signal.SIGINT and trainer.process.poll() is None:
+            trainer.process.send_signal(self._signal)
+        deadline = time.monotonic() + STOP_GRACE_S
+        while trainer.process.poll() is None and (remaining := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([output, trainer.pidfd], [], [], remaining)
+            if output in readable:
+                _tee(output, copy)
+        return 128 + self._signal
+
+    def attend(self, parent: int) -> int:
+        """Wait until the process that attached is gone or closes our input; or until one of ours ends."""
+        watched = {child.pidfd: child for child in self._children}
+        readable, _, _ = select.select([sys.stdin.fileno(), parent, self._wake_read, *watched], [], [])
+        ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
+        if ended and parent not in readable:
+            print(process.describe_end(ended[0]), file=sys.stderr)
+            return _status(ended[0]) or 1
+        return 0
+
+    def _end(self) -> None:
+        process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
+        signal.set_wakeup_fd(-1)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+def _tee(output: int, copy: Any) -> bool:
+    """What the trainer wrote goes to the terminal and to its log; False once there is no more."""
+    chunk = os.read(output, 65536)
+    copy(chunk)
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+    return bool(chunk)
+
+
+def _status(child: Child) -> int:
+    """A process's exit status as a shell gives it."""
+    status = child.process.wait()
+    return 128 - status if status < 0 else status
+
+
+def _environment() -> dict[str, str]:
+    paths = [HOME, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _state_dir() -> Path:
+    """Where runs without a folder of their own keep their logs and metrics."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "hytrain" / "runs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

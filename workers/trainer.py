@@ -1,0 +1,41 @@
+"""The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
+
+The launcher starts it; a user's own program takes its place when there is no recipe. It builds what the recipe says,
+trains, and prints what came of it. Bad input is one sentence and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hytrain.errors import BackendUnavailable, CapacityError, ConfigError, UnsupportedError
+from hytrain.recipe import config
+from workers.process import worker_logging
+
+EXIT_USAGE = 2
+
+
+def main() -> int:
+    """Train; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m workers.trainer", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--terminal", action="store_true", help="show a progress bar")
+    arguments = parser.parse_args()
+    worker_logging()
+    try:
+        recipe = config.load(arguments.recipe)
+        from hytrain.recipe.loop import train
+
+        summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
+    except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
+        print(f"hytrain: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(summary.render())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
