@@ -58,9 +58,7 @@ def test_cache_is_keyed(
         monkeypatch.setattr(builder, "_cpu", lambda: b"another")
     else:
         wrapper = tmp_path / "another-c++"
-        wrapper.write_text(
-            f'#!/bin/sh\n[ "$1" = --version ] && echo 99.0 && exit\nexec {compiler_of(environ)} "$@"\n'
-        )
+        wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 99.0 && exit\nexec {compiler_of(environ)} "$@"\n')
         wrapper.chmod(0o755)
         environ["CXX"] = str(wrapper)
     other = build(source, environ)
@@ -71,6 +69,7 @@ def compiler_of(environ: dict[str, str]) -> str:
     return find_compiler(environ)[0]
 
 
+@pytest.mark.spawns
 def test_builders_do_not_disturb_each_other(source: Path, environ: dict[str, str]) -> None:
     """Several processes at once, one cache: all get a whole library, and nothing else is left there."""
     program = (
@@ -130,9 +129,7 @@ def test_compiler_may_have_arguments(environ: dict[str, str]) -> None:
         ({"CXX": "no-such-c++"}, r"^CXX names 'no-such-c\+\+', which is not there: install one"),
     ],
 )
-def test_missing_compiler(
-    source: Path, environ: dict[str, str], variables: dict[str, str], message: str
-) -> None:
+def test_missing_compiler(source: Path, environ: dict[str, str], variables: dict[str, str], message: str) -> None:
     with pytest.raises(BackendUnavailable, match=message):
         build(source, environ | variables)
 
