@@ -98,9 +98,7 @@ def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *,
     try:
         message = decode(frame, token=token).message
         if not isinstance(message, PlanesReady) or len(descriptors) != 1 or message.lid not in layouts:
-            raise ValueError(
-                f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors"
-            )
+            raise ValueError(f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors")
         expected = layouts[message.lid]
         file_bytes = os.fstat(descriptors[0]).st_size
         check_arena(expected, lid=message.lid, nbytes=message.nbytes, file_bytes=file_bytes)

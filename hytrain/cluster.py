@@ -60,9 +60,7 @@ class PrivateCluster:
         deadline = time.monotonic() + timeout_s + 10.0
         line = b""
         while not line.endswith(b"\n"):
-            readable, _, _ = select.select(
-                [self._launcher.stdout], [], [], max(deadline - time.monotonic(), 0.0)
-            )
+            readable, _, _ = select.select([self._launcher.stdout], [], [], max(deadline - time.monotonic(), 0.0))
             if not readable:
                 raise ClusterTimeout(f"HyTrain's processes were not ready within {timeout_s:.0f} s")
             chunk = os.read(self._launcher.stdout.fileno(), 4096)

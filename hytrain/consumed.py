@@ -35,10 +35,7 @@ def _advice(operation: str) -> str:
         ("zero", ("zero_", "_foreach_zero_")),
         ("optimizer", ("_fused_", "_foreach_lerp", "lerp")),
     ):
-        if any(
-            operation == word or (word not in ("add", "add_", "zero_") and word in operation)
-            for word in words
-        ):
+        if any(operation == word or (word not in ("add", "add_", "zero_") and word in operation) for word in words):
             return _ADVICE[key]
     return _ADVICE["read"]
 
@@ -48,16 +45,18 @@ class ConsumedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _aten.detach.default:
             return args[0]
         operation = func.overloadpacket.__name__
         raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {_advice(operation)}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -195,9 +195,7 @@ class Engine:
     def _begin_step(self) -> None:
         self._import_written()
         self._groups = self._read_groups()
-        self._hypers = [
-            Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups
-        ]
+        self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
         self._link.post("optimizer", StepBegin(step=self.step_index, groups=self._groups))
 
     def _begin_backward(self, parameter: TrainedParameter) -> None:

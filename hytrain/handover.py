@@ -86,8 +86,4 @@ def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | Device
     pairs: list[tuple[Tensor | None, Tensor | None]] = []
     for plane in STATE_PLANES:
         pairs += zip(into.state(plane), out_of.state(plane), strict=True)
-    return [
-        (destination, source)
-        for destination, source in pairs
-        if destination is not None and source is not None
-    ]
+    return [(destination, source) for destination, source in pairs if destination is not None and source is not None]

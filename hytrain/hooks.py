@@ -59,7 +59,7 @@ class BeforeForward(_Hook):
         super().__init__(engine)
         self._gate = gate
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         engine = self.engine
         if engine is not None and self._gate is not None:
@@ -69,7 +69,7 @@ class BeforeForward(_Hook):
 class BeforeRoot(_Hook):
     """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         if (engine := self.engine) is not None:
             engine.before_root()
@@ -135,9 +135,7 @@ def attach(
     """Register all hooks; returns what removes them."""
     handles: list[RemovableHandle] = [model.register_forward_pre_hook(BeforeRoot(engine), prepend=True)]
     handles += [module.register_forward_pre_hook(BeforeForward(engine, gate)) for module, gate in gates]
-    handles += [
-        known.parameter.register_post_accumulate_grad_hook(OnGradient(engine, known)) for known in parameters
-    ]
+    handles += [known.parameter.register_post_accumulate_grad_hook(OnGradient(engine, known)) for known in parameters]
     for module in model.modules():
         handles.append(module.register_state_dict_pre_hook(BeforeStateDict(engine)))
         handles.append(module.register_load_state_dict_pre_hook(BeforeStateDict(engine)))

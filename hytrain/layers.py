@@ -61,9 +61,7 @@ class ModelLayer:
             name=self.name,
             segments=tuple(
                 messages.Segment(
-                    name=piece.name
-                    if piece.numel == piece.parameter.numel()
-                    else f"{piece.name}[{piece.start}]",
+                    name=piece.name if piece.numel == piece.parameter.numel() else f"{piece.name}[{piece.start}]",
                     numel=piece.numel,
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[grad_dtype or piece.parameter.dtype],
@@ -109,16 +107,12 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model: the children of the ModuleList or Sequential with most parameters."""
     lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2
+        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2
     ]
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in lists]
     if not sizes or max(sizes) == 0:
         return []
-    return [
-        child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())
-    ]
+    return [child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())]
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +123,7 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one stretch of memory, each once, in whatever order."""
     expected = 1
-    for size, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -145,19 +137,15 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             "convert the model with model.to(torch.bfloat16) first"
         )
     if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now"
-        )
+        raise UnsupportedError(f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now")
     if not is_dense(parameter):
-        raise UnsupportedError(
-            f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy"
-        )
+        raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")
 
 
 def _run_name(model: nn.Module, block: nn.Module | None, parameter_name: str) -> str:
     if block is None:
         return parameter_name.rpartition(".")[0] or parameter_name
-    return next(name for name, module in model.named_modules() if module is block)
+    return next(str(name) for name, module in model.named_modules() if module is block)
 
 
 def _default_bound(total: int, blocks: list[list[Piece]]) -> int:

@@ -89,9 +89,7 @@ class LayerLife:
                 raise InvalidTransition(self._tell(f"a second gradient of step {step}"))
             self.updated = step
         elif step != self.updated:
-            raise InvalidTransition(
-                self._tell(f"{event.name} of step {step}, the update is step {self.updated}'s")
-            )
+            raise InvalidTransition(self._tell(f"{event.name} of step {step}, the update is step {self.updated}'s"))
         self.state, command = after
         self._story = [*self._story[1 - self.STORY_LENGTH :], Chapter(step, event, self.state)]
         return command

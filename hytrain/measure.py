@@ -128,9 +128,7 @@ class Meter:
         self._share(times, lids, "forward_s", turn_s / 3)
         times[first]["backward_s"] += turn_s * 2 / 3
 
-    def _share(
-        self, times: dict[int, dict[str, float]], lids: tuple[int, ...], kind: str, seconds: float
-    ) -> None:
+    def _share(self, times: dict[int, dict[str, float]], lids: tuple[int, ...], kind: str, seconds: float) -> None:
         """One module's time over the layers it consists of, by size."""
         total = sum(self._numels[lid] for lid in lids)
         for lid in lids:

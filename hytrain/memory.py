@@ -60,9 +60,7 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
     `limit` states what may be used where the machine's memory grows after boot; None asks the machine.
     """
     needed = int(host_bytes(layouts) * (1.0 - k))
-    numel = sum(
-        handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None
-    )
+    numel = sum(handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None)
     source = "the stated limit" if limit is not None else "what the machine has available, less 1 GiB"
     bound = limit if limit is not None else max(psutil.virtual_memory().available - HOST_MARGIN_BYTES, 0)
     if needed > bound:

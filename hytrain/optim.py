@@ -164,13 +164,9 @@ class AdamW(torch.optim.Optimizer):
         Raises `UsageError` for a closure, and whenever going on would train something else than asked for.
         """
         if closure is not None:
-            raise UsageError(
-                "step(closure) would run backward several times for one update: call step() without"
-            )
+            raise UsageError("step(closure) would run backward several times for one update: call step() without")
         if any(parameter.grad is not None for parameter in self._frozen):
-            raise UsageError(
-                "a parameter that was frozen when hytrain.AdamW was made has a gradient: make it anew"
-            )
+            raise UsageError("a parameter that was frozen when hytrain.AdamW was made has a gradient: make it anew")
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -184,12 +180,10 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at construction: refused afterwards."""
         if hasattr(self, "_engine"):
-            raise UsageError(
-                "add_param_group after construction is not supported yet: make hytrain.AdamW anew"
-            )
+            raise UsageError("add_param_group after construction is not supported yet: make hytrain.AdamW anew")
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
 
         bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder.
@@ -197,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
         self._engine.synchronize()
         return saving.state_dict(self.param_groups, self._parameters)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
         self._engine.synchronize()
         saving.load_state_dict(state_dict, self.param_groups, self._parameters)
@@ -225,9 +219,7 @@ class AdamW(torch.optim.Optimizer):
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
-        self._link.post(
-            "coordinator", Log(step=step, numbers={name: float(value) for name, value in numbers.items()})
-        )
+        self._link.post("coordinator", Log(step=step, numbers={name: float(value) for name, value in numbers.items()}))
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and who owns what."""
@@ -292,24 +284,18 @@ def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn
             covers.setdefault(id(parameter), []).append(gate)
     for layer in layers:
         for segment in layer.segments:
-            segment.owner.gates = [
-                gate for gate in covers.get(id(segment.owner.parameter), []) if layer in gate.layers
-            ]
+            segment.owner.gates = [gate for gate in covers.get(id(segment.owner.parameter), []) if layer in gate.layers]
     return gates
 
 
-def _check_options(
-    k: float | str, policy: str, backend: str, gradient_dtype: torch.dtype | None
-) -> float | None:
+def _check_options(k: float | str, policy: str, backend: str, gradient_dtype: torch.dtype | None) -> float | None:
     """k as a number, None for "auto". Raises `ConfigError`."""
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r} is unknown: choose one of {', '.join(POLICIES)}")
     if backend != "auto" and backend not in backends.BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown: choose auto, {', '.join(backends.BACKENDS)}")
     if gradient_dtype not in (None, torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"gradient_dtype {gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
-        )
+        raise ConfigError(f"gradient_dtype {gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16")
     if k == "auto":
         return None
     if isinstance(k, str) or not 0.0 <= k <= 1.0:
@@ -320,15 +306,11 @@ def _check_options(
 def _check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(
-            f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)"
-        )
+        raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
         if world > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
-            raise UnsupportedError(
-                "more than one rank is not supported yet: hooks would see unreduced gradients"
-            )
+            raise UnsupportedError("more than one rank is not supported yet: hooks would see unreduced gradients")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
     for name, module in model.named_modules():
@@ -336,24 +318,18 @@ def _check_model(model: nn.Module) -> torch.device:
             raise UnsupportedError(f"{name} makes sparse gradients: construct it with sparse=False")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no parameter that needs a gradient: nothing to train"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")
     devices = {parameter.device for parameter in trainable}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
         )
     if any(id(parameter) in _managed for parameter in trainable):
-        raise UnsupportedError(
-            "a parameter is trained by another hytrain.AdamW already: close() that one first"
-        )
+        raise UnsupportedError("a parameter is trained by another hytrain.AdamW already: close() that one first")
     return next(iter(devices))
 
 
-def _trainable_groups(
-    model: nn.Module, param_groups: Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+def _trainable_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The groups without frozen parameters, which HyTrain leaves alone."""
     if param_groups is None:
         param_groups = [{"params": list(model.parameters())}]
@@ -361,9 +337,7 @@ def _trainable_groups(
     ours = {id(parameter) for parameter in model.parameters()}
     for group in param_groups:
         if not isinstance(group, dict):
-            raise UnsupportedError(
-                'param_groups must be dictionaries with "params", over parameters of the model'
-            )
+            raise UnsupportedError('param_groups must be dictionaries with "params", over parameters of the model')
         given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if any(id(parameter) not in ours for parameter in given):
             raise UnsupportedError("param_groups names a parameter that the model does not have")
@@ -379,10 +353,5 @@ def _check_group(group: dict[str, Any]) -> None:
     if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
         raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
     beta1, beta2 = group["betas"]
-    if (
-        group["lr"] < 0
-        or group["eps"] < 0
-        or group["weight_decay"] < 0
-        or not (0 <= beta1 < 1 and 0 <= beta2 < 1)
-    ):
+    if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")

@@ -134,9 +134,7 @@ class DevicePlanes:
     def state(self, plane: str) -> list[Tensor | None]:
         return self._planes[plane]
 
-    def update(
-        self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend
-    ) -> None:
+    def update(self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend) -> None:
         """AdamW on segment `index`, on the current stream; on device "cpu" the host's backend does it."""
         remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
         assert exp_avg is not None and exp_avg_sq is not None
@@ -206,9 +204,7 @@ class TrainedLayer:
 
     def counts(self) -> tuple[int, ...]:
         """Each segment's step count in this step's update, 0 for those without a gradient."""
-        return tuple(
-            segment.owner.count if index in self.filled else 0 for index, segment in enumerate(self.segments)
-        )
+        return tuple(segment.owner.count if index in self.filled else 0 for index, segment in enumerate(self.segments))
 
     @property
     def arena(self) -> ArenaPlanes:

@@ -31,16 +31,12 @@ def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter])
     for known in parameters:
         if known.count:
             entry: dict[str, Any] = {"step": torch.tensor(float(known.count))}
-            entry.update(
-                (plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None
-            )
+            entry.update((plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None)
             state[index[id(known.parameter)]] = entry
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
-def load_state_dict(
-    loaded: dict[str, Any], groups: list[dict[str, Any]], parameters: list[TrainedParameter]
-) -> None:
+def load_state_dict(loaded: dict[str, Any], groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed."""
     index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
@@ -60,9 +56,7 @@ def load_state_dict(
             scatter(known, plane, entry.get(plane))
 
 
-def save(
-    folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], *, steps: int
-) -> None:
+def save(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], *, steps: int) -> None:
     """Write the state after `steps` steps into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     for layer in _layers(parameters):
@@ -91,21 +85,15 @@ def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
     except (OSError, ValueError) as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
     if index.get("format") != FORMAT or set(index["step_of"]) != {known.name for known in parameters}:
-        raise ConfigError(
-            f"the optimizer state in {folder} is of another model or another version of HyTrain"
-        )
+        raise ConfigError(f"the optimizer state in {folder} is of another model or another version of HyTrain")
     if len(index["param_groups"]) != len(groups):
-        raise ConfigError(
-            f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups"
-        )
+        raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
     for layer in _layers(parameters):
         tensors = load_file(_file(folder, layer))
         for plane in STATE_PLANES:
             for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
                 if tensor is not None:
-                    _copy(
-                        tensor, tensors.get(f"{plane}.{segment.spec.name}"), f"{plane} of {segment.spec.name}"
-                    )
+                    _copy(tensor, tensors.get(f"{plane}.{segment.spec.name}"), f"{plane} of {segment.spec.name}")
     for group, other in zip(groups, index["param_groups"], strict=True):
         group.update(other, betas=tuple(other["betas"]))
     for known in parameters:
@@ -125,9 +113,7 @@ def gather(known: TrainedParameter, plane: str) -> Tensor | None:
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
     """Write a parameter's state in one plane; None writes zeros."""
     if value is not None:
-        value = torch.empty_strided(
-            known.parameter.size(), known.parameter.stride(), dtype=value.dtype
-        ).copy_(value)
+        value = torch.empty_strided(known.parameter.size(), known.parameter.stride(), dtype=value.dtype).copy_(value)
         value = value.as_strided((value.numel(),), (1,))
     for layer, index in known.places:
         part, segment = layer.state(plane)[index], layer.segments[index]

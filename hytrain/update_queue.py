@@ -76,17 +76,13 @@ class UpdateQueue:
     def take_over(self, lid: int) -> None:
         """The layer is the optimizer's from now on. Raises `QueueError` if it is already, or is unknown."""
         if not 0 <= lid < len(self.layers) or lid in self.owned:
-            raise QueueError(
-                f"TakeOver of layer {lid}, which is {'already owned' if lid in self.owned else 'unknown'}"
-            )
+            raise QueueError(f"TakeOver of layer {lid}, which is {'already owned' if lid in self.owned else 'unknown'}")
         self.owned.add(lid)
 
     def give_up(self, lid: int) -> None:
         """The layer is the GPU's from now on. Raises `QueueError` while an update of it is owed."""
         if lid not in self.owned or lid in self._work:
-            raise QueueError(
-                f"GiveUp of layer {lid}, which is {'being updated' if lid in self._work else 'not owned'}"
-            )
+            raise QueueError(f"GiveUp of layer {lid}, which is {'being updated' if lid in self._work else 'not owned'}")
         self.owned.remove(lid)
 
     def learn_ranks(self, ranks: tuple[int, ...]) -> None:
@@ -114,9 +110,7 @@ class UpdateQueue:
             raise QueueError(f"a second GradReady of layer {lid} in step {message.step}")
         segments = self.layers[lid].segments
         if len(message.counts) != len(segments):
-            raise QueueError(
-                f"GradReady of layer {lid} counts {len(message.counts)} of {len(segments)} segments"
-            )
+            raise QueueError(f"GradReady of layer {lid} counts {len(message.counts)} of {len(segments)} segments")
         if any(segment.group >= len(self._groups) for segment in segments):
             raise QueueError(f"layer {lid} has a parameter group that StepBegin({self._step}) did not name")
         self._work[lid] = _Work(message, self._groups)

@@ -61,9 +61,7 @@ def address(socket_dir: str, role: str, rank: int = 0) -> str:
     """The `ipc://` address of a process's inbox. Raises `ValueError` if the path is too long for a socket."""
     path = os.path.join(socket_dir, f"{role}-{rank}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-        raise ValueError(
-            f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR"
-        )
+        raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR")
     return f"ipc://{path}"
 
 

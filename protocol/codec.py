@@ -12,6 +12,7 @@ import dataclasses
 import hmac
 import types
 import typing
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeVar
@@ -79,13 +80,13 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _schema(cls: type) -> tuple[tuple[str, Any], ...]:
+def _schema(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     hints = typing.get_type_hints(cls, vars(messages))
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(typing.cast(Any, cls)))
 
 
 def _build(cls: type[T], fields: Any, where: str) -> T:
-    schema = _schema(cls)
+    schema = _schema(typing.cast(Hashable, cls))
     if not isinstance(fields, list) or len(fields) != len(schema):
         raise WireError(f"{where}: expected {len(schema)} fields")
     values = {name: _check(hint, value, f"{where}.{name}") for (name, hint), value in zip(schema, fields)}

@@ -45,9 +45,7 @@ class WorkerHandshake:
 
     def _step(self, before: Phase, after: Phase, event: str) -> None:
         if self.phase is not before:
-            raise HandshakeError(
-                f"{self._role}-{self._rank}: {event} while {self.phase.name}, needs {before.name}"
-            )
+            raise HandshakeError(f"{self._role}-{self._rank}: {event} while {self.phase.name}, needs {before.name}")
         self.phase = after
 
 
@@ -64,9 +62,7 @@ class RunHandshake:
         key = (hello.role, hello.rank)
         known = self._joined.get(key)
         if known is not None:
-            raise HandshakeError(
-                f"{hello.role}-{hello.rank} joined as process {known.pid}, now {hello.pid} says Hello"
-            )
+            raise HandshakeError(f"{hello.role}-{hello.rank} joined as process {known.pid}, now {hello.pid} says Hello")
         self._joined[key] = hello
         return self._welcome
 

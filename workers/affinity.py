@@ -48,9 +48,7 @@ def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = N
         cores = _nodes(wish) if wish.startswith("node:") else parse_cores(wish)
         missing = sorted(set(cores) - set(available))
         if missing:
-            raise ConfigError(
-                f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}"
-            )
+            raise ConfigError(f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}")
         return Pinning(cores, threads or len(cores), True, "as asked")
     node = gpu_node()
     cores = tuple(core for core in available if node is None or core in node_cores(node)) or available
@@ -116,9 +114,7 @@ def format_cores(cores: tuple[int, ...]) -> str:
 
 
 def _nodes(wish: str) -> tuple[int, ...]:
-    return tuple(
-        sorted(core for node in parse_cores(wish.removeprefix("node:")) for core in node_cores(node))
-    )
+    return tuple(sorted(core for node in parse_cores(wish.removeprefix("node:")) for core in node_cores(node)))
 
 
 def _read(path: Path) -> str:

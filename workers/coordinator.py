@@ -28,9 +28,7 @@ _log = logging.getLogger("coordinator")
 
 def main() -> int:
     """Run until the launcher is gone; the process's exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m workers.coordinator", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m workers.coordinator", description=__doc__.splitlines()[0])
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-name", required=True)
@@ -96,9 +94,7 @@ class Coordinator:
             return
         for command in commands:
             self._carry_out(command, incoming)
-        if isinstance(incoming.message, m.Goodbye) and (
-            outbox := self._outboxes.pop(incoming.message.role, None)
-        ):
+        if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.message.role, None)):
             self._network.drop(outbox)
 
     def _carry_out(self, command: Command, incoming: Incoming) -> None:

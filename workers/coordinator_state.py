@@ -166,9 +166,7 @@ class CoordinatorState:
                 lid=layer.lid,
                 rank=layer.rank,
                 numel=layer.numel,
-                gpu_state_bytes=sum(
-                    layout(layer).plane_nbytes[p] for p in ("remainder", "exp_avg", "exp_avg_sq")
-                ),
+                gpu_state_bytes=sum(layout(layer).plane_nbytes[p] for p in ("remainder", "exp_avg", "exp_avg_sq")),
                 host_bytes=layout(layer).nbytes,
             )
             for layer in table.layers
@@ -180,9 +178,7 @@ class CoordinatorState:
         self._session = session
         k = FIRST_K if table.k is None else table.k
         lids = prefix_for(k, _unmeasured(facts))
-        return self._propose(
-            session, tuple(sorted(lids)), 0, "the first plan, before anything is measured", None
-        )
+        return self._propose(session, tuple(sorted(lids)), 0, "the first plan, before anything is measured", None)
 
     # ------------------------------------------------------------ plans
 
@@ -206,9 +202,7 @@ class CoordinatorState:
             )
         )
         session.reason = reason
-        note = Note(
-            f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}"
-        )
+        note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
         return [note, Send("trainer", plan), Send("optimizer", plan)]
 
     def _on_ack(self, session: _Session, ack: m.PlanAck) -> list[Command]:
@@ -220,11 +214,7 @@ class CoordinatorState:
     def _on_applied(self, session: _Session, applied: m.PlanApplied) -> list[Command]:
         if session.ledger.on_applied(applied):
             session.moved += applied.moved
-            return [
-                Note(
-                    f"plan {applied.plan_id} holds: {applied.moved} layers in {applied.handover_s * 1e3:.0f} ms"
-                )
-            ]
+            return [Note(f"plan {applied.plan_id} holds: {applied.moved} layers in {applied.handover_s * 1e3:.0f} ms")]
         session.postponed += 1
         return [Note(f"plan {applied.plan_id} came too late")]
 
@@ -287,9 +277,7 @@ class CoordinatorState:
                 layout(session.table.layers[lid]).nbytes - layout(session.table.layers[lid]).shared_nbytes
                 for lid in report.gpu_lids
             )
-            session.limits = Limits(
-                gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=session.limits.host_bytes
-            )
+            session.limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=session.limits.host_bytes)
         session.records[report.number] = {
             "step": report.number,
             "at_s": report.at_s,

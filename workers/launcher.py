@@ -62,13 +62,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("program", nargs="?", help="a recipe (.yaml) or a Python program (.py)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the Python program")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=v", help="override a value of the recipe"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=v", help="override a value of the recipe")
     parser.add_argument("--print-config", action="store_true", help="print the resolved recipe and leave")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what memory the recipe needs, and leave"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print what memory the recipe needs, and leave")
     parser.add_argument("--cores", help='of the optimizer: "auto", "node:0", or a list such as "2-15"')
     parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core")
     parser.add_argument("--run-dir", help="the run's folder")

@@ -214,9 +214,7 @@ class Session:
 
     def _require_plan(self, lid: int, owner: str) -> None:
         if not self._plans.allows(lid, owner) or lid not in self._arenas:
-            raise OwnershipError(
-                f"layer {lid} cannot go to the {owner}: the plan does not say so, or it has no planes"
-            )
+            raise OwnershipError(f"layer {lid} cannot go to the {owner}: the plan does not say so, or it has no planes")
 
     def _allocate(self, lid: int) -> None:
         """Make the layer's planes, touch them under this process's affinity, and hand the descriptor over."""
@@ -291,9 +289,7 @@ class Session:
             for lid, queued_s in sorted(progress.queued_s.items())
             if lid in progress.update_s
         )
-        self._coordinator.send(
-            m.OptimizerReport(step=self._queue.step, busy_s=progress.busy_s, updates=updates)
-        )
+        self._coordinator.send(m.OptimizerReport(step=self._queue.step, busy_s=progress.busy_s, updates=updates))
 
     def close(self) -> None:
         """Give all memory back."""

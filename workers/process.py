@@ -76,9 +76,7 @@ def start_worker(
     return Child(role, 0, process, os.pidfd_open(process.pid), log, ready_read, life_write)
 
 
-def start_program(
-    command: Sequence[str], *, log: Path, environment: dict[str, str], output: int | IO[bytes]
-) -> Child:
+def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], output: int | IO[bytes]) -> Child:
     """Start the trainer: the user's program, in the foreground, which dies with the launcher."""
     process = subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
@@ -117,9 +115,7 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
 def describe_end(child: Child) -> str:
     """Who ended, with what status or signal, and the end of its log."""
     status = child.process.wait()
-    how = (
-        f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    )
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
     return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
 
 
@@ -129,11 +125,7 @@ def log_tail(log: Path) -> str:
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL_LINES:]
     except OSError:
         lines = []
-    return (
-        f"\nthe end of {log}:\n" + "\n".join(f"  {line}" for line in lines)
-        if lines
-        else f"\n({log} is empty)"
-    )
+    return f"\nthe end of {log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"\n({log} is empty)"
 
 
 def stop(children: Iterable[Child], *, grace_s: float) -> None:

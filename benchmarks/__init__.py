@@ -1,0 +1,1 @@
+"""Benchmarks: speed as ratios within one run, each system in a process of its own."""

@@ -1,0 +1,127 @@
+"""On a GPU: who owns a layer changes no bit, and replayed gradients give torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hytrain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
+
+STEPS = 30
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def llama(dtype: torch.dtype) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        vocab_size=1024,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config).to("cuda", dtype).train()
+    return model
+
+
+def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: Any) -> tuple[dict[str, Any], int]:
+    """Weights and optimizer state after STEPS steps, on the CPU; and how many handovers there were."""
+    optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(run_dir), **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    for index, entry in optimizer.state_dict()["state"].items():
+        state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+    moved = optimizer.statistics().moved
+    optimizer.close()
+    return state, moved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+    runs = {
+        "0": train(llama(dtype), tmp_path, k=0.0),
+        "0.3": train(llama(dtype), tmp_path, k=0.3),
+        "1": train(llama(dtype), tmp_path, k=1.0),
+        "auto": train(llama(dtype), tmp_path, k="auto"),
+        "random": train(llama(dtype), tmp_path, policy="random"),
+    }
+    expected, _ = runs["0"]
+    for name, (state, _) in runs.items():
+        different = [key for key in expected if not torch.equal(state[key], expected[key])]
+        assert not different, f"k={name}"
+    assert runs["random"][1] > 0, "nothing moved"
+
+
+def test_autocast_over_float32_parameters(tmp_path: Path) -> None:
+    first, _ = train(llama(torch.float32), tmp_path, autocast=True, k=0.0)
+    second, _ = train(llama(torch.float32), tmp_path, autocast=True, k=1.0)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+class Replay(nn.Module):
+    """Parameters whose gradient is whatever forward is given: d(sum(p·g))/dp = g."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.weights, gradients, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
+    """Bit-identical to torch's fused AdamW on the CPU; its CUDA kernel differs, relative to the update, by < 1e-3."""
+    shapes = [(64, 48), (512,), (128, 256)]
+    models = {"hytrain": Replay(shapes).cuda(), "cpu": Replay(shapes), "cuda": Replay(shapes).cuda()}
+    start = [parameter.detach().clone() for parameter in models["cpu"].weights]
+    ours = hytrain.AdamW(models["hytrain"], lr=1e-2, k=k, run_dir=str(tmp_path))
+    theirs = {
+        name: torch.optim.AdamW(models[name].parameters(), lr=1e-2, fused=True) for name in ("cpu", "cuda")
+    }
+    generator = torch.Generator().manual_seed(5)
+    for step in range(50):
+        gradients = [torch.randn(shape, generator=generator) * 10.0 ** (step % 7 - 5) for shape in shapes]
+        for name, model in models.items():
+            model([gradient.to(next(model.parameters()).device) for gradient in gradients]).backward()
+            optimizer = theirs.get(name, ours)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.synchronize()
+    for mine, reference, cuda, before in zip(
+        models["hytrain"].weights, models["cpu"].weights, models["cuda"].weights, start, strict=True
+    ):
+        assert torch.equal(mine.cpu(), reference)
+        update = (reference - before).abs().clamp_min(1e-12)
+        assert float(((cuda.cpu() - reference).abs() / update).median()) < 1e-3
+    ours.close()
+
+
+def test_gradients_in_bfloat16_for_float32_parameters(tmp_path: Path) -> None:
+    runs = [train(llama(torch.float32), tmp_path, k=k, gradient_dtype=torch.bfloat16)[0] for k in (0.0, 1.0)]
+    assert all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
