@@ -1,0 +1,323 @@
+"""The recipe: what a YAML file may say, its defaults, and one sentence for each way of getting it wrong.
+
+The launcher calls `load` once, at the edge, and hands the frozen result on; nothing here imports torch, so
+that a wrong key is reported in a blink.
+
+    file ─ yaml ─▶ tree ─┐
+                         ├─ merge ─▶ validate ─▶ Recipe ─ dump ─▶ resolved file in the run's folder
+    --set a.b=v ─▶ tree ─┘
+
+Relative input paths belong to whoever wrote them: those in the file start at the file's folder, those in an
+override at the current one. The resolved recipe holds absolute paths, so that it can be moved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from hytrain.errors import ConfigError
+
+Tree = dict[str, Any]
+
+INPUT_PATHS = (("model", "path"), ("tokenizer", "path"), ("data", "paths"), ("train", "resume"))
+
+
+def _number_or_auto(value: object, what: str, high: float | None) -> object:
+    """`auto`, or a number of at least 0 (and at most `high`): one sentence in place of a union's two."""
+    if value == "auto":
+        return value
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number <= (float("inf") if high is None else high):
+        bound = "of at least 0" if high is None else f"from 0 to {high:g}"
+        raise ValueError(f'{what} must be "auto" or a number {bound}')
+    return number
+
+
+def _fraction(value: object) -> object:
+    return _number_or_auto(value, "k, the share of the parameters that the GPU owns,", 1)
+
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float | Literal["auto"], BeforeValidator(_fraction)]
+
+
+class Section(BaseModel):
+    """A frozen part of the recipe in which every unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Run(Section):
+    """Where the run keeps its files, and what makes it repeatable."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    dir: Path = Path("runs")
+    seed: Count = 0
+    threads: Positive = 2  # of the trainer on a CPU; gradients depend on it, so it is never guessed
+
+
+class Model(Section):
+    """A local Hugging Face folder (`path`), or the fields of a new model's configuration (`config`)."""
+
+    path: Path | None = None
+    config: Tree | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    autocast: bool = False  # forward and backward in bfloat16 over float32 parameters
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("model needs either a path or a config, and not both")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('model.config needs a model_type such as "llama" or "gpt2"')
+        if self.autocast and self.dtype != "float32":
+            raise ValueError("model.autocast is for float32 parameters, so leave one of autocast and dtype out")
+        return self
+
+
+class Tokenizer(Section):
+    """`bytes` has one token a byte, `bpe` is trained on the training text, `path` is a local folder."""
+
+    kind: Literal["bytes", "bpe", "path"] = "bytes"
+    vocab_size: Annotated[int, Field(ge=256)] = 4096  # of `bpe`
+    path: Path | None = None
+
+    @model_validator(mode="after")
+    def _path_if_asked(self) -> Tokenizer:
+        if (self.kind == "path") != (self.path is not None):
+            raise ValueError("tokenizer.path goes together with tokenizer.kind: path")
+        return self
+
+
+class Data(Section):
+    """Text from files and folders, or random tokens; cut into windows of `sequence_length` tokens."""
+
+    kind: Literal["text", "random"] = "text"
+    paths: tuple[Path, ...] = ()
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.05  # fraction, taken from the end
+    sequence_length: Annotated[int, Field(ge=2)] = 256
+    batch_size: Positive = 8
+
+    @model_validator(mode="after")
+    def _paths_if_text(self) -> Data:
+        if (self.kind == "text") != bool(self.paths):
+            raise ValueError("data needs paths for kind: text and none for kind: random")
+        return self
+
+
+class Train(Section):
+    """The length of the run, AdamW's numbers and the learning rate's way from warm-up to `min_lr`."""
+
+    steps: Positive
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Count = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eval_every: Positive | None = None  # the end of the run is always evaluated
+    eval_batches: Positive = 16
+    checkpoint_every: Positive | None = None  # the end of the run is always saved
+    stop_at: Positive | None = None  # end early, on the schedule of the whole run
+    resume: Path | None = None  # "latest" of this run's folder, or a checkpoint's folder
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Train:
+        if self.warmup_steps >= self.steps:
+            raise ValueError("train.warmup_steps must be smaller than train.steps")
+        if self.min_lr > self.lr:
+            raise ValueError("train.min_lr must not be above train.lr")
+        return self
+
+
+class Optimizer(Section):
+    """How the update is shared between GPU and CPU."""
+
+    k: Share = "auto"
+    policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
+    backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
+    gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as it travels; auto: the parameter's
+
+    @model_validator(mode="after")
+    def _fixed_k_is_given(self) -> Optimizer:
+        if self.policy == "fixed" and self.k == "auto":
+            raise ValueError("optimizer.policy: fixed needs optimizer.k as a number from 0 to 1")
+        return self
+
+
+class Cluster(Section):
+    """What the launcher gives to the processes of the run."""
+
+    cores: str = "auto"  # of the optimizer: "auto", "node:0", or a list such as "2-7,10"
+    optimizer_threads: Positive | Literal["auto"] = "auto"
+    host_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
+
+
+class Sample(Section):
+    """A text to be continued at the end of the run."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    tokens: Positive = 200
+    temperature: Annotated[float, Field(ge=0)] = 0.8  # 0 takes the likeliest token
+
+
+class Recipe(Section):
+    """All of it. `model`, `data` and `train` have no default as a whole."""
+
+    run: Run = Run()
+    model: Model
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data
+    train: Train
+    optimizer: Optimizer = Optimizer()
+    cluster: Cluster = Cluster()
+    sample: Sample | None = None
+
+    @model_validator(mode="after")
+    def _text_where_needed(self) -> Recipe:
+        if self.sample is not None and self.data.kind == "random":
+            raise ValueError("sample needs data.kind: text, for random tokens spell nothing")
+        if self.train.eval_every is not None and self.data.kind == "random":
+            raise ValueError("train.eval_every needs data.kind: text, for random tokens have nothing to learn")
+        return self
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and lays the overrides (`"train.steps=100"`, values in YAML) over it.
+
+    Raises ConfigError, with one sentence, for whatever is wrong with the file or with an override.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The recipe {path} can't be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The recipe {path} is not valid YAML: {_one_line(str(error))}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"The recipe {path} must be a mapping with the keys {_listed(Recipe.model_fields)}.")
+    tree = _absolute(tree, path.resolve().parent)
+    for override in overrides:
+        tree = _merge(tree, _absolute(_parse_override(override), Path.cwd()))
+    return validate(tree, str(path))
+
+
+def validate(tree: Tree, source: str) -> Recipe:
+    """A recipe from a plain tree; `source` opens the error's sentence."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        # An unknown key may be why another one is missing, so it is the one to report.
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        raise ConfigError(f"{source}: {_sentence(first)}") from None
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load` reads it back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: `; did you mean "steps"?`, or a full stop."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f'; did you mean "{close[0]}"?' if close else "."
+
+
+def _parse_override(override: str) -> Tree:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f'The override "{override}" is not of the form section.key=value.')
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f'The override "{override}" has an invalid value: {_one_line(str(error))}.') from None
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _merge(below: Tree, above: Tree) -> Tree:
+    merged = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+def _absolute(tree: Tree, base: Path) -> Tree:
+    """The tree with its input paths starting at `base`; what isn't a path is left for the validation."""
+    for section, key in INPUT_PATHS:
+        part = tree.get(section)
+        if isinstance(part, dict) and key in part:
+            tree = _merge(tree, {section: {key: _based(part[key], base)}})
+    return tree
+
+
+def _based(value: object, base: Path) -> object:
+    if isinstance(value, str) and value != "latest":
+        return str(base / Path(value).expanduser())
+    if isinstance(value, list):
+        return [_based(item, base) for item in value]
+    return value
+
+
+def _sentence(error: ErrorDetails) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        return f'unknown key "{key}"{_suggest_key(location)}'
+    if error["type"] == "missing":
+        return f'the key "{key}" is missing.'
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"])
+        return f"{reason}, not {error['input']!r}." if location and _is_leaf(error) else f"{reason}."
+    message = re.sub(r"^\w+ should", "it should", error["msg"])
+    return f'"{key}" is {error["input"]!r}, but {message}.'
+
+
+def _is_leaf(error: ErrorDetails) -> bool:
+    return not isinstance(error["input"], (dict, BaseModel))
+
+
+def _suggest_key(location: Sequence[str]) -> str:
+    """First among the siblings, then a key of a similar name anywhere in the recipe."""
+    *parents, word = location
+    keys = list(_keys(Recipe))
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == ".".join(parents)}
+    elsewhere = {key.rpartition(".")[2]: key for key in keys}
+    for names in (siblings, elsewhere):
+        if close := difflib.get_close_matches(word, list(names), n=1):
+            return f'; did you mean "{names[close[0]]}"?'
+    return "."
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _keys(kind, f"{prefix}{name}.")
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

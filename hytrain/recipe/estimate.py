@@ -1,0 +1,183 @@
+"""What a recipe will need, before anything is started: memory by plane, process and owner, and FLOPs by step.
+
+The launcher prints it for `--dry-run`. The model is counted on the meta device, so a large one is as quick
+as a small one.
+
+Bytes per parameter           owned by the CPU                          owned by the GPU
+    bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
+    fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
+Under either owner the weights also lie on the GPU, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from hytrain.recipe import model as models
+from hytrain.recipe import tokenizer
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.report import table
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes per trainable parameter of one kind of array, by owner, and who maps it in host memory."""
+
+    name: str
+    host_if_cpu: int
+    trainer_if_cpu: int
+    trainer_if_gpu: int
+    mapped_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, the trainer's device."""
+
+    k: float
+    optimizer: int
+    shared: int
+    trainer: int
+
+    @property
+    def host(self) -> int:
+        return self.optimizer + self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The whole answer. `device` is where the trainer computes: "GPU", even if none is here, or "CPU"."""
+
+    device: str
+    trainable: int
+    frozen: int
+    planes: tuple[Plane, ...]
+    needs: tuple[Need, ...]
+    free_host: int
+    free_device: int | None
+    flops_per_step: float
+    peak_tflops: float | None
+
+    def render(self) -> str:
+        """Two tables and what they leave out, as plain text."""
+        trainer = f"trainer ({self.device})"
+        lines = [
+            f"{self.trainable:,} trainable parameters" + (f", {self.frozen:,} frozen" if self.frozen else ""),
+            "",
+            table(
+                (
+                    "plane",
+                    "host, CPU-owned",
+                    f"{trainer}, CPU-owned",
+                    f"{trainer}, GPU-owned",
+                    "host copy in",
+                ),
+                [self._plane_row(plane) for plane in self.planes],
+            ),
+            "(bytes per parameter)",
+            "",
+            table(
+                ("k", "optimizer", "shared planes", "host planes", trainer),
+                [
+                    (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
+                    for n in sorted(self.needs, key=lambda n: n.k)
+                ],
+            ),
+            f"Free now: host {gib(self.free_host)}{self._free_device()}.",
+            "Activations, gradients in flight and the libraries themselves come on top.",
+            "",
+            f"{self.flops_per_step / 1e12:,.3f} TFLOP a step" + self._floor(),
+        ]
+        return "\n".join(lines)
+
+    def _plane_row(self, plane: Plane) -> tuple[str, ...]:
+        numbers = (plane.host_if_cpu, plane.trainer_if_cpu, plane.trainer_if_gpu)
+        return (plane.name, *(str(n or "-") for n in numbers), plane.mapped_by)
+
+    def _free_device(self) -> str:
+        if self.device == "CPU":
+            return ", the trainer's part included"
+        return ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
+
+    def _floor(self) -> str:
+        if self.peak_tflops is None:
+            return "."
+        seconds = self.flops_per_step / (self.peak_tflops * 1e12)
+        return f", no faster than {seconds:.3f} s at the GPU's peak of {self.peak_tflops:g} TFLOP/s."
+
+
+def estimate(recipe: Recipe) -> Estimate:
+    """Counts what the recipe needs. A GPU that it asks for need not be here.
+
+    Raises ConfigError for a model that can't be made.
+    """
+    length = recipe.data.sequence_length
+    hf = models.configuration(recipe.model, _vocab_size(recipe), length)
+    model = models.skeleton(hf, recipe.model.dtype)
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters) - trainable
+    planes = planes_of(recipe.model.dtype, recipe.optimizer.gradient_dtype)
+    k = recipe.optimizer.k
+    here = torch.cuda.is_available()
+    wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
+    device = torch.device("cuda" if here and wants_gpu else "cpu")
+    tokens = recipe.data.batch_size * length
+    return Estimate(
+        device="GPU" if wants_gpu else "CPU",
+        trainable=trainable,
+        frozen=frozen,
+        planes=planes,
+        needs=tuple(
+            need(planes, trainable, frozen, share) for share in {0.0, 1.0} | (set() if k == "auto" else {float(k)})
+        ),
+        free_host=psutil.virtual_memory().available,
+        free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
+        peak_tflops=models.peak_tflops(device),
+    )
+
+
+def planes_of(dtype: str, gradient_dtype: str = "auto") -> tuple[Plane, ...]:
+    """The planes of a layer in this dtype. A bf16 layer keeps the rest of its fp32 master in `remainder`."""
+    weight = 2 if dtype == "bfloat16" else 4
+    gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype]
+    both, own = "optimizer, trainer", "optimizer"
+    remainder = (Plane("remainder", 2, 0, 2, own),) if dtype == "bfloat16" else ()
+    return (
+        Plane("grads", gradient, 0, 0, both),
+        Plane("weights", weight, weight, weight, both),
+        *remainder,
+        Plane("exp_avg", 4, 0, 4, own),
+        Plane("exp_avg_sq", 4, 0, 4, own),
+    )
+
+
+def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Need:
+    """The planes' bytes when the GPU owns the fraction k. Frozen parameters lie on the trainer's device."""
+    by_gpu = round(trainable * k)
+    by_cpu = trainable - by_gpu
+    weight = next(p.trainer_if_gpu for p in planes if p.name == "weights")
+    shared = sum(p.host_if_cpu for p in planes if "trainer" in p.mapped_by)
+    host = sum(p.host_if_cpu for p in planes)
+    trainer = by_cpu * sum(p.trainer_if_cpu for p in planes) + by_gpu * sum(p.trainer_if_gpu for p in planes)
+    return Need(k, by_cpu * (host - shared), by_cpu * shared, trainer + frozen * weight)
+
+
+def gib(size: int) -> str:
+    """A size as people compare it: GiB, or MiB below one GiB."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / (1 << 20):,.1f} MiB"
+
+
+def _vocab_size(recipe: Recipe) -> int | None:
+    if recipe.data.kind == "random":
+        return None
+    wanted = recipe.tokenizer
+    if wanted.path is not None:
+        return tokenizer.load(wanted.path).vocab_size
+    return 256 if wanted.kind == "bytes" else wanted.vocab_size

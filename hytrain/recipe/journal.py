@@ -1,0 +1,127 @@
+"""The record of a run: one entry a step, sent to the optimizer's log, the progress display and the history.
+
+    loop ─ note(step, loss) ─▶ LossReader ─ a step later ─▶ opt.log ─▶ metrics.jsonl
+                                                       ├──▶ Progress
+                                                       └──▶ History ─▶ curve, summary
+
+A step's entry is held back until its loss has arrived, which leaves time to add its validation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from hytrain.recipe.loss import LossReader
+from hytrain.recipe.optimizer import TrainingOptimizer
+from hytrain.recipe.progress import Progress, Speed
+from hytrain.recipe.task import Task
+from hytrain.recipe.validation import Validation
+
+
+@dataclass(slots=True)
+class History:
+    """What the curve shows: (step, loss, k) and (step, validation loss), losses in nats per token."""
+
+    training: list[tuple[int, float, float]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, metrics: Path, until: int) -> History:
+        """The first `until` steps as far as a run's metrics file has them: the past of a resumed run."""
+        records = {}  # by step: what was done again after a resume counts once
+        for line in metrics.read_text().splitlines() if until and metrics.is_file() else []:
+            with contextlib.suppress(ValueError):  # a line that a crash cut short
+                record = json.loads(line)
+                records[record.get("step", 0)] = record
+        history = cls()
+        for step, record in sorted(records.items()):
+            if step <= until and "loss" in record:
+                history.training.append((step, record["loss"], record.get("k", 0.0)))
+            if step <= until and "validation_loss" in record:
+                history.validation.append((step, record["validation_loss"]))
+        return history
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    step: int
+    lr: float
+    speed: Speed
+
+
+class Journal:
+    """Takes one `note` a step; `close` writes the last entry."""
+
+    def __init__(
+        self,
+        task: Task,
+        opt: TrainingOptimizer,
+        progress: Progress,
+        history: History,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.history = history
+        self.tokens = 0
+        self.seconds = 0.0  # spent in training steps alone
+        self._task = task
+        self._opt = opt
+        self._progress = progress
+        self._clock = clock
+        self._reader = LossReader(task.device)
+        self._entry: _Entry | None = None
+        self._since = clock()
+
+    def note(self, step: int, loss: Tensor, lr: float) -> None:
+        """Step number `step` (from 1) is done; writes the entry of the one before."""
+        previous = self._reader.swap(loss)
+        if previous is not None:
+            self._write(previous)
+        self._entry = _Entry(step, lr, self._speed())
+
+    def validated(self, validation: Validation | None) -> None:
+        """Writes the last step's entry, with its validation."""
+        loss = self._reader.take()
+        if loss is not None:
+            self._write(loss, validation)
+
+    def restart_clock(self) -> None:
+        """What was done since the last step, saving or validation, does not count as training."""
+        self._since = self._clock()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _speed(self) -> Speed:
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        data = self._task.recipe.data
+        tokens = data.batch_size * data.sequence_length
+        self.tokens += tokens
+        self.seconds += seconds
+        rate, statistics = tokens / seconds, self._opt.statistics()
+        cost = self._task.cost
+        mfu = cost.mfu(rate, self._task.peak_tflops)
+        return Speed(rate, cost.tflops(rate), mfu, statistics.k, statistics.stall_s)
+
+    def _write(self, loss: float, validation: Validation | None = None) -> None:
+        assert self._entry is not None, "a loss arrived for which no step was noted"
+        step, lr, speed = self._entry.step, self._entry.lr, self._entry.speed
+        numbers = {"loss": loss, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
+        if speed.mfu is not None:
+            numbers["mfu"] = speed.mfu
+        if validation is not None:
+            numbers["validation_loss"] = validation.nats_per_token
+            numbers["validation_nats_per_byte"] = validation.nats_per_byte
+            numbers["validation_accuracy"] = validation.accuracy
+            self.history.validation.append((step, validation.nats_per_token))
+        self._opt.log(step, **numbers)
+        self.history.training.append((step, loss, speed.k))
+        self._progress.show(step, loss, speed)

@@ -1,0 +1,109 @@
+"""The training loop of a recipe. The trainer process calls `train`; what it returns is printed at the end.
+
+    assemble ─▶ optimizer ─▶ (resume) ─▶ steps ─▶ last validation, checkpoint, curve, sample ─▶ Summary
+
+The loop itself is the one that any PyTorch user would write.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import checkpoint, report
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.journal import History, Journal
+from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
+from hytrain.recipe.progress import Progress
+from hytrain.recipe.report import Summary
+from hytrain.recipe.schedule import cosine
+from hytrain.recipe.task import Task, assemble
+from hytrain.recipe.validation import Validation, evaluate
+
+
+def train(
+    recipe: Recipe, run_dir: Path, optimizer_factory: Factory | None = None, terminal: bool | None = None
+) -> Summary:
+    """Trains the recipe in `run_dir`, which exists, and returns what came of it.
+
+    `terminal` chooses between a progress bar and plain lines; by default a bar goes to a terminal only.
+    Raises ConfigError, before anything is started, for what the recipe asks and can't have.
+    """
+    resumed = checkpoint.find(run_dir, recipe)
+    task = assemble(recipe, resumed)
+    opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
+    start = checkpoint.restore(resumed, opt) if resumed else 0
+    end = min(recipe.train.steps, recipe.train.stop_at or recipe.train.steps)
+    if start >= end:
+        raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
+    with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:
+        journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start))
+        validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
+    return summarise(task, opt, journal, validation, saved, run_dir)
+
+
+def run_steps(
+    task: Task, opt: TrainingOptimizer, journal: Journal, progress: Progress, run_dir: Path, steps: range
+) -> tuple[Validation | None, Path]:
+    """Trains the steps; returns the last validation and the last checkpoint."""
+    model, plan = task.model, task.recipe.train
+    schedule = cosine(cast(torch.optim.Optimizer, opt), plan, steps.start)
+    for step in steps:
+        batch = task.batch(step)
+        lr = opt.param_groups[0]["lr"]
+        with task.autocast():
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        journal.note(step + 1, loss, lr)
+
+        if due(plan.eval_every, step, steps):
+            validation = evaluate(task)
+            journal.validated(validation)
+            if validation is not None:
+                progress.say(f"step {step + 1}: validation {validation}")
+        if due(plan.checkpoint_every, step, steps):
+            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe)
+        journal.restart_clock()
+    return validation, saved
+
+
+def due(every: int | None, step: int, steps: range) -> bool:
+    """Whether the end of step `step` (from 0) is one of every so many, or the last."""
+    return step + 1 == steps.stop or (every is not None and (step + 1) % every == 0)
+
+
+def summarise(
+    task: Task,
+    opt: TrainingOptimizer,
+    journal: Journal,
+    validation: Validation | None,
+    saved: Path,
+    run_dir: Path,
+) -> Summary:
+    """Draws the curve, writes the sample and gathers the numbers."""
+    recipe = task.recipe
+    curve = run_dir / "loss.png"
+    report.draw_curve(journal.history, curve, f"{recipe.run.name}: {task.cost.parameters / 1e6:.2f} M parameters")
+    step, loss, k = journal.history.training[-1]
+    return Summary(
+        step=step,
+        parameters=task.cost.parameters,
+        training_loss=loss,
+        validation=validation,
+        seconds=journal.seconds,
+        tokens_per_s=journal.tokens_per_s,
+        tflops=task.cost.tflops(journal.tokens_per_s),
+        mfu=task.cost.mfu(journal.tokens_per_s, task.peak_tflops),
+        k=k,
+        checkpoint=saved,
+        curve=curve,
+        processes=tuple(opt.processes()),
+        sample=report.continue_text(task, recipe.sample) if recipe.sample else None,
+    )

@@ -1,0 +1,181 @@
+"""The Hugging Face model that a recipe asks for, on its device and in its dtype, and what a token costs.
+
+`task` calls `configuration` and `build`; `estimate` calls `configuration` and `skeleton`, without memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import config
+from hytrain.recipe.config import suggestion
+
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its methods carry no types
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
+
+# Dense bf16 peaks as the vendors state them, in TFLOP/s.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "GH200": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 150.0,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX A6000": 155.0,
+    "RTX 5090": 210.0,
+    "RTX 4090": 165.0,
+    "RTX 4080": 97.0,
+    "RTX 3090": 71.0,
+}
+
+
+class Cost(NamedTuple):
+    """What one token costs in a training step: forward and backward, without recomputation."""
+
+    parameters: int
+    flops_per_token: float
+
+    def mfu(self, tokens_per_s: float, peak_tflops: float | None) -> float | None:
+        """The share of the device's peak that this speed is, or None where the peak is unknown."""
+        return None if peak_tflops is None else self.tflops(tokens_per_s) / peak_tflops
+
+    def tflops(self, tokens_per_s: float) -> float:
+        return self.flops_per_token * tokens_per_s / 1e12
+
+
+def configuration(model: config.Model, vocab_size: int | None, sequence_length: int) -> Any:
+    """The model's Hugging Face configuration, checked against the tokenizer and the length of the batches.
+
+    `vocab_size` is the tokenizer's; None (random tokens) leaves it to the model. Raises ConfigError.
+    """
+    hf = _from_folder(model.path) if model.path is not None else _from_fields(model.config or {}, vocab_size)
+    text = hf.get_text_config()
+    if vocab_size is not None and text.vocab_size < vocab_size:
+        raise ConfigError(
+            f"The model's vocabulary of {text.vocab_size} is smaller than the tokenizer's of {vocab_size}; "
+            "make model.config.vocab_size larger or choose the model's own tokenizer."
+        )
+    limit = next((getattr(text, name) for name in LENGTH_FIELDS if getattr(text, name, None)), None)
+    if limit is not None and sequence_length > limit:
+        raise ConfigError(
+            f"data.sequence_length is {sequence_length}, but the model takes at most {limit} tokens; "
+            "shorten the sequences or enlarge the model's position limit."
+        )
+    return hf
+
+
+def build(model: config.Model, hf: Any, device: torch.device) -> Any:
+    """The model in training mode: with the weights of `model.path`, else new ones from torch's seed.
+
+    Raises ConfigError for an unusable folder and for a model without parameters.
+    """
+    dtype = getattr(torch, model.dtype)
+    if model.path is None:
+        with device:
+            module = _AUTO_MODEL.from_config(hf, dtype=dtype)
+    else:
+        try:
+            module = _AUTO_MODEL.from_pretrained(model.path, config=hf, dtype=dtype, local_files_only=True).to(device)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"No model can be loaded from {model.path}: {reason}") from None
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError("The model has no parameters to train; check model.config.")
+    if model.gradient_checkpointing:
+        # Transformers 5 renamed the method while it was at it, and warns about the old name.
+        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    module.train()
+    return module
+
+
+def skeleton(hf: Any, dtype: str) -> Any:
+    """The model on the meta device: shapes and dtypes without memory."""
+    with torch.device("meta"):
+        return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices decay, vectors (norms and biases) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
+    """6 FLOPs a parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved)."""
+    parameters = sum(p.numel() for p in model.parameters())
+    text = hf.get_text_config()
+    attention = 6 * text.num_hidden_layers * text.hidden_size * sequence_length
+    return Cost(parameters, float(6 * parameters + attention))
+
+
+def device(wanted: str) -> torch.device:
+    """The device to train on. Raises ConfigError if a GPU was asked for and there is none."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is cuda, but torch sees no GPU here; set train.device to cpu or auto.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def peak_tflops(where: torch.device) -> float | None:
+    """The device's dense bf16 peak, or None for a CPU and for a GPU that isn't in the table."""
+    return peak_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
+
+
+def peak_of(gpu: str) -> float | None:
+    """The dense bf16 peak of a GPU by its name; the longest name in the table that fits wins."""
+    names = [name for name in PEAK_TFLOPS if set(name.split()) <= set(gpu.replace("-", " ").split())]
+    return PEAK_TFLOPS[max(names, key=len)] if names else None
+
+
+def _from_folder(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"The model folder {folder} holds no config.json; correct model.path.")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The model folder {folder} is unusable: {str(error).splitlines()[0]}") from None
+
+
+def _from_fields(fields: dict[str, Any], vocab_size: int | None) -> Any:
+    """A new configuration. Transformers keeps any keyword it does not know, so the names are checked here."""
+    kind = fields["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f'model.config has the unknown model_type "{kind}"{suggestion(kind, CONFIG_MAPPING.keys())}')
+    known = AutoConfig.for_model(kind)
+    names = {*known.to_dict(), *known.attribute_map}
+    for name in fields:
+        if name not in names:
+            raise ConfigError(f'unknown key "model.config.{name}" for a {kind}{suggestion(name, names)}')
+    # The defaults name another tokenizer's special tokens, which would end a generated text at random.
+    given: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if vocab_size is not None:
+        given["vocab_size"] = vocab_size
+    given.update({name: value for name, value in fields.items() if name != "model_type"})
+    try:
+        return AutoConfig.for_model(kind, **given)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.config is not a valid {kind}: {' '.join(str(error).split())}") from None

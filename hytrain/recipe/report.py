@@ -1,0 +1,146 @@
+"""The end of a run, for its reader: a summary, the curve of loss and k, the processes, a text by the model.
+
+The loop calls `draw_curve` and `continue_text` at the end; the trainer prints `Summary.render`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hytrain.recipe import config
+from hytrain.recipe.journal import History
+from hytrain.recipe.optimizer import Process
+from hytrain.recipe.task import Task
+from hytrain.recipe.validation import Validation
+
+LOSS_COLOUR, VALIDATION_COLOUR, K_COLOUR = "#1f5a99", "#c2571a", "#7a7a7a"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to."""
+
+    step: int
+    parameters: int
+    training_loss: float  # nats per token, of the last step
+    validation: Validation | None
+    seconds: float  # of training alone, without validation and saving
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    k: float
+    checkpoint: Path
+    curve: Path
+    processes: tuple[Process, ...]
+    sample: str | None
+
+    def render(self) -> str:
+        """The summary as plain text of several lines."""
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        lines = [
+            f"trained {self.parameters / 1e6:.2f} M parameters to step {self.step}: "
+            f"{self.seconds:.1f} s of training, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.tflops:.3g} TFLOP/s{mfu}, k = {self.k:.3f}",
+            f"training loss {self.training_loss:.4f} nats per token at the last step",
+        ]
+        if self.validation is not None:
+            lines.append(f"validation {self.validation}")
+        if self.processes:
+            rows = [(role, str(pid), ranges(cores)) for role, pid, cores in self.processes]
+            lines += ["", table(("process", "pid", "cores"), rows)]
+        if self.sample is not None:
+            lines += ["", "a sample:", self.sample]
+        return "\n".join([*lines, "", f"checkpoint  {self.checkpoint}", f"curve       {self.curve}"])
+
+
+def draw_curve(history: History, path: Path, title: str) -> None:
+    """A PNG of training and validation loss over the steps, with k on an axis of its own."""
+    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    losses = figure.add_subplot()
+    shares = losses.twinx()
+    steps, values, ks = zip(*history.training, strict=True) if history.training else ((), (), ())
+    (k_line,) = shares.step(steps, ks, where="post", color=K_COLOUR, linewidth=1, linestyle="--", label="k")
+    noisy = len(values) > 50
+    losses.plot(steps, values, color=LOSS_COLOUR, linewidth=0.7, alpha=0.3 if noisy else 1.0)
+    (train_line,) = losses.plot(steps, smoothed(values), color=LOSS_COLOUR, linewidth=1.6, label="training")
+    lines = [train_line, k_line]
+    if history.validation:
+        places, held_out = zip(*history.validation, strict=True)
+        lines[1:1] = losses.plot(
+            places,
+            held_out,
+            color=VALIDATION_COLOUR,
+            marker="o",
+            markersize=4,
+            linewidth=1.4,
+            label="validation",
+        )
+    losses.set(xlabel="step", ylabel="loss in nats per token", title=title)
+    losses.grid(alpha=0.25)
+    shares.set_ylabel("k: share of the parameters the GPU owns", color=K_COLOUR)
+    shares.set_ylim(-0.02, 1.02)
+    losses.legend(handles=lines, loc="upper right", frameon=False)
+    figure.savefig(path)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """An exponential mean over about a fiftieth of the run, without the bias of its beginning."""
+    weight = 1 / max(1.0, len(values) / 50)
+    total, mass, means = 0.0, 0.0, []
+    for value in values:
+        total += weight * (value - total)
+        mass += weight * (1 - mass)
+        means.append(total / mass)
+    return means
+
+
+@torch.no_grad()
+def continue_text(task: Task, sample: config.Sample) -> str:
+    """The prompt and its continuation by the model, the same every time for the same weights.
+
+    It ends where the model's position limit does, and knows as much context as the model was trained with.
+    """
+    words = task.corpus.tokenizer
+    assert words is not None, "a recipe with a sample has text"
+    tokens = words.encode(sample.prompt.encode()).long()
+    random = torch.Generator().manual_seed(task.recipe.run.seed)
+    task.model.eval()
+    for _ in range(sample.tokens):
+        context = tokens[None, -task.recipe.data.sequence_length :].to(task.device)
+        with task.autocast():
+            logits = task.model(input_ids=context, use_cache=False).logits[0, -1]
+        tokens = torch.cat([tokens, _choose(logits.float().cpu(), sample.temperature, random)])
+    task.model.train()
+    return words.decode(tokens)
+
+
+def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first is flush left, the others right."""
+    cells = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Core numbers as people write them: 0-3,8."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

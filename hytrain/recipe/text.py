@@ -1,0 +1,74 @@
+"""Text from files, folders and their compressed kin, and its division into a training and a validation part.
+
+The trainer calls `read` and `split`; both work on bytes, so that nothing is lost before the tokenizer.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hytrain.errors import ConfigError
+
+DOCUMENT_GAP = b"\n\n"
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".xz", ".gz"})
+
+
+class Split(NamedTuple):
+    """The two parts of a text, in its order."""
+
+    train: bytes
+    validation: bytes
+
+
+def read(paths: Sequence[Path]) -> bytes:
+    """The text of all files, in the order of the paths and within a folder by name, a blank line between two.
+
+    Raises ConfigError for what is missing, unreadable or empty.
+    """
+    documents = (_content(file).strip(b"\n") for path in paths for file in _files(path))
+    text = DOCUMENT_GAP.join(document for document in documents if document)
+    if not text.strip():
+        raise ConfigError(f"There is no text in {', '.join(map(str, paths))}; name files that are not empty.")
+    return text
+
+
+def split(text: bytes, validation: float) -> Split:
+    """The last `validation` part of the text apart from the rest.
+
+    The cut is made at the next end of a document if one is near, else between two characters.
+    """
+    cut = round(len(text) * (1 - validation))
+    near = cut + (len(text) - cut) // 2
+    gap = text.find(DOCUMENT_GAP, cut, near)
+    if gap >= 0:
+        return Split(text[:gap], text[gap:].lstrip(b"\n"))
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+        cut += 1
+    return Split(text[:cut], text[cut:])
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if p.suffix in TEXT_SUFFIXES and p.is_file()]
+        if not files:
+            kinds = ", ".join(sorted(TEXT_SUFFIXES))
+            raise ConfigError(f"The data folder {path} holds no text file (one that ends in {kinds}).")
+        yield from files
+    else:
+        raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
+
+
+def _content(file: Path) -> bytes:
+    try:
+        raw = file.read_bytes()
+        if file.suffix == ".xz":
+            return lzma.decompress(raw)
+        return gzip.decompress(raw) if file.suffix == ".gz" else raw
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ConfigError(f"The data file {file} can't be read: {error}.") from None

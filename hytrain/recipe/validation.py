@@ -1,0 +1,55 @@
+"""Validation: loss and accuracy over the held-out windows, in units that compare across tokenizers.
+
+The loop calls `evaluate` between two steps and at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hytrain.recipe.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Mean loss of the next token, per token and per byte of text, and how often the likeliest is right.
+
+    Nats per byte are nats per token over the mean number of bytes in a token of the validation text.
+    """
+
+    nats_per_token: float
+    nats_per_byte: float
+    accuracy: float
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.nats_per_byte:.4f} nats per byte ({self.nats_per_token:.4f} per token), "
+            f"top-1 accuracy {self.accuracy:.1%}"
+        )
+
+
+@torch.no_grad()
+def evaluate(task: Task) -> Validation | None:
+    """Runs the model over all validation windows, or returns None if there are none.
+
+    Sums stay on the device and are read once, at the end.
+    """
+    if task.corpus.bytes_per_token is None:
+        return None
+    task.model.eval()
+    nats = torch.zeros((), dtype=torch.float64, device=task.device)
+    hits = torch.zeros((), dtype=torch.int64, device=task.device)
+    predicted = 0
+    for tokens in task.corpus.validation:
+        tokens = tokens.to(task.device)
+        with task.autocast():
+            output = task.model(input_ids=tokens, labels=tokens)
+        targets = tokens[:, 1:]
+        nats += output.loss.double() * targets.numel()
+        hits += (output.logits[:, :-1].argmax(-1) == targets).sum()
+        predicted += targets.numel()
+    task.model.train()
+    per_token = float(nats) / predicted
+    return Validation(per_token, per_token / task.corpus.bytes_per_token, int(hits) / predicted)

@@ -1,0 +1,155 @@
+"""Recipes as files: defaults, overrides, paths, and one sentence for each way of getting them wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import config
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MINIMAL: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"paths": ["text.txt"]},
+    "train": {"steps": 10},
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, overrides)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence[-1] in ".?", sentence
+    return sentence
+
+
+def test_numbers_that_yaml_takes_for_strings_are_numbers(recipe_file: Path) -> None:
+    recipe = config.load(recipe_file, ["train.lr=3e-4", "train.eps=1e-8", "optimizer.k=5e-1"])
+    assert (recipe.train.lr, recipe.train.eps, recipe.optimizer.k) == (3e-4, 1e-8, 0.5)
+
+
+def test_defaults_and_k(recipe_file: Path) -> None:
+    recipe = config.load(recipe_file)
+    assert recipe.optimizer.k == "auto" and recipe.train.resume is None and recipe.sample is None
+    for text, k in (("0", 0.0), ("1", 1.0), ("0.25", 0.25), ("auto", "auto")):
+        assert config.load(recipe_file, [f"optimizer.k={text}"]).optimizer.k == k
+
+
+@pytest.mark.parametrize("k", ["1.5", "-0.1", "nan", "half", "true", "[0]", ""])
+def test_k_outside_its_range_is_refused(recipe_file: Path, k: str) -> None:
+    assert 'must be "auto" or a number from 0 to 1' in refusal(recipe_file, f"optimizer.k={k}")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.stpes", "train.steps"),
+        ("trian.steps", "train"),
+        ("lr", "train.lr"),
+        ("optimizer.learning", None),
+        ("model.dtyp", "model.dtype"),
+        ("sample.token", "sample.tokens"),
+        ("cluster.core", "cluster.cores"),
+    ],
+)
+def test_unknown_key_comes_with_a_suggestion(recipe_file: Path, key: str, meant: str | None) -> None:
+    sentence = refusal(recipe_file, f"{key}=1")
+    assert f'unknown key "{key if meant != "train" else "trian"}"' in sentence
+    assert (f'did you mean "{meant}"?' in sentence) if meant else ("did you mean" not in sentence)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.steps=many", '"train.steps" is'),
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train.lr=-1", "greater than 0"),
+        ("train.lr=.inf", "finite"),
+        ("train.betas=[0.9]", '"train.betas'),
+        ("train.warmup_steps=10", "smaller than train.steps"),
+        ("train.min_lr=1", "not be above train.lr"),
+        ("train.device=tpu", "'cpu'"),
+        ("model.path=x", "either a path or a config"),
+        ("model.config.model_type=3", "needs a model_type"),
+        ("model={config: {model_type: llama}, dtype: bfloat16, autocast: true}", "autocast"),
+        ("tokenizer.kind=path", "tokenizer.path"),
+        ("tokenizer.vocab_size=10", "greater than or equal to 256"),
+        ("data.kind=random", "none for kind: random"),
+        ("data.validation=1", "less than 1"),
+        ("optimizer.policy=fixed", "needs optimizer.k"),
+        ("run.name=a/b", "run.name"),
+        ("train=null", '"train"'),
+        ("nothing", "section.key=value"),
+        ("=3", "section.key=value"),
+        ("train.steps=[1", "invalid value"),
+    ],
+)
+def test_bad_values_are_one_sentence(recipe_file: Path, override: str, part: str) -> None:
+    assert part in refusal(recipe_file, override)
+
+
+def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "missing.yaml")
+    for content, part in (("[1, 2]", "mapping"), ("a: [", "YAML"), ("", "mapping"), ("train: {steps: 1}", "missing")):
+        path = tmp_path / "bad.yaml"
+        path.write_text(content)
+        assert part in refusal(path)
+
+
+def test_no_sample_and_no_evaluation_of_random_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "random.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"data": {"kind": "random"}}))
+    assert config.load(path).data.paths == ()
+    assert "sample needs" in refusal(path, "sample.prompt=x")
+    assert "eval_every needs" in refusal(path, "train.eval_every=5")
+
+
+def test_paths_start_where_they_were_written(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert config.load(recipe_file).data.paths == (tmp_path / "text.txt",)
+    recipe = config.load(recipe_file, ["data.paths=[own.txt, /absolute]", "train.resume=latest"])
+    assert recipe.data.paths == (elsewhere / "own.txt", Path("/absolute"))
+    assert recipe.train.resume == Path("latest")
+
+
+def test_overrides_are_merged_in_order(recipe_file: Path) -> None:
+    recipe = config.load(recipe_file, ["model.config.hidden_size=64", "train.steps=5", "train.steps=6"])
+    assert recipe.model.config == {"model_type": "llama", "hidden_size": 64}
+    assert recipe.train.steps == 6
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_dump_is_the_same_recipe(example: Path, tmp_path: Path) -> None:
+    recipe = config.load(example)
+    copy = tmp_path / "resolved.yaml"
+    copy.write_text(config.dump(recipe))
+    assert config.load(copy) == recipe
+    assert all(path.exists() for path in recipe.data.paths)
+
+
+def test_recipe_is_frozen(recipe_file: Path) -> None:
+    with pytest.raises(ValidationError):
+        config.load(recipe_file).train.steps = 3
+
+
+def test_reading_a_recipe_does_not_import_torch() -> None:
+    code = "import sys, hytrain.recipe.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

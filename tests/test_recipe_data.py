@@ -1,0 +1,132 @@
+"""From files to batches: nothing of the text is lost, and every batch can be made again."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import config, text, tokenizer
+from hytrain.recipe.batches import RandomBatches, TextBatches, validation_batches
+
+PROSE = 'Der Bär aß süße Äpfel, 3 Stück.\n  He said: "Naïve café" \N{SNOWMAN}\n\nEnd.\n' * 40
+
+
+def test_files_folders_and_compression_are_one_text(tmp_path: Path) -> None:
+    folder = tmp_path / "folder" / "deeper"
+    folder.mkdir(parents=True)
+    (tmp_path / "folder" / "b.txt").write_text("two\n")
+    (folder / "c.md").write_text("three")
+    (folder / "ignored.bin").write_bytes(b"\x00")
+    (tmp_path / "folder" / "a.txt.xz").write_bytes(lzma.compress(b"one\n"))
+    (tmp_path / "last.gz").write_bytes(gzip.compress(b"four"))
+    assert text.read([tmp_path / "folder", tmp_path / "last.gz"]) == b"one\n\ntwo\n\nthree\n\nfour"
+
+
+def test_unusable_text_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    (tmp_path / "torn.xz").write_bytes(lzma.compress(b"word " * 1000)[:-20])
+    (tmp_path / "torn.gz").write_bytes(gzip.compress(b"word " * 1000)[:-20])
+    (tmp_path / "wrong.gz").write_bytes(b"plain")
+    (tmp_path / "bare").mkdir()
+    for name, part in (
+        ("empty.txt", "no text in"),
+        ("torn.xz", "can't be read"),
+        ("torn.gz", "can't be read"),
+        ("wrong.gz", "can't be read"),
+        ("bare", "holds no text file"),
+        ("missing.txt", "does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=part) as caught:
+            text.read([tmp_path / name])
+        assert "\n" not in str(caught.value)
+
+
+def test_split_prefers_the_end_of_a_document() -> None:
+    documents = [letter * 30 for letter in (b"a", b"b", b"c", b"d")]
+    parts = text.split(b"\n\n".join(documents), validation=0.4)
+    assert parts.train == b"\n\n".join(documents[:3]) and parts.validation == documents[3]
+
+
+def test_split_without_documents_keeps_characters_whole() -> None:
+    whole = ("\N{SNOWMAN}" * 101).encode()
+    for validation in (0.1, 0.33, 0.5, 0.77):
+        parts = text.split(whole, validation)
+        assert parts.train + parts.validation == whole
+        assert len(parts.validation.decode()) == pytest.approx(101 * validation, abs=1)
+
+
+def test_bytes_are_their_own_tokens(tmp_path: Path) -> None:
+    words = tokenizer.build(config.Tokenizer(), b"")
+    everything = bytes(range(256))
+    assert words.vocab_size == 256 and words.encode(everything).tolist() == list(everything)
+    assert words.decode(words.encode(PROSE.encode())) == PROSE
+    words.save(tmp_path)
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    assert hf(PROSE)["input_ids"] == list(PROSE.encode()) and hf.decode(list(PROSE.encode())) == PROSE
+    assert tokenizer.load(tmp_path).encode(everything).dtype == torch.uint8
+
+
+def test_bpe_is_trained_lossless_and_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "CHUNK_BYTES", 100)
+    wanted = config.Tokenizer(kind="bpe", vocab_size=300)
+    words, again = (tokenizer.build(wanted, PROSE.encode()) for _ in range(2))
+    tokens = words.encode(PROSE.encode())
+    assert words.vocab_size == 300 and len(tokens) < len(PROSE.encode()) * 0.7
+    assert words.decode(tokens) == PROSE
+    assert torch.equal(tokens, again.encode(PROSE.encode()))
+    words.save(tmp_path)
+    assert torch.equal(tokenizer.load(tmp_path).encode(PROSE.encode()), tokens)
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens.tolist()) == PROSE
+
+
+def test_missing_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        tokenizer.load(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="no usable tokenizer") as caught:
+        tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_batch_depends_on_seed_and_step_alone() -> None:
+    tokens = torch.arange(1000, dtype=torch.int32)
+    source = TextBatches(tokens, seed=3, batch_size=4, sequence_length=16)
+    batch = source.at(7)
+    source.at(8)
+    assert torch.equal(batch, source.at(7))
+    assert torch.equal(batch, TextBatches(tokens, 3, 4, 16).at(7))
+    assert not torch.equal(batch, source.at(8))
+    assert not torch.equal(batch, TextBatches(tokens, 4, 4, 16).at(7))
+    assert batch.dtype == torch.int64 and torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, 16))
+
+
+def test_every_window_can_be_drawn() -> None:
+    tokens = torch.arange(6, dtype=torch.uint8)
+    source = TextBatches(tokens, seed=0, batch_size=64, sequence_length=4)
+    assert set(source.at(0)[:, 0].tolist()) == {0, 1, 2}
+
+
+def test_random_tokens_cover_the_vocabulary() -> None:
+    source = RandomBatches(vocab_size=5, seed=1, batch_size=8, sequence_length=32)
+    assert source.at(0).unique().tolist() == [0, 1, 2, 3, 4] and source.at(0).shape == (8, 32)
+    assert torch.equal(source.at(3), source.at(3)) and not torch.equal(source.at(3), source.at(4))
+
+
+def test_validation_windows_are_fixed_and_spread() -> None:
+    tokens = torch.arange(100)
+    starts = [batch[:, 0].tolist() for batch in validation_batches(tokens, 2, 3, 10)]
+    assert starts == [[0, 18, 36], [54, 72, 90]]
+    short = [batch[:, 0].tolist() for batch in validation_batches(tokens[:25], 2, 3, 10)]
+    assert short == [[0, 15]]
+
+
+def test_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="less than one window of 16"):
+        TextBatches(torch.arange(15), 0, 1, 16)
+    with pytest.raises(ConfigError, match="validation text"):
+        list(validation_batches(torch.arange(15), 1, 1, 16))

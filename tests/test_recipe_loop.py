@@ -1,0 +1,322 @@
+"""Whole runs, with torch's own AdamW in the place of HyTrain's: records, checkpoints, resuming, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import checkpoint, config, loop, report
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.journal import History
+from hytrain.recipe.loss import LossReader
+from hytrain.recipe.model import decay_groups
+from hytrain.recipe.optimizer import Process
+from hytrain.recipe.progress import Progress, Speed
+from hytrain.recipe.schedule import factor
+from hytrain.recipe.task import assemble
+from hytrain.recipe.validation import Validation
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.0,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@dataclass
+class Statistics:
+    k: float = 0.25
+    stall_s: float = 0.001
+
+
+class StandIn(torch.optim.AdamW):
+    """torch's fused AdamW with the extra methods of HyTrain's, and the record of their calls."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        train = recipe.train
+        groups = decay_groups(model, train.weight_decay)
+        super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def synchronize(self) -> None: ...
+
+    def log(self, step: int, **numbers: float) -> None:
+        self.records.append((step, numbers))
+
+    def statistics(self) -> Statistics:
+        return Statistics()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save(self.state_dict(), folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        self.load_state_dict(torch.load(folder / "state.pt"))
+
+    def processes(self) -> list[Process]:
+        return [("trainer", os.getpid(), [0, 1])]
+
+
+class Runs:
+    """Trains recipes over one text, each in a folder of its own, and keeps the optimizers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        words = random.Random(1).choices(["the", "people", "of", "these", "states", "shall", "prosper"], k=2000)
+        (folder / "text.txt").write_text(" ".join(words))
+        self.recipe_file = folder / "recipe.yaml"
+        tree: dict[str, Any] = {
+            "run": {"seed": 5, "threads": 1},
+            "model": {"config": GPT2},
+            "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 4},
+            "train": {"steps": 12, "lr": 1e-2, "warmup_steps": 3, "eval_batches": 2, "device": "cpu"},
+        }
+        self.recipe_file.write_text(yaml.safe_dump(tree))
+        self.optimizers: list[StandIn] = []
+
+    def train(self, name: str, *overrides: str) -> report.Summary:
+        (self.folder / name).mkdir(exist_ok=True)
+        recipe = config.load(self.recipe_file, overrides)
+        return loop.train(recipe, self.folder / name, self.optimizer, terminal=False)
+
+    def optimizer(self, model: nn.Module, recipe: Recipe) -> StandIn:
+        self.optimizers.append(StandIn(model, recipe))
+        return self.optimizers[-1]
+
+    def weights(self, name: str, step: int) -> dict[str, torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(self.folder / name / "checkpoints" / f"step-{step}")
+        return dict(model.state_dict())
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    threads = torch.get_num_threads()
+    yield Runs(tmp_path)
+    torch.set_num_threads(threads)
+
+
+def test_run_learns_and_records_every_step_once(runs: Runs) -> None:
+    llama = f"model.config={json.dumps(LLAMA)}"
+    summary = runs.train("run", "train.steps=30", "train.eval_every=10", "model=null", llama)
+    records = runs.optimizers[0].records
+    assert [step for step, _ in records] == list(range(1, 31))
+    assert records[-1][1]["loss"] < records[0][1]["loss"] - 1
+    assert [step for step, numbers in records if "validation_loss" in numbers] == [10, 20, 30]
+    assert all({"loss", "lr", "tokens_per_s", "tflops"} <= numbers.keys() for _, numbers in records)
+    assert "mfu" not in records[0][1]  # the peak of a CPU is unknown
+    assert summary.validation is not None
+    assert summary.validation.nats_per_token == records[-1][1]["validation_loss"]
+    assert summary.training_loss == records[-1][1]["loss"] and summary.step == 30
+    assert 0.2 < summary.validation.accuracy <= 1
+    assert summary.validation.nats_per_byte == pytest.approx(summary.validation.nats_per_token)
+
+
+def test_losses_are_those_of_a_plain_loop(runs: Runs) -> None:
+    runs.train("run")
+    recipe = config.load(runs.recipe_file)
+    task = assemble(recipe, None)
+    opt = StandIn(task.model, recipe)
+    expected = []
+    for step in range(12):
+        for group in opt.param_groups:
+            group["lr"] = recipe.train.lr * factor(step, recipe.train)
+        loss = task.model(input_ids=task.batch(step), labels=task.batch(step)).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        expected.append(loss.item())
+    assert [numbers["loss"] for _, numbers in runs.optimizers[0].records] == expected
+
+
+@pytest.mark.parametrize("tokenizer", ["{kind: bytes}", "{kind: bpe, vocab_size: 270}"])
+def test_resumed_run_is_the_uninterrupted_run(runs: Runs, tokenizer: str) -> None:
+    """Dropout is on, so the random generator must be as it was, too."""
+    common = f"tokenizer={tokenizer}"
+    runs.train("whole", common)
+    runs.train("parts", common, "train.stop_at=5")
+    torch.manual_seed(99)
+    random.seed(99)
+    runs.train("parts", common, "train.resume=latest")
+    whole, first, second = (optimizer.records for optimizer in runs.optimizers)
+    losses = [(step, n["loss"], n["lr"]) for step, n in whole]
+    assert losses == [(step, n["loss"], n["lr"]) for step, n in first + second]
+    expected, resumed = runs.weights("whole", 12), runs.weights("parts", 12)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
+def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
+    summary = runs.train("run", "train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}")
+    folders = runs.folder / "run" / "checkpoints"
+    assert sorted(path.name for path in folders.iterdir()) == ["step-12", "step-4", "step-8"]
+    assert checkpoint.latest(runs.folder / "run") == summary.checkpoint == folders / "step-12"
+    words = AutoTokenizer.from_pretrained(folders / "step-12")
+    assert words.decode(words("the people")["input_ids"]) == "the people"
+    state = json.loads((folders / "step-8" / "trainer_state.json").read_text())
+    assert state["step"] == 8 and Recipe.model_validate(state["recipe"]) == config.load(
+        runs.recipe_file, ["train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}"]
+    )
+
+
+def test_resume_from_an_earlier_step_replaces_the_later_ones(runs: Runs) -> None:
+    runs.train("run", "train.checkpoint_every=4")
+    before = runs.weights("run", 12)
+    runs.train("run", f"train.resume={runs.folder}/run/checkpoints/step-4", "train.checkpoint_every=4")
+    assert [step for step, _ in runs.optimizers[-1].records] == list(range(5, 13))
+    after = runs.weights("run", 12)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not [path for path in (runs.folder / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_interrupted_checkpoint_does_not_count(runs: Runs) -> None:
+    runs.train("run", "train.stop_at=4")
+
+    def break_off(self: StandIn, folder: Path) -> None:
+        raise OSError("disk full")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(StandIn, "save", break_off)
+        runs.train("run", "train.resume=latest", "train.stop_at=8")
+    assert checkpoint.latest(runs.folder / "run") == runs.folder / "run" / "checkpoints" / "step-4"
+    runs.train("run", "train.resume=latest", "train.stop_at=8")
+    assert checkpoint.latest(runs.folder / "run") == runs.folder / "run" / "checkpoints" / "step-8"
+
+
+def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        runs.train("run", "train.resume=latest")
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
+        runs.train("run", f"train.resume={runs.folder}")
+    runs.train("run")
+    with pytest.raises(ConfigError, match=r"another model\.config"):
+        runs.train("run", "train.resume=latest", "model.config.n_layer=1")
+    with pytest.raises(ConfigError, match=r"at step 12 and the run ends at 12"):
+        runs.train("run", "train.resume=latest")
+
+
+def test_random_tokens_in_bfloat16_need_no_text(runs: Runs) -> None:
+    override = "{kind: random, paths: [], sequence_length: 16}"
+    model = json.dumps({"dtype": "bfloat16", "gradient_checkpointing": True, "config": {"vocab_size": 64}})
+    summary = runs.train("run", f"data={override}", f"model={model}")
+    assert summary.validation is None and summary.sample is None
+    assert {weight.dtype for weight in runs.weights("run", 12).values()} == {torch.bfloat16}
+
+
+def test_autocast_keeps_float32_parameters(runs: Runs) -> None:
+    runs.train("run", "model.autocast=true", "train.steps=4")
+    assert {weight.dtype for weight in runs.weights("run", 4).values()} == {torch.float32}
+
+
+def test_sample_and_summary(runs: Runs) -> None:
+    options = ("sample={prompt: 'the people', tokens: 40}", "train.steps=4")
+    first, second = (runs.train(name, *options) for name in ("one", "two"))
+    assert first.sample is not None and first.sample.startswith("the people") and len(first.sample) > 20
+    assert first.sample == second.sample
+    page = first.render()
+    assert first.validation is not None and f"{first.validation.nats_per_byte:.4f} nats per byte" in page
+    for word in ("trainer", str(os.getpid()), "0-1", first.sample, "step-4", "loss.png"):
+        assert word in page
+    with Image.open(first.curve) as picture:
+        assert picture.size == (1200, 675)
+
+
+def test_curve_shows_every_part(tmp_path: Path) -> None:
+    """A picture with training, validation and k differs from each with one part left out."""
+    training = [(step, 5 / step, 0.3) for step in range(1, 101)]
+    pictures = [
+        History(training, [(50, 0.5), (100, 0.2)]),
+        History(training, []),
+        History([(step, loss, 0.9) for step, loss, _ in training], [(50, 0.5), (100, 0.2)]),
+        History(training[:60], [(50, 0.5), (100, 0.2)]),
+    ]
+    drawn = set()
+    for number, history in enumerate(pictures):
+        path = tmp_path / f"{number}.png"
+        report.draw_curve(history, path, "a title")
+        with Image.open(path) as picture:
+            drawn.add(picture.tobytes())
+    assert len(drawn) == len(pictures)
+
+
+def test_smoothing_keeps_a_constant() -> None:
+    assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
+    assert report.smoothed([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_history_is_read_back_up_to_the_checkpoint(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "loss": 10.0 - step, "k": 0.5} for step in (1, 2, 3, 4)]
+    records[1]["validation_loss"] = 7.0
+    again = {"step": 3, "loss": 0.25, "k": 0.5}
+    lines = [json.dumps(record) for record in records] + ['{"step": 5, "lo', json.dumps(again), ""]
+    metrics.write_text("\n".join(lines))
+    history = History.read(metrics, until=3)
+    assert history.training == [(1, 9.0, 0.5), (2, 8.0, 0.5), (3, 0.25, 0.5)]
+    assert history.validation == [(2, 7.0)]
+    assert History.read(metrics, until=0) == History.read(tmp_path / "missing", until=3) == History()
+
+
+def test_loss_arrives_one_step_late() -> None:
+    reader = LossReader(torch.device("cpu"))
+    assert reader.take() is None
+    assert reader.swap(torch.tensor(1.5)) is None
+    assert reader.swap(torch.tensor(2.5, dtype=torch.bfloat16)) == 1.5
+    assert reader.take() == 2.5 and reader.take() is None
+
+
+@pytest.mark.gpu
+def test_loss_is_read_from_the_gpu_without_waiting() -> None:
+    reader = LossReader(torch.device("cuda"))
+    losses = [torch.tensor(float(step), device="cuda", requires_grad=True) for step in range(5)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        seen = [reader.swap(loss) for loss in losses]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == [None, 0.0, 1.0, 2.0, 3.0] and reader.take() == 4.0
+
+
+def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = Speed(tokens_per_s=12345.6, tflops=1.25, mfu=0.31, k=0.4, stall_s=0.0021)
+    for terminal in (True, False):
+        with Progress(0, 40, terminal) as progress:
+            for step in range(1, 41):
+                progress.show(step, 1.5, speed)
+            progress.say("a line")
+        shown = capsys.readouterr().err
+        assert all(part in shown for part in ("a line", "12,346 tok/s", "1.25 TFLOP/s", "MFU 31%", "k 0.40", "2.1 ms"))
+        assert ("step 40/40: loss 1.5000" in shown) is not terminal
+        assert shown.count("loss 1.5") == 20 or terminal
+
+
+def test_ranges_of_cores() -> None:
+    assert [report.ranges(cores) for cores in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2,5,7-8"]
+
+
+def test_validation_units() -> None:
+    assert "0.5000 nats per byte (2.0000 per token), top-1 accuracy 41.0%" in str(Validation(2.0, 0.5, 0.41))
