@@ -82,6 +82,7 @@ def draw_curve(history: History, path: Path, title: str) -> None:
             label="validation",
         )
     losses.set(xlabel="step", ylabel="loss in nats per token", title=title)
+    losses.locator_params(axis="x", integer=True)
     losses.grid(alpha=0.25)
     shares.set_ylabel("k: share of the parameters the GPU owns", color=K_COLOUR)
     shares.set_ylim(-0.02, 1.02)
