@@ -42,15 +42,14 @@ class Handover:
             self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
             self._give(layer, step)
 
-    def to_gpu(self, layers: list[TrainedLayer], step: int) -> None:
-        """From the CPU to the GPU, which owns the layers from `step` on."""
-        for layer in layers:
-            arena, device = layer.arena, DevicePlanes(layer.segments)
-            self._transfers.move(_state_copies(device, arena))
-            layer.life.change_owner("gpu")
-            layer.planes = device
-            arena.close()
-            self._link.post("optimizer", GiveUp(lid=layer.lid, step=step))
+    def to_gpu(self, layer: TrainedLayer, step: int) -> None:
+        """From the CPU to the GPU, which owns the layer from `step` on. Raises `torch.OutOfMemoryError` unchanged."""
+        arena, device = layer.arena, DevicePlanes(layer.segments)
+        self._transfers.move(_state_copies(device, arena))
+        layer.life.change_owner("gpu")
+        layer.planes = device
+        arena.close()
+        self._link.post("optimizer", GiveUp(lid=layer.lid, step=step))
 
     def import_weights(self) -> None:
         """The parameters' values become the masters, exactly: no remainder. Moments and step counts stay."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,7 +113,7 @@ class AdamW(torch.optim.Optimizer):
         self._cluster = cluster
         detach = hooks.attach(self._engine, model, gates, self._parameters)
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
-        self._close = weakref.finalize(self, _close, self._engine, private, detach, self._parameters)
+        self._close = weakref.finalize(self, _close, os.getpid(), self._engine, private, detach, self._parameters)
         self._link.ready(f"{len(self._layers)} layers on {device}")
 
     def _start(
@@ -125,7 +126,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
-        host, _ = backends.load(backend if self._device.type == "cpu" else "torch", torch.get_num_threads())
+        host = backends.load(backend, torch.get_num_threads())[0] if self._device.type == "cpu" else None
         require_host_memory([layer.layout for layer in self._layers], k or 0.0, cluster.host_memory_limit)
         self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
         self._engine = Engine(
@@ -134,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
             link=self._link,
             transfers=transfers,
             host=host,
-            read_groups=self._read_groups,
+            read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
         )
         try:
@@ -243,30 +244,36 @@ class AdamW(torch.optim.Optimizer):
         """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit."""
         self._close()
 
-    def _read_groups(self) -> tuple[GroupHyper, ...]:
-        return tuple(
-            GroupHyper(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                maximize=bool(group["maximize"]),
-            )
-            for group in self.param_groups
+
+def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:
+    """The hyperparameters as they are now."""
+    return tuple(
+        GroupHyper(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
         )
+        for group in param_groups
+    )
 
 
 def _close(
+    pid: int,
     engine: Engine,
     private: PrivateCluster | None,
     detach: Callable[[], None],
     parameters: list[TrainedParameter],
 ) -> None:
+    """End an optimizer; in a forked child, whose parent goes on with it, do nothing."""
+    if os.getpid() != pid:
+        return
+    engine.close()
     detach()
     for known in parameters:
         _managed.pop(id(known.parameter), None)
-    engine.close()
     if private is not None:
         private.close()
 

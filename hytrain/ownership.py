@@ -120,8 +120,7 @@ class PlanLedger:
         """The trainer has applied the committed plan (True), or it came too late (False)."""
         if self._open is None or not self._committed or applied.plan_id != self._open.plan_id:
             raise OwnershipError(f"PlanApplied({applied.plan_id}) of a plan that was not committed")
-        if applied.applied:
-            self.gpu_lids = self._open.gpu_lids
+        self.gpu_lids = applied.gpu_lids
         self._open = None
         return applied.applied
 

@@ -40,7 +40,8 @@ class Gate:
 class TrainedParameter:
     """One parameter that HyTrain trains. `count` is its step count, `step` the last step it had a gradient in.
 
-    Its `gates` are those of the modules that read it when they are called.
+    Its `gates` are those of the modules that read it when they are called. `version` is what autograd's counter
+    must show as long as nobody else writes the parameter.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
@@ -48,6 +49,7 @@ class TrainedParameter:
         self.count = 0
         self.step = -1
         self.address = parameter.data_ptr()
+        self.version = parameter._version
         self.consumed = ConsumedGradient(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.gates: list[Gate] = []
@@ -134,7 +136,9 @@ class DevicePlanes:
     def state(self, plane: str) -> list[Tensor | None]:
         return self._planes[plane]
 
-    def update(self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend) -> None:
+    def update(
+        self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend | None
+    ) -> None:
         """AdamW on segment `index`, on the current stream; on device "cpu" the host's backend does it."""
         remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
         assert exp_avg is not None and exp_avg_sq is not None
@@ -151,6 +155,7 @@ class DevicePlanes:
                 scalars=scalars,
             )
         else:
+            assert host is not None, "device cpu has a host backend"
             host.update(
                 weights=segment.weights.data_ptr(),
                 grads=grads.data_ptr(),
@@ -165,7 +170,7 @@ class DevicePlanes:
         torch.autograd.graph.increment_version(segment.weights)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TrainedLayer:
     """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `sent` the
     step counts of the update that is under way, `landing` its weights on their way in."""
@@ -201,6 +206,12 @@ class TrainedLayer:
             for segment, plane, count in zip(self.segments, self.arena.weights, self.sent, strict=True)
             if count
         ]
+
+    def note_writes(self, counts: tuple[int, ...]) -> None:
+        """An update has written the parameters of those segments whose count is not 0: one version each."""
+        for segment, count in zip(self.segments, counts, strict=True):
+            if count:
+                segment.owner.version += 1
 
     def counts(self) -> tuple[int, ...]:
         """Each segment's step count in this step's update, 0 for those without a gradient."""

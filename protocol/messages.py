@@ -242,11 +242,15 @@ class Reassign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanApplied:
-    """The trainer to both: every layer has its new owner from step `step` on; or the plan came too late."""
+    """The trainer to both: `gpu_lids` are the GPU's from step `step` on; `applied` is False for a late plan.
+
+    A plan that finds the GPU without room for one of its layers holds for the others.
+    """
 
     plan_id: int
     step: int
     applied: bool
+    gpu_lids: tuple[int, ...]
     moved: int
     handover_s: float
 

@@ -1,0 +1,149 @@
+"""What happens between two steps: the report to the coordinator, the forward order, and plans that have come due.
+
+engine.step ─▶ TrainerReport ─▶ (once) RanksLearned ─▶ a plan agreed on and due? ─▶ handover ─▶ PlanApplied
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from hytrain.handover import Handover
+from hytrain.link import Link
+from hytrain.measure import Meter
+from hytrain.ownership import PlanBook, fraction
+from hytrain.planes import Gate, TrainedLayer
+from hytrain.statistics import Statistics
+from protocol.messages import Plan, PlanApplied, RanksLearned, Reassign, TrainerReport
+
+
+class Boundary:
+    """One model's step boundaries. `statistics` is the last one's."""
+
+    def __init__(
+        self,
+        layers: list[TrainedLayer],
+        *,
+        link: Link,
+        handover: Handover,
+        meter: Meter,
+        free_gpu_bytes: Callable[[], int | None],
+    ) -> None:
+        self.statistics = Statistics()
+        self._layers, self._link, self._handover = layers, link, handover
+        self._meter, self._free_gpu_bytes = meter, free_gpu_bytes
+        self._numels = [layer.spec.numel for layer in layers]
+        self._plans = PlanBook("trainer", len(layers))
+        self._entered: dict[int, None] | None = {}
+        self._stepped_s = time.monotonic()
+
+    @property
+    def gpu_lids(self) -> tuple[int, ...]:
+        return tuple(layer.lid for layer in self._layers if layer.life.owner == "gpu")
+
+    def report(self, step: int, number: int) -> None:
+        """Step `step`, the user's step number `number`, is over: tell the coordinator how it went."""
+        times = self._meter.end_step(step)
+        now_s, gpu_lids = time.monotonic(), self.gpu_lids
+        self.statistics = Statistics(
+            step=number,
+            step_s=now_s - self._stepped_s,
+            stall_s=self._meter.stall_s,
+            k=fraction(gpu_lids, self._numels),
+            gpu_layers=gpu_lids,
+            moved=self.statistics.moved,
+        )
+        self._stepped_s = now_s
+        report = TrainerReport(
+            step=step,
+            number=number,
+            at_s=now_s,
+            step_s=self.statistics.step_s,
+            stall_s=self.statistics.stall_s,
+            k=self.statistics.k,
+            gpu_lids=gpu_lids,
+            gpu_free_bytes=self._free_gpu_bytes(),
+            layers=times,
+        )
+        self._link.post("coordinator", report)
+
+    # ------------------------------------------------------------ the forward order
+
+    def entered(self, gate: Gate) -> None:
+        """The first forwards tell the order in which layers are needed."""
+        if self._entered is not None:
+            self._entered.update(dict.fromkeys(layer.lid for layer in gate.layers))
+
+    def learn_ranks(self, root: Gate) -> None:
+        """After the first step: order the layers as forward entered them, those that the root waits for first.
+
+        Layers that were not entered keep the table's order, after the others.
+        """
+        if self._entered is None:
+            return
+        place = {lid: index for index, lid in enumerate(self._entered)}
+        place.update((layer.lid, -1) for layer in root.layers)
+        self._entered = None
+        order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
+        ranks = [0] * len(order)
+        for rank, lid in enumerate(order):
+            ranks[lid] = rank
+        for role in ("optimizer", "coordinator"):
+            self._link.post(role, RanksLearned(ranks=tuple(ranks)))
+
+    # ------------------------------------------------------------ plans
+
+    def start(self, plan: Plan) -> None:
+        """Give every layer its first owner. Raises `ClusterError`, `CapacityError`."""
+        self._plans.plan = plan
+        began_s = time.monotonic()
+        self._handover.start(frozenset(plan.gpu_lids))
+        self._applied(plan, step=0, applied=True, moved=0, began_s=began_s)
+
+    def on_plan(self, plan: Plan) -> None:
+        """Acknowledge a proposal (called on the link's thread)."""
+        self._link.post("coordinator", self._plans.on_plan(plan))
+
+    def on_reassign(self, reassign: Reassign) -> None:
+        """Both have acknowledged (called on the link's thread)."""
+        self._plans.on_reassign(reassign)
+
+    def plan_due(self, step: int) -> Plan | None:
+        """The plan to apply before `step` begins. One that was for an earlier step is postponed (I3)."""
+        plan = self._plans.due(step)
+        if plan is None or plan.step == step:
+            return plan
+        self._plans.settle()
+        self._applied(plan, step=step, applied=False, moved=0, began_s=time.monotonic())
+        return None
+
+    def apply(self, plan: Plan, step: int) -> None:
+        """Hand layers over, which must be CURRENT. A GPU without room for one leaves the rest where they are."""
+        began_s, gpu = time.monotonic(), frozenset(plan.gpu_lids)
+        leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
+        coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
+        self._handover.to_cpu(leaving, step)
+        moved = len(leaving)
+        try:
+            for layer in coming:
+                self._handover.to_gpu(layer, step)
+                moved += 1
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        self._plans.settle()
+        self.statistics.moved += moved
+        self._applied(plan, step=step, applied=True, moved=moved, began_s=began_s)
+
+    def _applied(self, plan: Plan, *, step: int, applied: bool, moved: int, began_s: float) -> None:
+        message = PlanApplied(
+            plan_id=plan.plan_id,
+            step=step,
+            applied=applied,
+            gpu_lids=self.gpu_lids,
+            moved=moved,
+            handover_s=time.monotonic() - began_s,
+        )
+        for role in ("optimizer", "coordinator"):
+            self._link.post(role, message)

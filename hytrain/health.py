@@ -1,0 +1,52 @@
+"""Whether the engine may go on, and the way its threads wait for one another.
+
+The link's threads announce changes and failures; the user's threads wait for a change, or raise the failure.
+Once something has failed, everything raises it: half an update must not be trained on (I8).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
+
+UPDATE_TIMEOUT_S: Final = 600.0
+
+
+class Health:
+    """The first failure, and the condition that goes with it."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: HyTrainError | None = None
+
+    def check(self) -> None:
+        """Raise the failure if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: HyTrainError) -> None:
+        """From now on everything raises `error`, or the one that came before it."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """Refuse to go on: some updates of this step have been made, others have not."""
+        self.abort(UsageError(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
+
+    def abort(self, error: HyTrainError) -> NoReturn:
+        """Fail with `error` and raise what failed first."""
+        self.fail(error)
+        assert self.failure is not None
+        raise self.failure
+
+    def wait_for(self, happened: Callable[[], bool], what: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:
+        """Sleep until something has happened. Raises a failure as soon as there is one, `ClusterTimeout` at last."""
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.failure is not None or happened(), timeout_s)
+        self.check()
+        if not done:
+            raise ClusterTimeout(f"{what} did not happen within {timeout_s:.0f} s")
