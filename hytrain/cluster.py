@@ -9,6 +9,7 @@ A private cluster is executed, never forked or spawned by multiprocessing: the u
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import hytrain
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
@@ -88,11 +89,36 @@ class PrivateCluster:
             self._launcher.wait()
 
 
-def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | None]:
-    """The cluster to join, and the private one behind it if it had to be started."""
+class Seat:
+    """The trainer's place in a cluster, which only one optimizer of one process can have at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, socket_dir: str) -> Self | None:
+        """The seat, None if somebody has it. It is free again when its holder leaves, however that happens."""
+        descriptor = os.open(Path(socket_dir) / "seat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return cls(descriptor)
+
+    def close(self) -> None:
+        """Leave the seat to another."""
+        os.close(self._descriptor)
+
+
+def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat]:
+    """The cluster to join, and what to close when it is left.
+
+    A second optimizer, of this process or of one that it started, gets a private cluster.
+    """
     socket_dir = joined_cluster()
-    if socket_dir is not None:
-        return Cluster.read(socket_dir), None
+    if socket_dir is not None and (seat := Seat.take(socket_dir)) is not None:
+        return Cluster.read(socket_dir), seat
     private = PrivateCluster(config)
     return private.cluster, private
 

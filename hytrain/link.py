@@ -86,11 +86,10 @@ class Link:
             raise ClusterError(f"cannot reach the optimizer process: {error}") from None
 
     def agree(self, table: LayerTable) -> Plan:
-        """Send the layer table to both and acknowledge the coordinator's first plan: who owns which layer."""
+        """Send the layer table and acknowledge the coordinator's first plan: who owns which layer."""
         book = PlanBook("trainer", len(table.layers))
         try:
-            for outbox in self._outboxes.values():
-                outbox.send(table)
+            self._outboxes["coordinator"].send(table)
             plan = self._expect(Plan)
             self._outboxes["coordinator"].send(book.on_plan(plan))
             book.on_reassign(self._expect(Reassign))

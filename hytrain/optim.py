@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain import hooks, saving
-from hytrain.cluster import PrivateCluster, find_or_start
+from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import Cluster, ClusterConfig
 from hytrain.engine import Engine
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
@@ -103,17 +103,16 @@ class AdamW(torch.optim.Optimizer):
             "run_dir": run_dir,
             "host_memory_limit": host_memory_limit,
         }
-        cluster, private = find_or_start(ClusterConfig.resolve(flags=flags))
+        cluster, place = find_or_start(ClusterConfig.resolve(flags=flags))
         try:
             self._start(cluster, gates, "fixed" if fixed_k is not None else policy, fixed_k, backend)
         except BaseException:
-            if private is not None:
-                private.close()
+            place.close()
             raise
         self._cluster = cluster
         detach = hooks.attach(self._engine, model, gates, self._parameters)
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
-        self._close = weakref.finalize(self, _close, os.getpid(), self._engine, private, detach, self._parameters)
+        self._close = weakref.finalize(self, _close, os.getpid(), self._engine, place, detach, self._parameters)
         self._link.ready(f"{len(self._layers)} layers on {device}")
 
     def _start(
@@ -263,7 +262,7 @@ def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:
 def _close(
     pid: int,
     engine: Engine,
-    private: PrivateCluster | None,
+    place: PrivateCluster | Seat,
     detach: Callable[[], None],
     parameters: list[TrainedParameter],
 ) -> None:
@@ -274,8 +273,7 @@ def _close(
     detach()
     for known in parameters:
         _managed.pop(id(known.parameter), None)
-    if private is not None:
-        private.close()
+    place.close()
 
 
 def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:

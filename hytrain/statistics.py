@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Statistics:
-    """The last finished step, counted from 1. Seconds are wall time; `stall_s` is what forward waited for weights, as last measured.
+    """The last finished step, counted from 1.
 
-    `k` is the fraction of the trained parameters that the GPU owns, `gpu_layers` the IDs of its layers,
+    Seconds are wall time; `stall_s` is what forward waited for weights, as last measured. `k` is the fraction of the trained parameters that the GPU owns, `gpu_layers` the IDs of its layers,
     `moved` the number of handovers since the start.
     """
 

@@ -176,7 +176,7 @@ class Outbox:
         *,
         token: str,
         name: str,
-        linger_s: float = 1.0,
+        linger_s: float = 0.3,
     ) -> None:
         self._token, self._where, self._linger_s = token, where, linger_s
         self._seq = 0
@@ -262,7 +262,7 @@ class Network:
     def inbox(self, role: str, rank: int = 0) -> Inbox:
         return self._keep(Inbox(self._context, address(self._socket_dir, role, rank), token=self._token))
 
-    def outbox(self, role: str, rank: int = 0, *, linger_s: float = 1.0) -> Outbox:
+    def outbox(self, role: str, rank: int = 0, *, linger_s: float = 0.3) -> Outbox:
         where = address(self._socket_dir, role, rank)
         return self._keep(Outbox(self._context, where, token=self._token, name=self._name, linger_s=linger_s))
 

@@ -5,7 +5,7 @@
     a step      StepBegin -> GradReady ... -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, Log -> StatusRequest, Status, Command, CommandReply
-    the end     Failure, Goodbye
+    the end     Failure, SessionEnded, Goodbye
 
 Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
 so a message that decodes is in range; whether it fits the layer table is for its receiver to check.
@@ -102,7 +102,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
-    """The trainer to optimizer and coordinator: the layers of the model, and how the user wants them placed.
+    """The trainer to the coordinator, and on to the optimizer: the layers, and how the user wants them placed.
+
+    It takes that way so that it reaches the optimizer before the first plan, which the coordinator sends after it.
 
     `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned layers, None if unknown.
     """
@@ -398,6 +400,13 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """The optimizer to the coordinator: the trainer's Goodbye has come, all its layers are given back."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
     """The run is over for its sender, and that is as it should be."""
 
@@ -430,5 +439,6 @@ Message = (
     | Command
     | CommandReply
     | Failure
+    | SessionEnded
     | Goodbye
 )

@@ -92,10 +92,11 @@ class Coordinator:
         except HandshakeError as error:
             _log.warning("refused %s: %s", incoming.sender, error)
             return
-        for command in commands:
-            self._carry_out(command, incoming)
+        # The next process of that role gets a connection of its own, its Welcome perhaps already now.
         if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.message.role, None)):
             self._network.drop(outbox)
+        for command in commands:
+            self._carry_out(command, incoming)
 
     def _carry_out(self, command: Command, incoming: Incoming) -> None:
         match command:

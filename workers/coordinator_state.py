@@ -106,6 +106,8 @@ class CoordinatorState:
         self._handshake = RunHandshake(run_name=run_name, pid=pid)
         self._session: _Session | None = None
         self._last_record = "{}"
+        self._farewells: set[str] = set()
+        self._waiting: m.Hello | None = None
 
     def handle(self, message: m.Message, now_s: float) -> list[Command]:
         """What follows from `message`. Raises `HandshakeError`, `OwnershipError`, `ValueError` for what cannot be."""
@@ -123,6 +125,8 @@ class CoordinatorState:
                 return [Answer(self._on_command(message))]
             case m.Goodbye():
                 return self._on_goodbye(message)
+            case m.SessionEnded():
+                return self._on_left("optimizer")
             case m.Failure():
                 return [Note(f"{message.role}-{message.rank} failed: {message.error}")]
         if self._session is None:
@@ -150,15 +154,32 @@ class CoordinatorState:
     # ------------------------------------------------------------ joining and leaving
 
     def _on_hello(self, hello: m.Hello) -> list[Command]:
+        if hello.role == "trainer" and self._farewells:
+            self._waiting = hello
+            return [Note("a trainer waits until the last one has left")]
         return [Send(hello.role, self._handshake.on_hello(hello))]
 
     def _on_goodbye(self, goodbye: m.Goodbye) -> list[Command]:
-        commands: list[Command] = []
-        if goodbye.role == "trainer" and self._session is not None:
-            commands += self._flush(self._session, through=max(self._session.records, default=0))
-            self._session = None
-        self._handshake.leave(goodbye.role, goodbye.rank)
-        return [*commands, Note(f"{goodbye.role}-{goodbye.rank} has left")]
+        note = Note(f"{goodbye.role}-{goodbye.rank} says goodbye")
+        if goodbye.role != "trainer":
+            self._handshake.leave(goodbye.role, goodbye.rank)
+            return [note]
+        if self._session is None:
+            self._handshake.leave(goodbye.role, goodbye.rank)
+            return [note]
+        commands = self._flush(self._session, through=max(self._session.records, default=0))
+        return [*commands, note, *self._on_left("trainer")]
+
+    def _on_left(self, role: str) -> list[Command]:
+        """Trainer and optimizer have both ended the session, in whichever order: room for the next trainer."""
+        self._farewells.add(role)
+        if self._farewells != {"trainer", "optimizer"}:
+            return []
+        self._farewells.clear()
+        self._session = None
+        self._handshake.leave("trainer", 0)
+        waiting, self._waiting = self._waiting, None
+        return [] if waiting is None else self._on_hello(waiting)
 
     def _on_table(self, table: m.LayerTable) -> list[Command]:
         facts = [
@@ -178,7 +199,10 @@ class CoordinatorState:
         self._session = session
         k = FIRST_K if table.k is None else table.k
         lids = prefix_for(k, _unmeasured(facts))
-        return self._propose(session, tuple(sorted(lids)), 0, "the first plan, before anything is measured", None)
+        forward = Send("optimizer", table)
+        return [forward] + self._propose(
+            session, tuple(sorted(lids)), 0, "the first plan, before anything is measured", None
+        )
 
     # ------------------------------------------------------------ plans
 
@@ -310,9 +334,7 @@ class CoordinatorState:
         commands: list[Command] = []
         for step in sorted(step for step in session.records if step <= through):
             self._last_record = json.dumps(session.records.pop(step))
-            commands.append(Write(self._last_record))
-        if commands:
-            commands.append(Publish(self._status()))
+            commands += [Write(self._last_record), Publish(self._status())]
         return commands
 
     def _status(self) -> m.Status:
@@ -326,7 +348,7 @@ class CoordinatorState:
             run_name=self._run_name,
             run_dir=self._run_dir,
             record=self._last_record,
-            processes=(m.Process(role="coordinator", rank=0, pid=self._pid, detail="this one"), *processes),
+            processes=(m.Process(role="coordinator", rank=0, pid=self._pid, detail="plans and records"), *processes),
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
             gpu_lids=session.ledger.gpu_lids if session is not None else (),

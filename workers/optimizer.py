@@ -4,8 +4,9 @@
     inbox ─▶ Session.handle ─▶ UpdateQueue ─▶ one tile ─▶ look at the inbox again ─▶ … ─▶ WeightsReady
 
 Nothing imported here loads OpenMP: the kernel does when it is loaded, after the cores have been pinned, and reads
-the affinity mask only then. One thread calls the kernel; ZeroMQ's own threads were started before OpenMP bound this one to a core. With nothing
-to update it sleeps on its inbox. It serves one trainer at a time, and the next when that one says Goodbye.
+the affinity mask only then. One thread calls the kernel; ZeroMQ's own threads were started before OpenMP bound this
+one to a core. With nothing to update it sleeps on its inbox. It serves one trainer at a time, and the next when that
+one says Goodbye.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ def _serve_trainer(
         _log.info("backend %s", reason)
         session = Session(incoming.message, backend, trainer, coordinator, arenas, token)
         session.run(inbox)
+        coordinator.send(m.SessionEnded(rank=0))
     except Exception as error:
         if not isinstance(error, PeerDied):
             step, lid = session.place if session is not None else (None, None)
