@@ -1,0 +1,247 @@
+"""The monitor: what it shows is what the run recorded, and whatever becomes of it changes nothing in the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain.config import Cluster
+from protocol import messages as m
+from workers import monitor
+from workers import monitor_view as view
+from workers.monitor_view import Snapshot, Usage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Trains with fixed seeds and ends with a digest of the weights. It pauses, until it gets a line of input, at each
+#: step or k of the arguments behind the first, in their order.
+SCRIPT = """
+import hashlib, itertools, sys, torch, hytrain
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+steps, pauses = int(sys.argv[1]), sys.argv[2:]
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Tanh()) for _ in range(8)])
+opt = hytrain.AdamW(model, lr=1e-2, k=0.5)
+for step in itertools.count(1):
+    x = torch.randn(16, 48)
+    loss = (model(x) - x.sin()).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    opt.log(step, loss=loss.item())
+    if pauses and pauses[0] in (f"step={step}", f"k={opt.statistics().k}"):
+        del pauses[0]
+        print("paused", flush=True)
+        input()
+    if step >= steps and not pauses:
+        break
+opt.synchronize()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+print("weights", digest, flush=True)
+opt.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def inductor_keeps_its_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes one where temporary files go, and leaves it there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+@contextmanager
+def cluster(tmp_path: Path, name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """SCRIPT under the launcher, its run folder named `name`."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, ROOT / "bin/hytrain-cluster", "--run-dir", tmp_path / name, "--threads", "1"]
+    with running([*command, script, *arguments], stdin=subprocess.PIPE) as launcher:
+        yield launcher
+
+
+def watching(*arguments: str) -> Any:
+    return running([sys.executable, ROOT / "bin/hytrain-monitor", *arguments])
+
+
+@contextmanager
+def running(command: list[str | Path], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process with its output in a pipe, which is gone at the end."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.terminate()
+
+
+def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "bin/hytrain-monitor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def read_until(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> list[str]:
+    """Its lines up to the first that is wanted."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if wanted(line):
+            return lines
+    raise AssertionError(f"it ended before: {''.join(lines)}")
+
+
+def go_on(launcher: subprocess.Popen[str]) -> None:
+    assert launcher.stdin is not None
+    launcher.stdin.write("\n")
+    launcher.stdin.flush()
+
+
+def paused(line: str) -> bool:
+    return line == "paused\n"
+
+
+def weights(launcher: subprocess.Popen[str]) -> str:
+    return read_until(launcher, lambda line: line.startswith("weights"))[-1]
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def at_step(step: int) -> Callable[[str], bool]:
+    return lambda line: json.loads(line)["step"] == step
+
+
+@pytest.mark.spawns
+def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, "run", "16", "step=4", "k=1.0") as launcher:
+        read_until(launcher, paused)
+        with watching("--follow", "--json") as follower:
+            read_until(follower, at_step(4))
+            once = ask("--once", "--json")
+            assert once.returncode == 0, once.stderr
+            status, record = json.loads(once.stdout), recorded(tmp_path / "run")[-1]
+            assert {name: status[name] for name in record} == record
+            assert record["step"] == 4 and {"loss", "k"} <= record.keys()
+            assert len(status["layers"]) == 8 and {layer["owner"] for layer in status["layers"]} <= {"gpu", "cpu"}
+            assert {p["role"] for p in status["processes"]} == {"coordinator", "optimizer", "trainer", "launcher"}
+            assert all(p["alive"] and p["rss_bytes"] > 0 for p in status["processes"])
+
+            named = ask(str(tmp_path / "run"), "--set-k", "1.0")
+            assert (named.returncode, named.stdout) == (0, "k=1.0 from the next plan on\n")
+            refused = ask("--set-k", "1.5")
+            assert refused.returncode == 2 and "[0, 1]" in refused.stderr
+            stranger = ask("stranger", "--once")
+            assert stranger.returncode == 2 and str(tmp_path / "run") in stranger.stderr
+
+            go_on(launcher)
+            read_until(launcher, paused)
+            followed = [json.loads(line) for line in read_until(follower, lambda line: json.loads(line)["k"] == 1.0)]
+            assert followed == recorded(tmp_path / "run")[4:], "the command took hold, and no record is missing"
+            now = json.loads(ask("--once", "--json").stdout)
+            assert {layer["owner"] for layer in now["layers"]} == {"gpu"} and "1.00" in now["reason"]
+            go_on(launcher)
+            assert launcher.wait() == 0
+            assert follower.wait() == 0, "a run's end is no failure of its follower"
+    gone = ask(str(tmp_path / "run"), "--once")
+    assert gone.returncode == 2 and "not live" in gone.stderr
+
+
+@pytest.mark.spawns
+def test_monitors_that_stall_or_are_killed_change_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path, "undisturbed", "60") as launcher:
+        undisturbed = weights(launcher)
+        assert launcher.wait() == 0
+    with cluster(tmp_path, "watched", "60", "step=2") as launcher:
+        read_until(launcher, paused)
+        with watching("--follow") as stalled, watching("--follow", "--json") as killed, watching() as reading:
+            for process in (stalled, killed, reading):
+                read_until(process, lambda line: True)
+            stalled.send_signal(signal.SIGSTOP)
+            go_on(launcher)
+            read_until(killed, at_step(20))
+            killed.kill()
+            assert weights(launcher) == undisturbed
+            assert launcher.wait() == 0, "it does not wait for the one that is stalled"
+            assert reading.wait() == 0
+    assert len(recorded(tmp_path / "watched")) == 60
+
+
+def test_without_a_run_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    leave_behind(tmp_path / "hytrain-old", coordinator_pid=os.getpid())  # the number is in use again, by another
+    (tmp_path / "hytrain-broken").mkdir()
+    (tmp_path / "hytrain-broken" / "cluster.json").write_text("{")
+    assert monitor.main(["--once"]) == 2
+    assert monitor.main(["somewhere", "--follow"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no run of yours is going on" in first
+    assert "'somewhere'" in second and second.endswith("live runs: none")
+
+
+def leave_behind(folder: Path, *, coordinator_pid: int) -> None:
+    """The socket folder of a run whose launcher was killed."""
+    folder.mkdir()
+    pids = {"launcher_pid": coordinator_pid, "coordinator_pid": coordinator_pid, "optimizer_pid": coordinator_pid}
+    Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(folder), token="t", **pids).write()
+
+
+RECORD = {"step": 7, "at_s": 1.0, "step_s": 2.0, "stall_s": 0.5, "cpu_busy_s": 0.2, "k": 0.25}
+RECORD |= {"policy": "deadline", "predicted_step_s": 1.9}
+
+
+def status(**changed: Any) -> m.Status:
+    fields: dict[str, Any] = {
+        "run_name": "demo",
+        "run_dir": "/runs/demo",
+        "record": json.dumps(RECORD),
+        "processes": (m.Process(role="trainer", rank=0, pid=7, detail="[on] cpu"),),
+        "layer_names": ("a", "b"),
+        "layer_numels": (1, 3),
+        "gpu_lids": (0,),
+        "policy": "deadline",
+        "reason": "[k] is in time",
+    }
+    return m.Status(**{**fields, **changed})
+
+
+def test_a_line_has_what_the_record_has() -> None:
+    assert view.line(status()) == (
+        "step 7  k 0.250 deadline  step time 2.00 s (1.90 s predicted)  stall 500.0 ms  optimizer busy 200.0 ms"
+    )
+    full = {**RECORD, "loss": 1.5, "tokens_per_s": 1234.5, "predicted_step_s": None}
+    assert view.line(status(record=json.dumps(full))).startswith("step 7  loss 1.5000  1,234 tokens/s  k")
+
+
+def test_the_table_says_who_owns_what_and_why() -> None:
+    pytest.importorskip("rich")
+    usage = Usage(cores=(0, 1, 4), rss_bytes=2**30, cpu_s=5.0, cpu_share=1.5)
+    shown = Snapshot(
+        status(), ((status().processes[0], usage), (m.Process(role="optimizer", rank=0, pid=8, detail=""), None))
+    )
+    text = view.as_text(shown)
+    assert "█░   █ GPU 1 layers, 25%   ░ CPU 1 layers, 75%" in text
+    assert "0.250   deadline: [k] is in time" in text, "brackets are text, not rich's markup"
+    trainer, optimizer = text.splitlines()[-2:]
+    assert trainer.split("  ")[-1] == "[on] cpu"
+    assert all(word in trainer for word in ("0-1,4", "150%", "1.00 GiB", "1.50 s 75%", "500.0 ms 25%"))
+    assert "gone" in optimizer and "200.0 ms 10%" in optimizer
+
+
+def test_the_table_before_the_first_step() -> None:
+    pytest.importorskip("rich")
+    text = view.as_text(Snapshot(status(record="{}", layer_names=(), layer_numels=(), gpu_lids=()), ()))
+    assert "no step has ended yet" in text and "layers" not in text

@@ -1,0 +1,267 @@
+"""`hytrain-monitor`: watches a run from outside, while it goes on.
+
+    hytrain-monitor [RUN]                    a live table on a terminal, else one line a step
+    hytrain-monitor [RUN] --once [--json]    the present status
+    hytrain-monitor [RUN] --follow [--json]  one line a step, until the run ends
+    hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k
+
+    <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Attachment ─ StatusRequest, Command ─▶ coordinator
+                                                    ▲────────── Status, again each step ──┘
+
+Monitors come and go: the coordinator answers without waiting, and its feed drops what nobody reads.
+`monitor_view` turns a status into text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import secrets
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+import psutil
+
+from hytrain.config import CLUSTER_FILE, Cluster
+from hytrain.errors import ClusterTimeout, ConfigError
+from protocol import messages as m
+from protocol.channel import Network
+from workers import monitor_view as view
+from workers.monitor_view import Snapshot, Usage
+
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+#: How long the feed may be silent before the coordinator is looked at, and asked.
+LOOK_S: Final = 0.5
+ANSWER_S: Final = 10.0
+REDRAW_S: Final = 0.25
+
+T = TypeVar("T", m.Status, m.CommandReply)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; 2 if there is no such run or it refuses a command, 0 once a run has ended."""
+    arguments = _parse(argv)
+    try:
+        with Attachment(find(arguments.run, alone=arguments.set_k is not None)) as attachment:
+            return _run(attachment, arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ConfigError as error:
+        print(f"hytrain-monitor: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ClusterTimeout as error:
+        print(f"hytrain-monitor: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hytrain-monitor", description="Watch a run of HyTrain while it goes on.")
+    parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default is the newest")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--once", action="store_true", help="print the present status and leave")
+    mode.add_argument("--follow", action="store_true", help="print a line for each step, until the run ends")
+    mode.add_argument("--set-k", metavar="K", help='let the GPU own this fraction of the parameters, or "auto"')
+    parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one a line")
+    return parser.parse_args(argv)
+
+
+def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
+    if arguments.set_k is not None:
+        reply = attachment.require(m.Command(name="k", value=arguments.set_k), m.CommandReply)
+        print(reply.text, file=sys.stdout if reply.ok else sys.stderr)
+        return 0 if reply.ok else EXIT_USAGE
+    if arguments.once:
+        _once(attachment, as_json=arguments.json)
+    elif arguments.follow or arguments.json or not sys.stdout.isatty():
+        _follow(attachment, as_json=arguments.json)
+    else:
+        _watch(attachment)
+    return 0
+
+
+# ---------------------------------------------------------------- which run
+
+
+def find(wanted: str | None, *, alone: bool = False) -> Cluster:
+    """The run that is meant: if none is named the newest, or the only one, where the wrong one would do harm.
+
+    Raises `ConfigError`, naming those that there are.
+    """
+    runs = live_runs()
+    names = ", ".join(f"{run.run_name} ({run.run_dir})" for run in runs) or "none"
+    if wanted is None:
+        if not runs:
+            raise ConfigError(f"no run of yours is going on: {tempfile.gettempdir()} has no live socket folder")
+        if alone and len(runs) > 1:
+            raise ConfigError(f"several runs are live, name the one that you mean: {names}")
+        return runs[0]
+    path = Path(wanted).resolve()
+    for run in runs:
+        if wanted == run.run_name or path in (Path(run.run_dir), Path(run.socket_dir).resolve()):
+            return run
+    if (elsewhere := _live(path)) is not None:  # a socket folder under another TMPDIR
+        return elsewhere[1]
+    if (path / "metrics.jsonl").is_file():
+        raise ConfigError(f"the run in {path} is not live; what it recorded is in its metrics.jsonl")
+    raise ConfigError(f"no live run is called {wanted!r}; live runs: {names}")
+
+
+def live_runs() -> list[Cluster]:
+    """This user's runs that are going on, the newest first."""
+    found = [live for folder in Path(tempfile.gettempdir()).glob("hytrain-*") if (live := _live(folder)) is not None]
+    return [run for _, run in sorted(found, key=lambda live: live[0], reverse=True)]
+
+
+def _live(folder: Path) -> tuple[int, Cluster] | None:
+    """When the run whose sockets are in `folder` was started, and what it is; None if it is not ours or not live."""
+    try:
+        owner, started_ns = folder.lstat().st_uid, (folder / CLUSTER_FILE).stat().st_mtime_ns
+        if owner != os.getuid():
+            return None
+        run = Cluster.read(str(folder))
+        # Its command names the folder: a process that only got the number of a dead coordinator does not.
+        return (started_ns, run) if run.socket_dir in psutil.Process(run.coordinator_pid).cmdline() else None
+    except (OSError, ConfigError, psutil.Error):
+        return None
+
+
+# ---------------------------------------------------------------- the connection
+
+
+class Attachment:
+    """A connection to one run's coordinator. No wait outlives the coordinator by more than `LOOK_S`."""
+
+    def __init__(self, run: Cluster) -> None:
+        """Raises `ConfigError` if the run has ended."""
+        self.run = run
+        try:
+            self._coordinator = os.pidfd_open(run.coordinator_pid)
+        except ProcessLookupError:
+            raise ConfigError(f"the run {run.run_name} has ended") from None
+        name = f"monitor-{os.getpid()}-{secrets.token_hex(4)}"
+        self._network = Network(run.socket_dir, token=run.token, name=name)
+        self._feed = self._network.subscriber()
+        self._outbox = self._network.outbox("coordinator", linger_s=0.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._network.close()
+        os.close(self._coordinator)
+
+    @property
+    def ended(self) -> bool:
+        """The coordinator is gone, and with it the run."""
+        return bool(select.select([self._coordinator], [], [], 0)[0])
+
+    def ask(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T | None:
+        """The coordinator's answer, None once it is gone. Raises `ClusterTimeout` if it is there and says nothing."""
+        self._outbox.send(question)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            answer = self._outbox.receive(LOOK_S)
+            if isinstance(answer, kind):
+                return answer
+            if self.ended:
+                return None
+        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (process {self.run.coordinator_pid}) is silent")
+
+    def require(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T:
+        """As `ask`, where the run's end is an error. Raises `ConfigError` then."""
+        answer = self.ask(question, kind)
+        if answer is None:
+            raise ConfigError(f"the run {self.run.run_name} has ended")
+        return answer
+
+    def statuses(self) -> Iterator[m.Status]:
+        """The present status, then each new one, until the run ends. While no step ends it asks now and then."""
+        newest_s = 0.0
+        while (status := self.ask(m.StatusRequest(), m.Status)) is not None:
+            newest_s = view.recorded_at_s(status)
+            yield status
+            while (news := self._feed.receive(LOOK_S)) is not None:
+                # An answer overtakes what the feed still holds.
+                if isinstance(news, m.Status) and view.recorded_at_s(news) > newest_s:
+                    newest_s = view.recorded_at_s(news)
+                    yield news
+
+
+# ---------------------------------------------------------------- the modes
+
+
+def _once(attachment: Attachment, *, as_json: bool) -> None:
+    snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
+    print(view.as_json(snapshot) if as_json else view.as_text(snapshot), flush=True)
+
+
+def _follow(attachment: Attachment, *, as_json: bool) -> None:
+    shown = "{}"  # the record before the first step
+    for status in attachment.statuses():
+        if status.record != shown:
+            shown = status.record
+            print(shown if as_json else view.line(status), flush=True)
+
+
+def _watch(attachment: Attachment) -> None:
+    """The live table, which stays on the terminal. Few drawings a second: watching is to cost the run little."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminal is left as it was
+    observer, drawn_s = Observer(attachment.run), -math.inf
+    shown: Snapshot | None = None
+    with view.live() as screen:
+        for status in attachment.statuses():
+            if shown is not None and shown.status.layer_names and not status.layer_names:
+                continue  # the trainer has left: its last picture stays, until another one comes
+            if shown is None or time.monotonic() - drawn_s >= REDRAW_S:
+                shown = observer.look(status)
+                screen.update(view.table(shown), refresh=True)
+                drawn_s = time.monotonic()
+            shown = replace(shown, status=status)
+        if shown is not None:
+            screen.update(view.table(shown, ended=True), refresh=True)
+
+
+class Observer:
+    """Looks at a run's processes, and remembers what they had used when it last did."""
+
+    def __init__(self, run: Cluster) -> None:
+        self._launcher = m.Process(role="launcher", rank=0, pid=run.launcher_pid, detail="started and supervises them")
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def look(self, status: m.Status) -> Snapshot:
+        """`status` with what each of its processes, and the launcher, uses now."""
+        processes = (*status.processes, self._launcher)
+        return Snapshot(status, tuple((process, self._usage(process.pid)) for process in processes))
+
+    def _usage(self, pid: int) -> Usage | None:
+        """What a process uses: CPU time since the last look, at first since its start. None if it is gone."""
+        try:
+            process = psutil.Process(pid)
+            times, now_s = process.cpu_times(), time.time()
+            cpu_s = times.user + times.system
+            seen_s, seen_cpu_s = self._seen.get(pid, (process.create_time(), 0.0))
+            self._seen[pid] = now_s, cpu_s
+            return Usage(
+                cores=tuple(process.cpu_affinity() or ()),
+                rss_bytes=process.memory_info().rss,
+                cpu_s=cpu_s,
+                cpu_share=(cpu_s - seen_cpu_s) / max(now_s - seen_s, 1e-3),
+            )
+        except psutil.Error:
+            return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What `monitor` shows: a status and what its processes use, as JSON, as a line, as a table.
+
+    record of metrics.jsonl ─┬─▶ line              --follow
+    layers, owners, reason ──┼─▶ as_json           --once --json
+    processes, their use ────┴─▶ table ─▶ as_text  --once; `live` draws it over and over
+
+It reads no clock, file or socket. Only the table needs rich.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from hytrain.errors import ConfigError
+from protocol import messages as m
+from workers.affinity import format_cores
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+OWNER_STYLES: Final = {"gpu": "green", "cpu": "blue"}
+OWNER_MARKS: Final = {"gpu": "█", "cpu": "░"}
+TEXT_COLUMNS: Final = 140
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process uses; `cpu_share` is 1.0 for one core that is always busy."""
+
+    cores: tuple[int, ...]
+    rss_bytes: int
+    cpu_s: float
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A status, and what each process of the run used then; None for one that was gone."""
+
+    status: m.Status
+    processes: tuple[tuple[m.Process, Usage | None], ...]
+
+
+def recorded_at_s(status: m.Status) -> float:
+    """When the status's record was made, on the node's monotonic clock; 0 before the first."""
+    return float(json.loads(status.record).get("at_s", 0.0))
+
+
+def owners(status: m.Status) -> list[str]:
+    """The owner of each layer."""
+    gpu_lids = set(status.gpu_lids)
+    return ["gpu" if lid in gpu_lids else "cpu" for lid in range(len(status.layer_names))]
+
+
+def as_json(snapshot: Snapshot) -> str:
+    """The newest record of metrics.jsonl, and around it the run, its layers with their owners, its processes."""
+    status = snapshot.status
+    layers = zip(status.layer_names, status.layer_numels, owners(status), strict=True)
+    described: dict[str, Any] = {
+        **json.loads(status.record),
+        "run_name": status.run_name,
+        "run_dir": status.run_dir,
+        "policy": status.policy,
+        "reason": status.reason,
+        "layers": [{"name": name, "numel": numel, "owner": owner} for name, numel, owner in layers],
+        "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
+    }
+    return json.dumps(described)
+
+
+def _process_json(process: m.Process, usage: Usage | None) -> dict[str, Any]:
+    described = {"role": process.role, "rank": process.rank, "pid": process.pid, "detail": process.detail}
+    if usage is None:
+        return {**described, "alive": False}
+    use = {"cores": usage.cores, "rss_bytes": usage.rss_bytes, "cpu_s": usage.cpu_s, "cpu_share": usage.cpu_share}
+    return {**described, "alive": True, **use}
+
+
+def line(status: m.Status) -> str:
+    """The newest record as one line."""
+    record = json.loads(status.record)
+    busy = f"optimizer busy {seconds(record['cpu_busy_s'])}"
+    return "  ".join([*_training(record), f"k {record['k']:.3f} {record['policy']}", *_timing(record), busy])
+
+
+def _training(record: dict[str, Any]) -> list[str]:
+    """What the loop is after. A program that logs nothing has no loss to show."""
+    shown = [f"step {record['step']}"]
+    for name, text in (
+        ("loss", "loss {:.4f}"),
+        ("validation_loss", "validation {:.4f}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("mfu", "MFU {:.1%}"),
+    ):
+        if name in record:
+            shown.append(text.format(record[name]))
+    return shown
+
+
+def _timing(record: dict[str, Any]) -> list[str]:
+    predicted = record["predicted_step_s"]
+    foreseen = "" if predicted is None else f" ({seconds(predicted)} predicted)"
+    return [
+        f"step time {seconds(record['step_s'])}{foreseen}",
+        f"stall {seconds(record['stall_s'])}",
+    ]
+
+
+def seconds(duration_s: float) -> str:
+    """A duration as people say it."""
+    return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
+
+
+# ---------------------------------------------------------------- the table
+
+
+def live() -> Live:
+    """A part of the terminal that is drawn anew on each update. Raises `ConfigError` without rich."""
+    _require_rich()
+    from rich.live import Live
+
+    return Live(auto_refresh=False)
+
+
+def as_text(snapshot: Snapshot) -> str:
+    """The table without colours. Raises `ConfigError` without rich."""
+    _require_rich()
+    from rich.console import Console
+
+    console = Console(width=TEXT_COLUMNS, color_system=None)
+    with console.capture() as capture:
+        console.print(table(snapshot))
+    return "\n".join(row.rstrip() for row in capture.get().splitlines())
+
+
+def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
+    """The whole picture: the run, its step, k and why, its layers, its processes."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    status = snapshot.status
+    record = json.loads(status.record)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_row("run", Text(f"{status.run_name}{', which has ended' if ended else ''}  {status.run_dir}"))
+    if record:
+        facts.add_row("training", "   ".join(_training(record)))
+        facts.add_row("time", "   ".join(_timing(record)))
+        facts.add_row(
+            "k", Text(f"{record['k']:.3f}   {status.policy or record['policy']}: {status.reason}".rstrip(": "))
+        )
+    else:
+        facts.add_row("training", "no step has ended yet")
+    if status.layer_names:
+        facts.add_row("layers", _strip(status))
+    return Group(facts, "", _process_table(snapshot, record))
+
+
+def _strip(status: m.Status) -> Text:
+    """A mark for each layer in the order of the model, then who owns how much of the parameters."""
+    from rich.text import Text
+
+    strip, of_each, numels = Text(), owners(status), status.layer_numels
+    for owner in of_each:
+        strip.append(OWNER_MARKS[owner], OWNER_STYLES[owner])
+    for owner, mark in OWNER_MARKS.items():
+        numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == owner)
+        strip.append(f"   {mark} ", OWNER_STYLES[owner])
+        strip.append(f"{owner.upper()} {of_each.count(owner)} layers, {numel / sum(numels):.0%}")
+    return strip
+
+
+def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
+    for name in ("process", "pid", "cores", "CPU", "memory", "busy", "stall"):
+        rows.add_column(name, justify="left" if name in ("process", "cores") else "right", no_wrap=True)
+    rows.add_column("what", no_wrap=True, ratio=1)  # gives way where the terminal is narrow
+    for process, usage in snapshot.processes:
+        if usage is None:
+            use = ["", "gone", ""]
+        else:
+            use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
+        name = f"{process.role}-{process.rank}"
+        rows.add_row(name, str(process.pid), *use, *_load(process.role, record), Text(process.detail))
+    return rows
+
+
+def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:
+    """Busy and stalled time of a process in the newest step, each with its share of the step."""
+    if not record or role not in ("trainer", "optimizer"):
+        return "", ""
+    step_s = record["step_s"]
+    busy_s = step_s - record["stall_s"] if role == "trainer" else record["cpu_busy_s"]
+    stalled = _share(record["stall_s"], step_s) if role == "trainer" else ""
+    return _share(busy_s, step_s), stalled
+
+
+def _share(part_s: float, step_s: float) -> str:
+    return f"{seconds(part_s)} {part_s / step_s:.0%}" if step_s > 0 else seconds(part_s)
+
+
+def _require_rich() -> None:
+    try:
+        import rich  # noqa: F401, only whether it is there
+    except ImportError:
+        raise ConfigError("the table needs rich (pip install rich); --json and --follow do without") from None
