@@ -11,6 +11,7 @@ a synchronisation between, over `--steps` steps after `--warm-up` that are not c
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -92,7 +93,8 @@ def measure(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         step, close = SYSTEMS[name](model, k=k, run_dir=run_dir)
         started_s = time.perf_counter() - began
-        times, losses = _run(step, batches, arguments, cuda)
+        with GarbagePauses() as pauses:
+            times, losses = _run(step, batches, arguments, cuda)
         extra = close()
         if os.environ.get("HYTRAIN_BENCH_LOGS"):
             for log in sorted(Path(run_dir, "logs").glob("*")):
@@ -113,8 +115,27 @@ def measure(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else 0.0,
         "start_s": round(started_s, 2),
         "loss": round(losses, 4),
+        "gc_pauses_ms": pauses.long_ms,
         **extra,
     }
+
+
+class GarbagePauses:
+    """Pauses of Python's garbage collector above 5 ms, in milliseconds: outliers among steps that are nobody's."""
+
+    def __enter__(self) -> GarbagePauses:
+        self.long_ms: list[float] = []
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif (took_ms := (time.perf_counter() - self._began) * 1e3) > 5:
+            self.long_ms.append(round(took_ms, 1))
 
 
 def _run(step: Any, batches: list[Any], arguments: argparse.Namespace, cuda: bool) -> tuple[list[float], float]:
@@ -134,10 +155,10 @@ def _run(step: Any, batches: list[Any], arguments: argparse.Namespace, cuda: boo
             marks.append(time.perf_counter())
     marks = marks[arguments.warm_up :]
     if not cuda:
-        return [after - before for before, after in zip(marks, marks[1:], strict=False)], float(loss)
+        return [after - before for before, after in zip(marks, marks[1:], strict=False)], loss.item()
     torch.cuda.synchronize()
     pairs = zip(marks, marks[1:], strict=False)
-    return [before.elapsed_time(after) / 1e3 for before, after in pairs], float(loss)
+    return [before.elapsed_time(after) / 1e3 for before, after in pairs], loss.item()
 
 
 def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -166,7 +187,10 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]], systems: list[str]) -> str:
     """A Markdown table: the median of the rounds for each system, and its ratio to the first."""
-    lines = ["| system | k | s/step | ratio | TFLOP/s | GPU peak GB | stall ms |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| system | k | s/step | ratio | TFLOP/s | GPU peak GB | stall ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     first: float | None = None
     for system in systems:
         found = [row for row in rows if row["system"] == system and "step_s" in row]

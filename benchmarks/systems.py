@@ -1,9 +1,9 @@
 """The systems that `benchmarks.step` times: each builds its optimizer and returns the function of one step.
 
-    forward-backward   no update at all: the limit
-    no-offload         bfloat16 parameters, fp32 masters and moments on the device, torch's fused AdamW
-    torch              torch's fused AdamW on the parameters themselves (float32, the CPU's plain loop)
-    hytrain            `hytrain.AdamW` at a given k, or "auto"
+forward-backward   no update at all: the limit
+no-offload         bfloat16 parameters, fp32 masters and moments on the device, torch's fused AdamW
+torch              torch's fused AdamW on the parameters themselves (float32, the CPU's plain loop)
+hytrain            `hytrain.AdamW` at a given k, or "auto"
 """
 
 from __future__ import annotations

@@ -290,6 +290,7 @@ def test_loss_arrives_one_step_late() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_loss_is_read_from_the_gpu_without_waiting() -> None:
     reader = LossReader(torch.device("cuda"))
     losses = [torch.tensor(float(step), device="cuda", requires_grad=True) for step in range(5)]
