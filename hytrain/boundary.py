@@ -99,7 +99,7 @@ class Boundary:
         """Give every layer its first owner. Raises `ClusterError`, `CapacityError`."""
         self._plans.plan = plan
         began_s = time.monotonic()
-        self._handover.start(frozenset(plan.gpu_lids))
+        self._handover.start(plan)
         self._applied(plan, step=0, applied=True, moved=0, began_s=began_s)
 
     def on_plan(self, plan: Plan) -> None:
@@ -124,11 +124,11 @@ class Boundary:
         began_s, gpu = time.monotonic(), frozenset(plan.gpu_lids)
         leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
         coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
-        self._handover.to_cpu(leaving, step)
+        self._handover.to_cpu(leaving, plan, step)
         moved = len(leaving)
         try:
             for layer in coming:
-                self._handover.to_gpu(layer, step)
+                self._handover.to_gpu(layer, plan, step)
                 moved += 1
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

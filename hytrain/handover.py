@@ -15,7 +15,7 @@ from torch import Tensor
 from hytrain.link import Link
 from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, TrainedLayer
 from hytrain.transfer import Copy, Transfers
-from protocol.messages import AllocatePlanes, GiveUp, TakeOver
+from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
 
 
 class Handover:
@@ -24,32 +24,32 @@ class Handover:
     def __init__(self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers) -> None:
         self._layers, self._link, self._transfers = layers, link, transfers
 
-    def start(self, gpu_lids: frozenset[int]) -> None:
+    def start(self, plan: Plan) -> None:
         """First owners: all state is zero, the parameters' values are the masters."""
         for layer in self._layers:
-            if layer.lid in gpu_lids:
+            if layer.lid in plan.gpu_lids:
                 layer.planes = DevicePlanes(layer.segments)
-        cpu = [layer for layer in self._layers if layer.lid not in gpu_lids]
+        cpu = [layer for layer in self._layers if layer.lid not in plan.gpu_lids]
         for layer in self._allocate(cpu):
             self._weights_out(layer)
-            self._give(layer, 0)
+            self._give(layer, plan, 0)
 
-    def to_cpu(self, layers: list[TrainedLayer], step: int) -> None:
+    def to_cpu(self, layers: list[TrainedLayer], plan: Plan, step: int) -> None:
         """From the GPU to the CPU, which owns the layers from `step` on. Raises `ClusterError`, `CapacityError`."""
         devices = {layer.lid: layer.device for layer in layers}
         for layer in self._allocate(layers):
             self._weights_out(layer)
             self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
-            self._give(layer, step)
+            self._give(layer, plan, step)
 
-    def to_gpu(self, layer: TrainedLayer, step: int) -> None:
+    def to_gpu(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
         """From the CPU to the GPU, which owns the layer from `step` on. Raises `torch.OutOfMemoryError` unchanged."""
         arena, device = layer.arena, DevicePlanes(layer.segments)
         self._transfers.move(_state_copies(device, arena))
         layer.life.change_owner("gpu")
         layer.planes = device
         arena.close()
-        self._link.post("optimizer", GiveUp(lid=layer.lid, step=step))
+        self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step))
 
     def import_weights(self) -> None:
         """The parameters' values become the masters, exactly: no remainder. Moments and step counts stay."""
@@ -76,9 +76,9 @@ class Handover:
             assert plane is not None
             plane.copy_(segment.weights)
 
-    def _give(self, layer: TrainedLayer, step: int) -> None:
+    def _give(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
         layer.life.change_owner("cpu")
-        self._link.post("optimizer", TakeOver(lid=layer.lid, step=step))
+        self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step))
 
 
 def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | DevicePlanes) -> list[Copy]:

@@ -33,12 +33,17 @@ def fraction(gpu_lids: tuple[int, ...] | frozenset[int], numels: list[int]) -> f
 
 @dataclass(slots=True)
 class PlanBook:
-    """One party's side of the agreement: the plan it acknowledged, and whether it holds."""
+    """One party's side of the agreement: the plan it acknowledged last, and whether it holds.
+
+    The optimizer hears of the next plan while the trainer's messages about this one are still on their way, by
+    another channel. So it keeps every plan that it acknowledged until the trainer says that it was applied.
+    """
 
     role: str
     layers: int
     plan: Plan | None = None
     holds: bool = False
+    _acknowledged: dict[int, Plan] = field(default_factory=dict)
 
     def on_plan(self, plan: Plan) -> PlanAck:
         """Acknowledge a proposal, or refuse it with a reason. A newer proposal replaces one that does not hold."""
@@ -50,7 +55,7 @@ class PlanBook:
         elif self.plan is not None and plan.plan_id <= self.plan.plan_id:
             reason = f"plan {self.plan.plan_id} came before"
         if not reason:
-            self.plan = plan
+            self.plan = self._acknowledged[plan.plan_id] = plan
         return PlanAck(plan_id=plan.plan_id, role=self.role, accepted=not reason, reason=reason)
 
     def on_reassign(self, message: Reassign) -> None:
@@ -67,11 +72,18 @@ class PlanBook:
         """The plan has been applied or postponed: room for the next."""
         if not self.holds:
             raise OwnershipError(f"{self.role}: nothing to settle")
+        assert self.plan is not None, "what holds is a plan"
         self.holds = False
+        self.forget(self.plan.plan_id)
 
-    def allows(self, lid: int, owner: str) -> bool:
-        """Whether the plan acknowledged last gives layer `lid` to `owner`."""
-        return self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
+    def forget(self, plan_id: int) -> None:
+        """The plan has been applied or has lapsed, and with it those before it."""
+        self._acknowledged = {known: plan for known, plan in self._acknowledged.items() if known > plan_id}
+
+    def allows(self, plan_id: int, lid: int, owner: str) -> bool:
+        """Whether the plan was acknowledged, has not been applied yet, and gives layer `lid` to `owner`."""
+        plan = self._acknowledged.get(plan_id)
+        return plan is not None and (lid in plan.gpu_lids) == (owner == "gpu")
 
     def check(self) -> None:
         assert not self.holds or self.plan is not None, "what holds is a plan"

@@ -268,6 +268,7 @@ class AllocatePlanes:
 class TakeOver:
     """The trainer to the optimizer: the layer's state is in its planes, it is yours from step `step` on."""
 
+    plan_id: int
     lid: int
     step: int
 
@@ -276,6 +277,7 @@ class TakeOver:
 class GiveUp:
     """The trainer to the optimizer: the layer's state has been read, it is the GPU's from step `step` on."""
 
+    plan_id: int
     lid: int
     step: int
 

@@ -307,8 +307,12 @@ def _tee(output: int, copy: Any) -> bool:
     """What the trainer wrote goes to the terminal and to its log; False once there is no more."""
     chunk = os.read(output, 65536)
     copy(chunk)
-    sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
+    try:
+        rest = memoryview(chunk)
+        while rest:
+            rest = rest[os.write(sys.stdout.fileno(), rest) :]
+    except BrokenPipeError:
+        pass  # whoever read has left; the log has it all
     return bool(chunk)
 
 

@@ -200,22 +200,23 @@ class Session:
                 self._coordinator.send(self._plans.on_plan(message))
             case m.AllocatePlanes(lid=lid):
                 self._allocate(lid)
-            case m.TakeOver(lid=lid):
-                self._require_plan(lid, "cpu")
+            case m.TakeOver(plan_id=plan_id, lid=lid):
+                self._require_plan(plan_id, lid, "cpu")
                 self._queue.take_over(lid)
-            case m.GiveUp(lid=lid):
-                self._require_plan(lid, "gpu")
+            case m.GiveUp(plan_id=plan_id, lid=lid):
+                self._require_plan(plan_id, lid, "gpu")
                 self._queue.give_up(lid)
                 self._arenas.pop(lid).close()
             case m.RanksLearned(ranks=ranks):
                 self._queue.learn_ranks(ranks)
             case m.PlanApplied():
+                self._plans.forget(message.plan_id)
                 _log.info("plan %d %s", message.plan_id, "holds" if message.applied else "came too late")
             case _:
                 raise TypeError(f"an optimizer has no use for {type(message).__name__}")
 
-    def _require_plan(self, lid: int, owner: str) -> None:
-        if not self._plans.allows(lid, owner) or lid not in self._arenas:
+    def _require_plan(self, plan_id: int, lid: int, owner: str) -> None:
+        if not self._plans.allows(plan_id, lid, owner) or lid not in self._arenas:
             raise OwnershipError(f"layer {lid} cannot go to the {owner}: the plan does not say so, or it has no planes")
 
     def _allocate(self, lid: int) -> None:
