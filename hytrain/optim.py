@@ -28,7 +28,7 @@ from hytrain import hooks, saving
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import Cluster, ClusterConfig
 from hytrain.engine import Engine
-from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.errors import BackendUnavailable, ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import backend as backends
 from hytrain.layers import ModelLayer, split_layers
 from hytrain.link import Link
@@ -125,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
-        host = backends.load(backend, torch.get_num_threads())[0] if self._device.type == "cpu" else None
+        host = _host_backend(backend) if self._device.type == "cpu" else None
         require_host_memory([layer.layout for layer in self._layers], k or 0.0, cluster.host_memory_limit)
         self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
         self._engine = Engine(
@@ -242,6 +242,20 @@ class AdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit."""
         self._close()
+
+
+def _host_backend(name: str) -> backends.Backend:
+    """The update of the trainer's own layers on device "cpu". Raises `BackendUnavailable`.
+
+    The native one gets a single thread: a second pool of OpenMP threads beside torch's would fight it for the cores.
+    """
+    if name in ("auto", "native"):
+        try:
+            return backends.load("native", 1)[0]
+        except BackendUnavailable:
+            if name == "native":
+                raise
+    return backends.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
 
 
 def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:

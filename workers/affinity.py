@@ -4,7 +4,7 @@ libgomp reads the affinity mask when it loads: a process that inherits one core 
 all its threads on that core. So this module imports psutil and nothing else of weight.
 
     auto       the NUMA node of the GPU, all nodes if the machine does not say; from four cores on, two stay
-               the trainer's; below, everybody shares all cores and OpenMP waits passively
+               the trainer's; below, everybody shares all cores, half as many threads, OpenMP waits passively
     node:0,1   the cores of these NUMA nodes
     2-15,18    these cores
 """
@@ -54,7 +54,7 @@ def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = N
     cores = tuple(core for core in available if node is None or core in node_cores(node)) or available
     where = f"NUMA node {node} of the GPU" if node is not None else "all nodes"
     if len(cores) < MIN_CORES_TO_SHARE_OUT:
-        return Pinning(cores, threads or len(cores), False, f"{where}, shared with the trainer")
+        return Pinning(cores, threads or max(len(cores) // 2, 1), False, f"{where}, shared with the trainer")
     kept = cores[TRAINER_CORES:]
     return Pinning(kept, threads or len(kept), True, f"{where}, {TRAINER_CORES} left to the trainer")
 
