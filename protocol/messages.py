@@ -367,6 +367,7 @@ class Status:
     processes: tuple[Process, ...]
     layer_names: tuple[str, ...]
     layer_numels: tuple[int, ...]
+    layer_ranks: tuple[int, ...]
     gpu_lids: tuple[int, ...]
     policy: str
     reason: str

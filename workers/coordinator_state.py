@@ -351,6 +351,7 @@ class CoordinatorState:
             processes=(m.Process(role="coordinator", rank=0, pid=self._pid, detail="plans and records"), *processes),
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
+            layer_ranks=tuple(session.ranks) if session is not None else (),
             gpu_lids=session.ledger.gpu_lids if session is not None else (),
             policy=session.policy if session is not None else "",
             reason=session.reason if session is not None else "",

@@ -164,11 +164,11 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
 
 
 def _strip(status: m.Status) -> Text:
-    """A mark for each layer in the order of the model, then who owns how much of the parameters."""
+    """A mark for each layer by rank, then who owns how much of the parameters."""
     from rich.text import Text
 
     strip, of_each, numels = Text(), owners(status), status.layer_numels
-    for owner in of_each:
+    for _, owner in sorted(zip(status.layer_ranks, of_each, strict=True)):
         strip.append(OWNER_MARKS[owner], OWNER_STYLES[owner])
     for owner, mark in OWNER_MARKS.items():
         numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == owner)
