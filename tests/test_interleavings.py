@@ -1,0 +1,208 @@
+"""I1, I2 and I3 under random interleavings of gradients, weights, plans, acknowledgements and handovers.
+
+`interleaving_model` has the run, the real state machines in a model of memory. Here are the property, and the
+faults that must break it: a search that finds none of them would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from interleaving_model import Coordinator, Optimizer, Planner, Run
+from interleaving_trainer import Trainer, Waiting
+from interleaving_world import Job, Mark, Violation
+
+from hytrain.lifecycle import Command, Event, InvalidTransition, LayerLife, State
+from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
+from hytrain.update_queue import Tile
+from protocol import messages as m
+
+EXAMPLES = 250
+
+
+def search(*, examples: int = EXAMPLES, **parties: Any) -> None:
+    """Play runs until one goes wrong. The same runs each time, and no time spent on making a failure small."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=(Phase.generate,),
+        report_multiple_bugs=False,
+    )
+    @given(seed=st.integers(0, 2**32), layers=st.integers(1, 4), steps=st.integers(2, 8))
+    def play(seed: int, layers: int, steps: int) -> None:
+        Run(seed, layers=layers, steps=steps, **parties).play()
+
+    play()
+
+
+@pytest.mark.parametrize("coordinator", [Planner, Coordinator])
+@settings(max_examples=EXAMPLES, deadline=None, database=None)
+@given(seed=st.integers(0, 2**32), layers=st.integers(1, 4), steps=st.integers(1, 8))
+def test_invariants_hold(coordinator: type[Planner] | type[Coordinator], seed: int, layers: int, steps: int) -> None:
+    Run(seed, layers=layers, steps=steps, coordinator=coordinator).play()
+
+
+@pytest.mark.parametrize("coordinator", [Planner, Coordinator])
+def test_runs_have_handovers_and_late_plans(coordinator: type[Planner] | type[Coordinator]) -> None:
+    """Or else the property above would say little."""
+    worlds = [Run(seed, layers=3, steps=8, coordinator=coordinator).play() for seed in range(60)]
+    assert sum(world.moved > 3 for world in worlds) >= 10
+    assert sum(world.postponed > 0 for world in worlds) >= 10
+
+
+# ---------------------------------------------------------------- I1: planted stale and torn reads
+
+
+class Lawless(LayerLife):
+    """A layer's life that takes whatever comes for what should have come."""
+
+    BEFORE = {
+        Event.FILLED: State.CURRENT,
+        Event.COPIED: State.LEAVING,
+        Event.WEIGHTS_READY: State.UPDATING,
+        Event.AWAITED: State.LANDING,
+    }
+
+    def on(self, event: Event, step: int) -> Command | None:
+        self.state = self.BEFORE[event]
+        self.updated = self.updated if event is Event.FILLED else step
+        return super().on(event, step)
+
+
+class ReadsWithoutWaiting(Trainer):
+    def await_layer(self, lid: int) -> Waiting:
+        yield None
+
+
+class ReadsWithoutWaitingUnguarded(ReadsWithoutWaiting):
+    life_type = Lawless
+
+
+class StreamDoesNotWait(Trainer):
+    """The pre-hook waits for the message, and nobody for the copy."""
+
+    def await_layer(self, lid: int) -> Waiting:
+        life = self.lives[lid]
+        if life.is_current:
+            return
+        yield lambda: life.state is State.LANDING
+        life.on(Event.AWAITED, life.updated)
+
+
+class SendsBeforeTheCopy(Trainer):
+    """GradReady as soon as the copy has been enqueued."""
+
+    def send_off(self, lid: int, ready: m.GradReady, copied: Mark) -> None:
+        super().send_off(lid, ready, Mark())
+        self.jobs[-1].after = None
+
+
+class AnnouncesHalfAnUpdate(Optimizer):
+    """WeightsReady after a layer's first tile."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.announced: set[tuple[int, int]] = set()
+
+    def announce(self, tile: Tile, done: m.WeightsReady | None) -> None:
+        if (tile.lid, tile.step) not in self.announced:
+            self.announced.add((tile.lid, tile.step))
+            super().announce(tile, m.WeightsReady(step=tile.step, lid=tile.lid))
+
+
+# ---------------------------------------------------------------- I2: planted collisions in the planes
+
+
+class OverwritesGradients(ReadsWithoutWaitingUnguarded):
+    """Backward goes on as if every update had ended, and what it reads is not looked at."""
+
+    def reading(self, lid: int, step: int) -> Callable[[], None]:
+        return lambda: None
+
+
+class CopiesWeightsUnasked(Trainer):
+    """The copy in follows right after GradReady, while the optimizer writes."""
+
+    def send_next(self) -> None:
+        job: Job = self.jobs[0]
+        super().send_next()
+        if isinstance(job.message, m.GradReady):
+            self.weights_ready(job.message.lid, job.message.step)
+
+
+# ---------------------------------------------------------------- I3: planted quarrels over a layer
+
+
+class HandsOverWhileUpdating(Trainer):
+    def finish_update(self, lid: int) -> Waiting:
+        yield None
+
+
+class NeverRefusesAHandover(LayerLife):
+    def change_owner(self, owner: str) -> None:
+        self.owner, self.state = owner, State.CURRENT
+
+
+class HandsOverWhileUpdatingUnguarded(HandsOverWhileUpdating):
+    life_type = NeverRefusesAHandover
+
+
+class AppliesLatePlans(Trainer):
+    def boundary(self, step: int) -> Waiting:
+        plan = self.book.due(step)
+        if plan is not None:
+            yield from self.apply(plan, step)
+
+
+class OneIsEnough(PlanLedger):
+    """Commits as soon as one side has acknowledged."""
+
+    def on_ack(self, ack: m.PlanAck) -> m.Reassign | None:
+        for role in ("trainer", "optimizer"):
+            reassign = super().on_ack(m.PlanAck(plan_id=ack.plan_id, role=role, accepted=ack.accepted, reason=""))
+        return reassign
+
+
+class HastyPlanner(Planner):
+    ledger_type = OneIsEnough
+
+
+class OnlyTheLastPlan(PlanBook):
+    """Judges a handover by the newest plan, which may not be the one that it belongs to."""
+
+    def allows(self, plan_id: int, lid: int, owner: str) -> bool:
+        return self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
+
+
+class ForgetfulOptimizer(Optimizer):
+    book_type = OnlyTheLastPlan
+
+
+@pytest.mark.parametrize(
+    ("party", "error", "said"),
+    [
+        ({"trainer": ReadsWithoutWaiting}, (InvalidTransition, Violation), "FILLED of step .* while|I1"),
+        ({"trainer": ReadsWithoutWaitingUnguarded}, Violation, "I1: step .* reads layer"),
+        ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer"),
+        ({"trainer": SendsBeforeTheCopy}, Violation, "I1: the optimizer reads a gradient that has not arrived"),
+        ({"optimizer": AnnouncesHalfAnUpdate}, Violation, "I1|I2"),
+        ({"trainer": OverwritesGradients}, Violation, "I2: the gradient of step .* is overwritten unread"),
+        ({"trainer": CopiesWeightsUnasked}, Violation, "I1|I2"),
+        ({"trainer": HandsOverWhileUpdating}, InvalidTransition, "handover to .pu while"),
+        ({"trainer": HandsOverWhileUpdatingUnguarded}, Violation, "I3: .* in the middle of an update"),
+        ({"trainer": AppliesLatePlans}, Violation, "I3: a plan holds from its step on"),
+        ({"coordinator": HastyPlanner}, Violation, "I3: both acknowledge"),
+        ({"optimizer": ForgetfulOptimizer}, OwnershipError, "cannot go to"),
+    ],
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
+)
+def test_planted_fault_is_found(party: dict[str, Any], error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        search(**party)
