@@ -1,0 +1,73 @@
+"""The examples run as they stand, and the pages that describe the project name only what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN_SCRIPT = ROOT / "examples/plain_script.py"
+PAGES = (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+LINE = re.compile(r"step (\d+): loss ([\d.]+)")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints; it is started in an empty folder and keeps its runs there."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.spawns
+def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to start it print the same losses, from three processes."""
+    monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it when it is imported
+    alone = run([sys.executable, str(PLAIN_SCRIPT)], tmp_path)
+    together = run([sys.executable, str(ROOT / "bin/hytrain-cluster"), str(PLAIN_SCRIPT)], tmp_path)
+    losses = LINE.findall(alone)
+    assert [int(step) for step, _ in losses] == [1, 25, 50, 75, 100, 125, 150]
+    assert float(losses[0][1]) > 5.4 and float(losses[-1][1]) < 2.6
+    assert LINE.findall(together) == losses
+    assert all(alone.count(f"\n{role}: process ") == 1 for role in ("trainer", "optimizer", "coordinator"))
+
+
+def test_readme_tree_is_the_project() -> None:
+    """Each name in the annotated tree exists, and each tracked folder of the top level is in it."""
+    named = tree_paths((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:  # not a source archive
+        folders = {line.partition("/")[0] for line in listed.stdout.splitlines() if "/" in line}
+        assert folders - {path.partition("/")[0] for path in named} == set()
+
+
+def tree_paths(readme: str) -> list[str]:
+    """The paths in README's tree, where two spaces mean one folder deeper."""
+    block = readme.partition("## The tree")[2].partition("```\n")[2].partition("```")[0]
+    folders: list[str] = []
+    paths = []
+    for line in block.splitlines():
+        name = line.split()[0]
+        del folders[(len(line) - len(line.lstrip())) // 2 :]
+        paths.append("".join(folders) + name)
+        if name.endswith("/"):
+            folders.append(name)
+    assert len(paths) > 50, "the tree is there"
+    return paths
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_names_what_is_there(page: Path) -> None:
+    """Its links lead to files, and the tests that it names exist."""
+    text = page.read_text(encoding="utf-8")
+    assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+    for file, name in TEST.findall(text):
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
