@@ -36,16 +36,19 @@ class Handover:
 
     def to_cpu(self, layers: list[TrainedLayer], plan: Plan, step: int) -> None:
         """From the GPU to the CPU, which owns the layers from `step` on. Raises `ClusterError`, `CapacityError`."""
+        self._transfers.settle()
         devices = {layer.lid: layer.device for layer in layers}
         for layer in self._allocate(layers):
             self._weights_out(layer)
-            self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
+            with layer.arena.pinned_state():
+                self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
             self._give(layer, plan, step)
 
     def to_gpu(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
         """From the CPU to the GPU, which owns the layer from `step` on. Raises `torch.OutOfMemoryError` unchanged."""
         arena, device = layer.arena, DevicePlanes(layer.segments)
-        self._transfers.move(_state_copies(device, arena))
+        with arena.pinned_state():
+            self._transfers.move(_state_copies(device, arena))
         layer.life.change_owner("gpu")
         layer.planes = device
         arena.close()
@@ -53,6 +56,7 @@ class Handover:
 
     def import_weights(self) -> None:
         """The parameters' values become the masters, exactly: no remainder. Moments and step counts stay."""
+        self._transfers.settle()
         for layer in self._layers:
             for remainder in layer.state("remainder"):
                 if remainder is not None:

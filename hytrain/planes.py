@@ -9,6 +9,8 @@ TrainedLayer       the layer: its life, and one of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -86,7 +88,7 @@ class ArenaPlanes:
         """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
         self._file, self._transfers = file, transfers
         self._shared: Mapping | None = file.map_shared()
-        transfers.pin(self._shared)
+        transfers.pin(self._shared.address, self._shared.nbytes)
         self._all: Mapping | None = None
         self.grads = self._views(self._shared, "grads")
         self.weights = self._views(self._shared, "weights")
@@ -97,10 +99,22 @@ class ArenaPlanes:
             self._all = self._file.map_all()
         return self._views(self._all, plane)
 
+    @contextmanager
+    def pinned_state(self) -> Iterator[None]:
+        """The state planes pinned for a while: a handover then moves them at the link's speed."""
+        self.state(STATE_PLANES[0])
+        assert self._all is not None
+        begin = self._all.address + self._file.layout.shared_nbytes
+        self._transfers.pin(begin, self._all.nbytes - self._file.layout.shared_nbytes)
+        try:
+            yield
+        finally:
+            self._transfers.unpin(begin)
+
     def close(self) -> None:
         """Unpin and give the mapping up; pages live on while somebody holds a view."""
         assert self._shared is not None, "closed once"
-        self._transfers.unpin(self._shared)
+        self._transfers.unpin(self._shared.address)
         self._shared = self._all = None
         self.grads, self.weights = [], []
         self._file.close()

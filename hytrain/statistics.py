@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Statistics:
     """The last finished step, counted from 1.
 
-    Seconds are wall time; `stall_s` is what forward waited for weights, as last measured. `k` is the fraction of the trained parameters that the GPU owns, `gpu_layers` the IDs of its layers,
-    `moved` the number of handovers since the start.
+    Seconds are wall time; `stall_s` is what forward waited for weights, as last measured. `k` is the fraction of the
+    trained parameters that the GPU owns, `gpu_layers` the IDs of its layers, `moved` the handovers since the start.
     """
 
     step: int = 0

@@ -12,17 +12,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
-from hytrain.arena import Mapping
 from hytrain.errors import CapacityError
 from hytrain.measure import Clock, CudaClock, HostClock, Span
 
 #: (destination, source), both 1-D of one length and dtype
 Copy = tuple[torch.Tensor, torch.Tensor]
-STAGING_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,9 @@ class Transfers(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def pin(self, mapping: Mapping) -> None: ...
+    def pin(self, address: int, nbytes: int) -> None: ...
 
-    def unpin(self, mapping: Mapping) -> None: ...
+    def unpin(self, address: int) -> None: ...
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer: ...
 
@@ -55,6 +53,8 @@ class Transfers(Protocol):
 
     def move(self, copies: Sequence[Copy]) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 class HostTransfers:
     """Device "cpu": parameters and planes are separate memory of one machine."""
@@ -62,10 +62,10 @@ class HostTransfers:
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
 
-    def pin(self, mapping: Mapping) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
         """Nothing to pin: no DMA engine reads host memory here."""
 
-    def unpin(self, mapping: Mapping) -> None:
+    def unpin(self, address: int) -> None:
         """Nothing was pinned."""
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
@@ -89,6 +89,9 @@ class HostTransfers:
         for destination, source in copies:
             destination.copy_(source)
 
+    def settle(self) -> None:
+        """Everything has happened when it was called."""
+
 
 class CudaTransfers:
     """Device "cuda": one stream in each direction, so that both copy engines work beside the user's kernels."""
@@ -98,21 +101,20 @@ class CudaTransfers:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        self._staging: torch.Tensor | None = None
 
-    def pin(self, mapping: Mapping) -> None:
-        """Register the mapping with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses."""
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses."""
         with torch.cuda.device(self._device):
-            code = int(torch.cuda.cudart().cudaHostRegister(mapping.address, mapping.nbytes, 1))
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))
         if code != 0:
             raise CapacityError(
-                f"CUDA refused to pin {mapping.nbytes / 1e9:.2f} GB of host memory (error {code}): "
+                f"CUDA refused to pin {nbytes / 1e9:.2f} GB of host memory (error {code}): "
                 "raise the limit of locked memory (ulimit -l), or free host memory"
             )
 
-    def unpin(self, mapping: Mapping) -> None:
+    def unpin(self, address: int) -> None:
         """Before the pages are given back: DMA into pages that were returned hits stale memory."""
-        torch.cuda.cudart().cudaHostUnregister(mapping.address)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy gradients, ready on the current stream, into pinned planes."""
@@ -145,17 +147,14 @@ class CudaTransfers:
             transfer.done.wait(torch.cuda.current_stream(self._device))
 
     def move(self, copies: Sequence[Copy]) -> None:
-        """Copy between device and unpinned planes through a small pinned buffer; returns when all is there."""
-        if self._staging is None:
-            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        """Copy between device and planes, which are pinned if that is to be fast; returns when all is there."""
         for destination, source in copies:
-            step = STAGING_BYTES // destination.element_size()
-            for start in range(0, destination.numel(), step):
-                part, whole = source[start : start + step], destination[start : start + step]
-                staged = self._staging[: part.nbytes].view(part.dtype)
-                staged.copy_(part)
-                whole.copy_(staged)
+            destination.copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
+        """Wait until every stream has done what it was given: before state that any of them wrote is moved."""
+        torch.cuda.synchronize(self._device)
 
 
 def transfers_for(device: torch.device) -> Transfers:
