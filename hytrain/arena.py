@@ -44,9 +44,13 @@ class HostArena:
         """Create and map an arena of zeros. Raises `OSError` if the machine has no memory for it."""
         self.layout = layout
         self.descriptor = os.memfd_create(f"hytrain-{layout.lid}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, layout.nbytes)
-        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
-        self._mapping = Mapping(self.descriptor, layout.nbytes)
+        try:
+            os.ftruncate(self.descriptor, layout.nbytes)
+            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
+            self._mapping = Mapping(self.descriptor, layout.nbytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
 
     @property
     def address(self) -> int:
@@ -92,10 +96,11 @@ def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *,
 
     Raises `WireError` or `HandleError` for what does not fit it, `EOFError` when the other side has gone.
     """
-    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
-    if not frame:
-        raise EOFError("the optimizer closed the socket that descriptors travel over")
+    # Close-on-exec from the start: a program that the user's script starts must not keep the memory.
+    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
+        if not frame:
+            raise EOFError("the optimizer closed the socket that descriptors travel over")
         message = decode(frame, token=token).message
         if not isinstance(message, PlanesReady) or len(descriptors) != 1 or message.lid not in layouts:
             raise ValueError(f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors")

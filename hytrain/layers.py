@@ -79,13 +79,14 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
     `UnsupportedError` for a parameter that cannot be trained here, with its name.
     """
     blocks = find_blocks(model)
-    block_of = {id(module): block for block in blocks for module in block.modules()}
+    waiters = _waiters(model, blocks)
     seen: set[int] = set()
     runs: list[tuple[nn.Module | None, str, list[Piece]]] = []
     for module_name, module in model.named_modules():
-        block = block_of.get(id(module))
+        waiter = waiters[id(module)][0]
+        block = waiter if any(waiter is known for known in blocks) else None
         for name, parameter in module.named_parameters(module_name, recurse=False):
-            if id(parameter) not in managed or id(parameter) in seen:
+            if id(parameter) not in managed or id(parameter) in seen or parameter.numel() == 0:
                 continue
             seen.add(id(parameter))
             _refuse(name, parameter)
@@ -100,7 +101,7 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
         for index, bucket in enumerate(buckets):
             name = run_name if len(buckets) == 1 else f"{run_name}#{index}"
             layers.append(ModelLayer(len(layers), name, tuple(bucket)))
-    _attach_modules(model, layers, block_of)
+    _attach_modules(model, layers, waiters)
     return layers
 
 
@@ -177,15 +178,31 @@ def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
         yield Piece(piece.parameter, piece.name, start, min(size, piece.numel - start))
 
 
-def _attach_modules(model: nn.Module, layers: list[ModelLayer], block_of: dict[int, nn.Module]) -> None:
-    """Give each layer the modules that wait for it: the block, or outside blocks the parameter's own module."""
+def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Module]]:
+    """By module id, who waits for a module's parameters: each block that has it; itself where it is outside of any."""
+    waiters: dict[int, list[nn.Module]] = {}
+
+    def walk(module: nn.Module, block: nn.Module | None) -> None:
+        block = next((known for known in blocks if known is module), block)
+        waiting = waiters.setdefault(id(module), [])
+        if all(waiter is not (block or module) for waiter in waiting):
+            waiting.append(block or module)
+            for child in module.children():
+                walk(child, block)
+
+    walk(model, None)
+    return waiters
+
+
+def _attach_modules(model: nn.Module, layers: list[ModelLayer], waiters: dict[int, list[nn.Module]]) -> None:
+    """Give each layer the modules that wait for it."""
     layers_of: dict[int, list[ModelLayer]] = {}
     for layer in layers:
         for piece in layer.pieces:
             layers_of.setdefault(id(piece.parameter), []).append(layer)
     for module in model.modules():
-        waiter = block_of.get(id(module), module)
         for parameter in module.parameters(recurse=False):
             for layer in layers_of.get(id(parameter), ()):
-                if all(known is not waiter for known in layer.modules):
-                    layer.modules.append(waiter)
+                for waiter in waiters[id(module)]:
+                    if all(known is not waiter for known in layer.modules):
+                        layer.modules.append(waiter)

@@ -116,7 +116,7 @@ class PlanLedger:
         return plan
 
     def on_ack(self, ack: PlanAck) -> Reassign | None:
-        """Count an acknowledgement; the last one gives the commitment to send to the trainer. A refusal ends the plan."""
+        """Count an acknowledgement; the last one gives the commitment for the trainer. A refusal ends the plan."""
         if self._open is None or ack.plan_id != self._open.plan_id or ack.role not in PARTIES or self._committed:
             return None
         if not ack.accepted:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ MONITOR_HIGH_WATER_MARK: Final = 64
 #: Larger frames end their connection inside libzmq; those between the two limits are logged and dropped here.
 SOCKET_FRAME_BYTES: Final = 4 * MAX_FRAME_BYTES
 MAX_IPC_PATH_BYTES: Final = 107
+#: What a peer sent before it died may still be on its way through ZeroMQ's own thread when its death is seen.
+LAST_WORDS_MS: Final = 50
 
 _log = logging.getLogger(__name__)
 
@@ -127,17 +130,15 @@ class Inbox:
 
     def receive(self, timeout_s: float | None) -> Incoming | None:
         """Wait for a message. None after `timeout_s` seconds; `PeerDied` once a dead peer has no more to say."""
-        incoming = self.try_receive()
-        if incoming is not None:
-            return incoming
-        ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3)))
-        incoming = self.try_receive()
-        if incoming is not None:
-            return incoming
-        for descriptor, name in self._deaths.items():
-            if descriptor in ready:
-                raise PeerDied(name)
-        return None
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (incoming := self.try_receive()) is None:
+            ready = dict(self._poller.poll(_left_ms(ends_s)))
+            if not ready:
+                return None
+            dead = [name for descriptor, name in self._deaths.items() if descriptor in ready]
+            if dead and not self._socket.poll(LAST_WORDS_MS):
+                raise PeerDied(dead[0])
+        return incoming
 
     def reply(self, sender: str, message: Message) -> None:
         """Answer the connection that a message came from; dropped if it has gone or does not read."""
@@ -195,13 +196,7 @@ class Outbox:
 
     def receive(self, timeout_s: float) -> Message | None:
         """An answer on this connection (`Inbox.reply`), None after `timeout_s` seconds."""
-        if not self._socket.poll(math.ceil(timeout_s * 1e3)):
-            return None
-        try:
-            return decode(self._socket.recv(), token=self._token).message
-        except WireError as error:
-            _log.warning("dropped an answer from %s: %s", self._where, error)
-            return None
+        return _receive(self._socket, timeout_s, token=self._token, where=self._where)
 
     def close(self) -> None:
         self._socket.close(linger=int(self._linger_s * 1e3))
@@ -236,13 +231,7 @@ class Subscriber:
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message of the feed, None after `timeout_s` seconds."""
-        if not self._socket.poll(math.ceil(timeout_s * 1e3)):
-            return None
-        try:
-            return decode(self._socket.recv(), token=self._token).message
-        except WireError as error:
-            _log.warning("dropped a frame of the feed %s: %s", self._where, error)
-            return None
+        return _receive(self._socket, timeout_s, token=self._token, where=self._where)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -302,6 +291,21 @@ def _limit(socket: zmq.Socket[bytes], *, high_water_mark: int = HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
+
+
+def _receive(socket: zmq.Socket[bytes], timeout_s: float, *, token: str, where: str) -> Message | None:
+    ends_s = time.monotonic() + timeout_s
+    while socket.poll(_left_ms(ends_s)):
+        try:
+            return decode(socket.recv(), token=token).message
+        except WireError as error:
+            _log.warning("dropped a message from %s: %s", where, error)
+    return None
+
+
+def _left_ms(ends_s: float) -> int | None:
+    """How long to poll until a time of the monotonic clock; None, for ever, if that is infinity."""
+    return None if ends_s == math.inf else max(0, math.ceil((ends_s - time.monotonic()) * 1e3))
 
 
 class MemoryNetwork:

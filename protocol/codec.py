@@ -43,7 +43,9 @@ class Envelope:
 
 def encode(message: Message, *, token: str, seq: int) -> bytes:
     """`message` as one frame. Raises `WireError` if it is larger than a receiver would take."""
-    frame: bytes = msgpack.packb([VERSION, type(message).__name__, token, seq, _plain(message)])
+    parts = [VERSION, type(message).__name__, token, seq, _plain(message)]
+    # A path that is no UTF-8 has lone surrogates in Python: they are spelled out rather than fatal.
+    frame: bytes = msgpack.packb(parts, unicode_errors="backslashreplace")
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} takes {len(frame)} bytes, above {MAX_FRAME_BYTES}")
     return frame
@@ -56,7 +58,7 @@ def decode(frame: bytes, *, token: str) -> Envelope:
     try:
         parts = msgpack.unpackb(frame, use_list=True, strict_map_key=True, raw=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"not msgpack: {error}") from None
+        raise WireError(f"not msgpack: {str(error) or type(error).__name__}") from None
     if not isinstance(parts, list) or len(parts) != 5:
         raise WireError("not an array of version, tag, token, seq, fields")
     version, tag, claimed, seq, fields = parts

@@ -222,6 +222,7 @@ class Plan:
     def __post_init__(self) -> None:
         _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
         _require(list(self.gpu_lids) == sorted(set(self.gpu_lids)), "layer IDs sorted, each once")
+        _require(min(self.gpu_lids, default=0) >= 0, "layer IDs are not negative")
         _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
 
 

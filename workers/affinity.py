@@ -93,8 +93,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
     cores: set[int] = set()
     try:
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
+            first, dash, last = part.partition("-")
+            cores.update(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         cores.clear()
     if not cores:
