@@ -1,0 +1,76 @@
+"""Hypothesis strategies for every message of the protocol, built from the dataclasses' own type hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from hypothesis import strategies as st
+
+from protocol import messages as m
+
+MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
+COUNTS = st.integers(0, 2**63)
+TEXT = st.text(max_size=20)
+
+#: Where not every value of a field's type can be.
+RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
+    (m.Hello, "role"): st.sampled_from(m.ROLES),
+    (m.Hello, "pid"): st.integers(1, 2**31),
+    (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
+    (m.LayerTable, "k"): st.none() | st.floats(0, 1),
+    (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
+    (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
+    (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),
+    (m.Plan, "k"): st.floats(0, 1),
+}
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> m.Segment:
+    dtype = draw(st.sampled_from(m.WEIGHT_DTYPES))
+    return m.Segment(
+        name=draw(TEXT),
+        numel=draw(st.integers(1, 2**40)),
+        dtype=dtype,
+        grads_dtype=draw(st.sampled_from(("bfloat16",) if dtype == "bfloat16" else m.WEIGHT_DTYPES)),
+        group=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[m.Layer, ...]:
+    ranks = draw(st.integers(1, 4).flatmap(lambda n: st.permutations(range(n))))
+    return tuple(
+        m.Layer(lid=lid, rank=rank, name=draw(TEXT), segments=tuple(draw(st.lists(segments(), min_size=1, max_size=3))))
+        for lid, rank in enumerate(ranks)
+    )
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint == tuple[m.Layer, ...]:
+        return layers()
+    if origin is tuple:
+        return st.lists(_values(arguments[0]), max_size=4).map(tuple)
+    if origin is types.UnionType:
+        return st.none() | _values(next(argument for argument in arguments if argument is not types.NoneType))
+    if origin is dict:
+        return st.dictionaries(TEXT, _values(arguments[1]), max_size=4)
+    if dataclasses.is_dataclass(hint):
+        return instances(typing.cast(type, hint))
+    return {int: COUNTS, float: st.floats(allow_nan=False), bool: st.booleans(), str: TEXT}[hint]
+
+
+def instances(cls: type) -> st.SearchStrategy[Any]:
+    """Any value of a message class, or of a dataclass inside one."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return st.builds(
+        cls, **{name: RANGES[cls, name] if (cls, name) in RANGES else _values(hints[name]) for name in names}
+    )
+
+
+any_message: st.SearchStrategy[m.Message] = st.one_of([instances(cls) for cls in MESSAGES])

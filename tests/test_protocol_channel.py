@@ -1,0 +1,363 @@
+"""Channels over real `ipc://` sockets: what is refused, what ends a wait, and who never waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol import channel
+from protocol.channel import (
+    HIGH_WATER_MARK,
+    MAX_IPC_PATH_BYTES,
+    MONITOR_HIGH_WATER_MARK,
+    Inbox,
+    Incoming,
+    MemoryNetwork,
+    Network,
+    PeerDied,
+    PeerNotReading,
+    address,
+)
+from protocol.codec import MAX_FRAME_BYTES, VERSION, WireError, encode
+from protocol.messages import CommandReply, Goodbye, Message, StatusRequest, WeightsReady
+
+TOKEN = "token"
+SOON_S = 20.0  # for what must come: far longer than it takes
+
+pytestmark = pytest.mark.spawns  # looks for descriptors and sockets that were left behind
+
+
+@pytest.fixture
+def folder(no_leaks: None, tmp_path: Path) -> Iterator[str]:
+    """A socket folder with a short name, whatever pytest's own is called."""
+    short = Path(os.environ["TMPDIR"]) / "s"
+    short.mkdir()
+    yield str(short)
+    for socket in short.iterdir():
+        socket.unlink()
+    short.rmdir()
+
+
+@pytest.fixture
+def network(folder: str) -> Iterator[Network]:
+    with Network(folder, token=TOKEN, name="here") as network:
+        yield network
+
+
+@pytest.fixture
+def dropped(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="protocol.channel")
+    return caplog
+
+
+class RawPeer:
+    """A peer that writes whatever it likes, over one connection."""
+
+    def __init__(self, folder: str, name: str = "raw") -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.connect(address(folder, "optimizer"))
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def good(self, seq: int, lid: int = 0) -> None:
+        self.send(encode(WeightsReady(step=0, lid=lid), token=TOKEN, seq=seq))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def raw(folder: str) -> Iterator[RawPeer]:
+    peer = RawPeer(folder)
+    yield peer
+    peer.close()
+
+
+def received(inbox: Inbox) -> Message:
+    incoming = inbox.receive(SOON_S)
+    assert incoming is not None
+    return incoming.message
+
+
+# ---------------------------------------------------------------- messages
+
+
+def test_messages_arrive_in_order_and_name_their_sender(network: Network) -> None:
+    inbox, outbox = network.inbox("optimizer"), network.outbox("optimizer")
+    for lid in range(50):
+        outbox.send(WeightsReady(step=0, lid=lid))
+    for lid in range(50):
+        assert inbox.receive(SOON_S) == Incoming("here", WeightsReady(step=0, lid=lid))
+    assert inbox.try_receive() is None
+
+
+def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
+    inbox = network.inbox("coordinator")
+    with Network(folder, token=TOKEN, name="one") as one, Network(folder, token=TOKEN, name="two") as two:
+        asking, other = one.outbox("coordinator"), two.outbox("coordinator")
+        asking.send(StatusRequest())
+        incoming = inbox.receive(SOON_S)
+        assert incoming == Incoming("one", StatusRequest())
+        inbox.reply("one", CommandReply(ok=True, text="done"))
+        assert asking.receive(SOON_S) == CommandReply(ok=True, text="done")
+        assert other.receive(0) is None
+
+
+def test_an_answer_to_nobody_is_lost(network: Network) -> None:
+    inbox, asking = network.inbox("coordinator"), network.outbox("coordinator")
+    inbox.reply("who has left", CommandReply(ok=True, text="lost"))
+    asking.send(StatusRequest())
+    assert received(inbox) == StatusRequest()
+    inbox.reply("here", CommandReply(ok=True, text="found"))
+    assert asking.receive(SOON_S) == CommandReply(ok=True, text="found")
+
+
+GOOD = encode(WeightsReady(step=0, lid=0), token=TOKEN, seq=5)
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b""], "not msgpack"),
+        ([b"\x80\x04\x95pickled"], "not msgpack|not an array"),
+        ([GOOD, GOOD], "3 frames where 2 were expected"),
+        ([encode(WeightsReady(step=0, lid=0), token="other run", seq=1)], "wrong run token"),
+        ([GOOD.replace(bytes([0x95, VERSION]), bytes([0x95, VERSION + 1]), 1)], f"version {VERSION + 1}"),
+        ([GOOD.replace(b"WeightsReady", b"WeightsRuddy")], "unknown message 'WeightsRuddy'"),
+        ([b"\x00" * (MAX_FRAME_BYTES + 1)], f"frame of {MAX_FRAME_BYTES + 1} bytes"),
+    ],
+    ids=["empty", "pickle", "two parts", "token", "version", "tag", "too large"],
+)
+def test_what_is_no_message_is_logged_and_dropped(
+    network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture, frames: list[bytes], reason: str
+) -> None:
+    """One wait takes in the bad and the good: a bad frame must not end it."""
+    inbox = network.inbox("optimizer")
+    raw.send(*frames)
+    raw.good(seq=6, lid=3)
+    assert received(inbox) == WeightsReady(step=0, lid=3)
+    assert re.search(f"dropped a message from 'raw': .*{reason}", dropped.text)
+
+
+def test_a_number_that_came_before_is_dropped(
+    network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
+) -> None:
+    inbox = network.inbox("optimizer")
+    for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
+        raw.good(seq, lid)
+    assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid) for lid in (0, 1, 4)]
+    assert "sequence number 1 after 1" in dropped.text and "sequence number 0 after 1" in dropped.text
+
+
+def test_numbers_are_each_senders_own(folder: str, network: Network, raw: RawPeer) -> None:
+    inbox = network.inbox("optimizer")
+    raw.good(seq=9)
+    assert received(inbox)
+    other = RawPeer(folder, "other")
+    other.good(seq=0, lid=1)
+    assert received(inbox) == WeightsReady(step=0, lid=1)
+    other.close()
+
+
+def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, folder: str, network: Network
+) -> None:
+    monkeypatch.setattr(channel, "SOCKET_FRAME_BYTES", 10_000)
+    inbox = network.inbox("optimizer")
+    rude, polite = RawPeer(folder, "rude"), RawPeer(folder, "polite")
+    rude.send(b"\x00" * 10_001)
+    polite.good(seq=0, lid=2)
+    assert received(inbox) == WeightsReady(step=0, lid=2)
+    rude.close()
+    polite.close()
+
+
+def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptureFixture) -> None:
+    with (
+        Network(folder, token="other run", name="impostor") as theirs,
+        Network(folder, token=TOKEN, name="monitor") as ours,
+    ):
+        publisher, subscriber = theirs.publisher(), ours.subscriber()
+        while "wrong run token" not in dropped.text:  # the subscription takes a moment to arrive
+            publisher.publish(StatusRequest())
+            assert subscriber.receive(0.01) is None
+
+
+# ---------------------------------------------------------------- what ends a wait
+
+
+def test_a_wait_ends_at_its_deadline(network: Network) -> None:
+    inbox, outbox = network.inbox("optimizer"), network.outbox("optimizer")
+    assert inbox.receive(0) is None
+    assert inbox.receive(0.01) is None
+    assert outbox.receive(0.01) is None
+
+
+def test_a_dropped_message_does_not_end_a_wait(network: Network, raw: RawPeer) -> None:
+    """Or else junk at the wrong moment would pass for a deadline."""
+    inbox = network.inbox("optimizer")
+    raw.send(b"junk")
+    assert inbox.receive(0.2) is None  # the junk has been taken in meanwhile
+    raw.send(b"junk")
+    raw.good(seq=0)
+    assert received(inbox) == WeightsReady(step=0, lid=0)
+
+
+def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_a_death_ends_a_wait(network: Network) -> None:
+    with child("import sys; sys.stdin.read()") as process:
+        inbox = network.inbox("trainer")
+        inbox.watch("the optimizer process", process.pid)
+        assert inbox.receive(0) is None
+        process.kill()
+        with pytest.raises(PeerDied, match="the optimizer process died") as caught:
+            inbox.receive(SOON_S)
+        assert caught.value.name == "the optimizer process"
+        inbox.unwatch("the optimizer process")
+        assert inbox.receive(0) is None
+
+
+def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> None:
+    """The child holds every descriptor of the dead process, a pipe's end too: its end would show nothing."""
+    code = (
+        "import os, sys\nif os.fork() == 0:\n    sys.stdin.read()\n    os._exit(0)\nprint(flush=True)\nsys.stdin.read()"
+    )
+    process = child(code)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.readline()
+    inbox = network.inbox("trainer")
+    inbox.watch("the trainer", process.pid)
+    process.kill()
+    with pytest.raises(PeerDied):
+        inbox.receive(SOON_S)
+    process.stdin.close()  # now the child leaves
+    assert process.stdout.read() == b""
+    process.stdout.close()
+    process.wait()
+
+
+def test_who_has_died_already_cannot_be_watched(network: Network) -> None:
+    with child("") as process:
+        process.wait()
+    with pytest.raises(PeerDied, match="the coordinator died"):
+        network.inbox("trainer").watch("the coordinator", process.pid)
+
+
+LAST_WORDS = """
+import sys
+from protocol.channel import Network
+from protocol.messages import Goodbye
+with Network(sys.argv[1], token="token", name="child") as network:
+    outbox = network.outbox("trainer", linger_s=20)
+    for rank in range(30):
+        outbox.send(Goodbye(role="optimizer", rank=rank))
+"""
+
+
+def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: Network) -> None:
+    inbox = network.inbox("trainer")
+    with child(LAST_WORDS, folder) as process:
+        inbox.watch("the child", process.pid)
+        for rank in range(30):
+            assert received(inbox) == Goodbye(role="optimizer", rank=rank)
+        with pytest.raises(PeerDied):
+            inbox.receive(SOON_S)
+
+
+def test_any_descriptor_can_end_a_wait(network: Network) -> None:
+    reading, writing = os.pipe()
+    inbox = network.inbox("optimizer")
+    inbox.watch_descriptor("the launcher", reading)
+    assert inbox.receive(0) is None
+    os.close(writing)
+    with pytest.raises(PeerDied, match="the launcher"):
+        inbox.receive(None)
+
+
+# ---------------------------------------------------------------- who never waits
+
+
+def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> None:
+    outbox = network.outbox("optimizer")
+    with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
+        for lid in range(HIGH_WATER_MARK + 1):
+            outbox.send(WeightsReady(step=0, lid=lid))
+
+
+def test_a_monitor_that_stalls_holds_nobody_up(folder: str, network: Network) -> None:
+    """It loses frames; a second monitor gets the last one, and the first reads on later."""
+    publisher, stalled = network.publisher(), network.subscriber()
+    with Network(folder, token=TOKEN, name="monitor") as other:
+        reading = other.subscriber()
+        seen = {"stalled": False, "reading": False}
+        while not all(seen.values()):  # both subscriptions have arrived
+            publisher.publish(status("hello"))
+            seen["stalled"] |= stalled.receive(0.01) is not None
+            seen["reading"] |= reading.receive(0.01) is not None
+        rounds = 20 * MONITOR_HIGH_WATER_MARK
+        for number in range(rounds):
+            publisher.publish(status(str(number) + "x" * 20_000))
+            if number % 8 == 0:
+                reading.receive(0.01)
+        kept = 0
+        while stalled.receive(0.05) is not None:
+            kept += 1
+        assert 0 < kept < rounds
+        publisher.publish(status("last"))
+        while (message := reading.receive(SOON_S)) != status("last"):
+            assert isinstance(message, CommandReply)
+        assert stalled.receive(SOON_S) == status("last")
+
+
+def status(text: str) -> CommandReply:
+    return CommandReply(ok=True, text=text)
+
+
+# ---------------------------------------------------------------- addresses, networks
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
+    fits = "/" + "f" * (MAX_IPC_PATH_BYTES - len("//optimizer-0"))
+    assert address(fits, "optimizer") == f"ipc://{fits}/optimizer-0"
+    with pytest.raises(ValueError, match="longer than 107 bytes; set a shorter TMPDIR"):
+        address(fits + "f", "optimizer")
+    with pytest.raises(ValueError, match="longer than 107 bytes"):
+        address("/" + "ü" * 50, "optimizer")
+
+
+def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
+    first = network.inbox("trainer")
+    network.drop(first)
+    second = network.inbox("trainer")
+    network.outbox("trainer").send(Goodbye(role="optimizer", rank=0))
+    assert received(second) == Goodbye(role="optimizer", rank=0)
+
+
+def test_the_network_in_memory_refuses_as_the_real_one() -> None:
+    network = MemoryNetwork()
+    network.send("a", "b", WeightsReady(step=0, lid=1))
+    network.send("c", "b", WeightsReady(step=0, lid=2))
+    assert network.pending(["a", "b"]) == ["b"]
+    assert network.try_receive("b") == Incoming("a", WeightsReady(step=0, lid=1))
+    assert network.try_receive("b") == Incoming("c", WeightsReady(step=0, lid=2))
+    assert network.try_receive("b") is None
+    network.send("a", "b", WeightsReady(step=0, lid=1))
+    network._queues["b"].extend(network._queues["b"])
+    assert network.try_receive("b") is not None
+    with pytest.raises(WireError, match="sequence number 1 after 1"):
+        network.try_receive("b")

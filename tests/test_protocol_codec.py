@@ -1,0 +1,257 @@
+"""The wire format: every message comes back as it was, and whatever is not a message is a `WireError` with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from message_strategies import MESSAGES, any_message, instances
+
+from protocol import codec
+from protocol import messages as m
+from protocol.codec import MAX_FRAME_BYTES, VERSION, WireError, decode, encode
+
+TOKEN = "run's token"
+GRAD_READY = m.GradReady(step=3, lid=1, counts=(4, 0))
+
+
+def frame(*, version: Any = VERSION, tag: Any = "GradReady", token: Any = TOKEN, seq: Any = 0, fields: Any) -> bytes:
+    packed: bytes = msgpack.packb([version, tag, token, seq, fields])
+    return packed
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(WireError) as caught:
+        decode(data, token=TOKEN)
+    reason = str(caught.value)
+    assert reason.rstrip(": "), "a refusal without a reason"
+    return reason
+
+
+# ---------------------------------------------------------------- what is a message
+
+
+@pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
+@given(data=st.data(), seq=st.integers(0, 2**63))
+@settings(max_examples=25, deadline=None)
+def test_round_trip(cls: type, data: st.DataObject, seq: int) -> None:
+    message = data.draw(instances(cls))
+    envelope = decode(encode(message, token=TOKEN, seq=seq), token=TOKEN)
+    assert envelope == codec.Envelope(message, seq)
+    assert type(envelope.message) is cls
+
+
+def test_every_message_of_the_protocol_is_known() -> None:
+    """A dataclass of `messages` is a message, or a part of one."""
+    parts = {m.Segment, m.Layer, m.GroupHyper, m.LayerTimes, m.CpuUpdate, m.Process}
+    declared = {value for value in vars(m).values() if dataclasses.is_dataclass(value)}
+    assert declared - parts == set(MESSAGES)
+
+
+def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
+    report = decode(frame(tag="OptimizerReport", fields=[0, 1, []]), token=TOKEN).message
+    assert report == m.OptimizerReport(step=0, busy_s=1.0, updates=()) and type(report.busy_s) is float
+    assert "expected int, got float" in refused(frame(tag="OptimizerReport", fields=[2.5, 1, []]))
+    assert "expected int, got bool" in refused(frame(tag="WeightsReady", fields=[True, 1]))
+    assert "expected bool, got int" in refused(frame(tag="CommandReply", fields=[1, ""]))
+
+
+def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
+    """A path may be any bytes. It must not end the process that speaks of it."""
+    sent = m.Goodbye(role="folder-\udcff", rank=0)
+    assert decode(encode(sent, token=TOKEN, seq=0), token=TOKEN).message == m.Goodbye(role="folder-\\udcff", rank=0)
+
+
+# ---------------------------------------------------------------- what is not
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack: FormatError"),
+        (encode(GRAD_READY, token=TOKEN, seq=0)[:-1], "incomplete"),
+        (encode(GRAD_READY, token=TOKEN, seq=0) + b"\x00", "extra data"),
+        (msgpack.packb("GradReady"), "not an array"),
+        (msgpack.packb([VERSION, "GradReady", TOKEN, 0]), "not an array"),
+        (msgpack.packb([VERSION, "GradReady", TOKEN, 0, [], 0]), "not an array"),
+        (msgpack.packb({0: 1}), "not msgpack|not an array"),
+        (b"\x91" * 5000, "not msgpack: StackError"),
+        (b"\xdd\xff\xff\xff\xff", "exceeds max_array_len"),
+        (b"\xdf\xff\xff\xff\xff", "exceeds max_map_len"),
+        (b"\xdb\xff\xff\xff\xff", "not msgpack"),
+        (b"\xc6\xff\xff\xff\xff", "not msgpack"),
+        (b"\xc9\xff\xff\xff\xff\x01", "not msgpack"),
+        (b"\xd4\xff\x00", "timestamp"),
+        (pickle.dumps(GRAD_READY), "not msgpack"),
+        (b"\x00" * (MAX_FRAME_BYTES + 1), f"frame of {MAX_FRAME_BYTES + 1} bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value[:12]),
+)
+def test_what_is_no_frame(data: bytes, reason: str) -> None:
+    assert re.search(reason, refused(data))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"version": VERSION + 1}, f"version {VERSION + 1}, this is {VERSION}"),
+        ({"version": str(VERSION)}, "version"),
+        ({"version": True}, "version"),
+        ({"token": "another run's"}, "wrong run token"),
+        ({"token": ""}, "wrong run token"),
+        ({"token": TOKEN.encode()}, "wrong run token"),
+        ({"token": None}, "wrong run token"),
+        ({"tag": "Shutdown"}, "unknown message 'Shutdown'"),
+        ({"tag": "Layer"}, "unknown message 'Layer'"),
+        ({"tag": 3}, "unknown message 3"),
+        ({"tag": ["GradReady"]}, "unknown message"),
+        ({"seq": -1}, "GradReady: sequence number -1"),
+        ({"seq": 0.0}, "sequence number"),
+        ({"seq": None}, "sequence number"),
+        ({"fields": None}, "GradReady: expected 3 fields"),
+        ({"fields": {"step": 3}}, "GradReady: expected 3 fields"),
+        ({"fields": [3, 1]}, "GradReady: expected 3 fields"),
+        ({"fields": [3, 1, [4], 0]}, "GradReady: expected 3 fields"),
+        ({"fields": [3, "1", [4]]}, "GradReady.lid: expected int, got str"),
+        ({"fields": [3, None, [4]]}, "GradReady.lid: expected int, got NoneType"),
+        ({"fields": [3, 1, 4]}, "GradReady.counts: expected an array"),
+        ({"fields": [3, 1, [4.0]]}, "GradReady.counts: expected int, got float"),
+        ({"fields": [3, 1, [[]]]}, "GradReady.counts: expected int, got list"),
+        ({"fields": [-3, 1, [4]]}, "GradReady: steps and layer IDs are not negative"),
+        ({"fields": [3, 1, [0]]}, "GradReady: step counts of an update"),
+        ({"fields": [3, 1, []]}, "GradReady: step counts of an update"),
+        ({"fields": [3, 1, [-1, 4]]}, "GradReady: step counts of an update"),
+        ({"fields": [3, msgpack.ExtType(5, b"x"), [4]]}, "GradReady.lid: expected int, got ExtType"),
+        ({"fields": [3, msgpack.Timestamp(0), [4]]}, "GradReady.lid: expected int, got Timestamp"),
+        ({"tag": "Log", "fields": [1, []]}, "Log.numbers: expected a map with text keys"),
+        ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
+        ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
+        ({"tag": "Hello", "fields": ["intruder", 0, 1]}, "Hello: unknown role 'intruder'"),
+        ({"tag": "Hello", "fields": ["trainer", 0, 0]}, "Hello: rank and pid"),
+        ({"tag": "RanksLearned", "fields": [[0, 0]]}, "RanksLearned: ranks must be a permutation"),
+        ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: a layer's arena"),
+        ({"tag": "Plan", "fields": [0, 0, [1, 0], 0.5, "", "", None]}, "Plan: layer IDs sorted"),
+        ({"tag": "Plan", "fields": [0, 0, [1, 1], 0.5, "", "", None]}, "Plan: layer IDs sorted"),
+        ({"tag": "Plan", "fields": [0, 0, [-1], 0.5, "", "", None]}, "Plan: layer IDs are not negative"),
+        ({"tag": "Plan", "fields": [0, 0, [], 1.5, "", "", None]}, "Plan: k is 1.5"),
+        ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None]}, "Plan: k is nan"),
+        ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None]}, "Plan: plans and steps"),
+        ({"tag": "OptimizerReport", "fields": [0, 0.0, [[0, 0.0]]]}, "OptimizerReport.updates: expected 3 fields"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value),
+)
+def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
+    assert reason in refused(frame(**{"fields": [3, 1, [4]], **parts}))
+
+
+def layer_table(**changes: Any) -> list[Any]:
+    table = {
+        "layers": [[0, 0, "a", [["w", 128, "bfloat16", "bfloat16", 0]]]],
+        "device": "cpu",
+        "policy": "fixed",
+        "k": None,
+        "backend": "auto",
+        "gpu_bytes": None,
+        "host_bytes": None,
+    }
+    return list((table | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": []}, "needs a layer"),
+        ({"layers": [[1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "layer IDs must be 0, 1, 2"),
+        ({"layers": [[0, 1, "a", [["w", 1, "float32", "float32", 0]]]]}, "ranks must be a permutation"),
+        ({"layers": [[0, 0, "a", []]]}, "layer 0 has no segments"),
+        ({"layers": [[-1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "not negative"),
+        ({"layers": [[0, 0, "a", [["w", 0, "float32", "float32", 0]]]]}, "'w' has no elements"),
+        ({"layers": [[0, 0, "a", [["w", 1, "float64", "float32", 0]]]]}, "has dtype 'float64'"),
+        ({"layers": [[0, 0, "a", [["w", 1, "bfloat16", "float32", 0]]]]}, "cannot have 'float32' gradients"),
+        ({"layers": [[0, 0, "a", [["w", 1, "float32", "int8", 0]]]]}, "cannot have 'int8' gradients"),
+        ({"layers": [[0, 0, "a", [["w", 1, "float32", "float32", -1]]]]}, "index is not negative"),
+        ({"k": 2.0}, "k is 2.0"),
+        ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value),
+)
+def test_what_is_no_layer_table(changes: dict[str, Any], reason: str) -> None:
+    decode(frame(tag="LayerTable", fields=layer_table()), token=TOKEN)
+    assert reason in refused(frame(tag="LayerTable", fields=layer_table(**changes)))
+
+
+def test_a_message_that_no_receiver_would_take_is_not_sent() -> None:
+    with pytest.raises(WireError, match="CommandReply takes .* bytes, above"):
+        encode(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES), token=TOKEN, seq=0)
+
+
+# ---------------------------------------------------------------- anything at all
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)
+TAGS = st.sampled_from([cls.__name__ for cls in MESSAGES])
+
+
+def survives(data: bytes) -> None:
+    """A message, or a `WireError`: any other exception fails the test."""
+    try:
+        envelope = decode(data, token=TOKEN)
+    except WireError as error:
+        assert str(error)
+    else:
+        assert type(envelope.message) in MESSAGES
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes(data: bytes) -> None:
+    survives(data)
+
+
+@given(tag=TAGS, fields=st.lists(junk, max_size=9), seq=junk)
+@settings(max_examples=400, deadline=None)
+def test_any_fields(tag: str, fields: list[Any], seq: Any) -> None:
+    survives(frame(tag=tag, fields=fields))
+    survives(frame(tag=tag, fields=fields, seq=seq))
+
+
+@given(message=any_message, data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_message_with_a_value_exchanged(message: m.Message, data: st.DataObject) -> None:
+    """Close to a message, which reaches deeper than junk."""
+    parts = msgpack.unpackb(encode(message, token=TOKEN, seq=1), strict_map_key=False)
+    place = parts
+    while isinstance(place, list) and place:
+        index = data.draw(st.integers(0, len(place) - 1))
+        if not isinstance(place[index], list) or not place[index] or data.draw(st.booleans()):
+            place[index] = data.draw(junk)
+            break
+        place = place[index]
+    survives(msgpack.packb(parts))
+
+
+@given(message=any_message, data=st.data())
+@settings(max_examples=300, deadline=None)
+@example(message=GRAD_READY, data=None)
+def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | None) -> None:
+    whole = bytearray(encode(message, token=TOKEN, seq=1))
+    if data is not None:
+        for _ in range(data.draw(st.integers(1, 4))):
+            whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    survives(bytes(whole))
+    survives(bytes(whole[: len(whole) // 2]))

@@ -1,0 +1,160 @@
+"""The arena's layout, whatever the segments, and the refusal of every handle that is not in it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from message_strategies import segments
+
+from protocol.handles import (
+    ALIGN_ELEMENTS,
+    DTYPE_BYTES,
+    PAGE_BYTES,
+    PLANES,
+    SHARED_PLANES,
+    ArenaLayout,
+    HandleError,
+    TensorHandle,
+    check_arena,
+    check_handle,
+    layout,
+)
+from protocol.messages import Layer, Segment
+
+
+def layer(*parts: Segment, lid: int = 0) -> Layer:
+    return Layer(lid=lid, rank=0, name="layer", segments=parts)
+
+
+def segment(numel: int, dtype: str = "bfloat16", grads_dtype: str | None = None) -> Segment:
+    return Segment(name="s", numel=numel, dtype=dtype, grads_dtype=grads_dtype or dtype, group=0)
+
+
+MIXED = layer(segment(130), segment(5, "float32"), segment(1000, "float32", "bfloat16"), lid=7)
+some_layers = st.lists(segments(), min_size=1, max_size=5).map(lambda parts: layer(*parts))
+
+
+def arrays(arena: ArenaLayout) -> list[TensorHandle]:
+    return [handle for plane in PLANES for handle in arena.handles[plane] if handle is not None]
+
+
+@given(some_layers)
+@settings(deadline=None)
+def test_arrays_are_disjoint_aligned_and_inside(spec: Layer) -> None:
+    arena = layout(spec)
+    assert tuple(arena.handles) == PLANES
+    for before, after in pairwise(arrays(arena)):
+        assert before.offset + before.nbytes <= after.offset
+    assert arrays(arena)[-1].offset + arrays(arena)[-1].nbytes <= arena.nbytes
+    start = 0
+    for plane in PLANES:
+        row = [handle for handle in arena.handles[plane] if handle is not None]
+        for handle in row:
+            assert handle.offset % DTYPE_BYTES[handle.dtype] == 0
+            assert start <= handle.offset and handle.offset + handle.nbytes <= start + arena.plane_nbytes[plane]
+        for before, after in pairwise(row):
+            padded = -(-before.numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            assert after.offset - before.offset == padded * DTYPE_BYTES[before.dtype]
+        if row:
+            assert row[0].offset == start
+        assert start % PAGE_BYTES == arena.plane_nbytes[plane] % PAGE_BYTES == 0
+        start += arena.plane_nbytes[plane]
+        if plane == SHARED_PLANES[-1]:
+            assert arena.shared_nbytes == start
+    assert start == arena.nbytes == sum(arena.plane_nbytes.values())
+
+
+@given(some_layers)
+@settings(deadline=None)
+def test_every_segment_has_its_arrays(spec: Layer) -> None:
+    arena = layout(spec)
+    for index, part in enumerate(spec.segments):
+        split = part.dtype == "bfloat16"
+        expected = (part.grads_dtype, part.dtype, "int16" if split else None, "float32", "float32")
+        for plane, dtype in zip(PLANES, expected):
+            handle = arena.handles[plane][index]
+            if dtype is None:
+                assert handle is None
+            else:
+                assert handle is not None
+                assert (handle.lid, handle.plane, handle.segment) == (spec.lid, plane, index)
+                assert (handle.numel, handle.dtype) == (part.numel, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "grads_dtype", "expected"), [("bfloat16", None, 14), ("float32", None, 16)])
+def test_bytes_for_each_parameter(dtype: str, grads_dtype: str | None, expected: int) -> None:
+    numel = 1 << 20
+    assert layout(layer(segment(numel, dtype, grads_dtype))).nbytes == expected * numel
+
+
+def test_a_layer_without_remainder_has_an_empty_plane() -> None:
+    arena = layout(layer(segment(10, "float32")))
+    assert arena.plane_nbytes["remainder"] == 0 and arena.handles["remainder"] == (None,)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@given(st.data(), some_layers)
+@settings(deadline=None)
+def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> None:
+    arena = layout(spec)
+    handle = data.draw(st.sampled_from(arrays(arena)))
+    check_handle(handle, arena)
+    name = data.draw(st.sampled_from([known.name for known in fields(TensorHandle)]))
+    other: st.SearchStrategy[Any] = st.integers(-(2**40), 2**60)
+    if name in ("plane", "dtype"):
+        other = st.sampled_from([*PLANES, *DTYPE_BYTES, "float64", ""])
+    tampered = replace(handle, **{name: data.draw(other.filter(lambda value: value != getattr(handle, name)))})
+    with pytest.raises(HandleError):
+        check_handle(tampered, arena)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lid": 8}, "no plane 'weights' of layer 8"),
+        ({"plane": "secrets"}, "no plane 'secrets'"),
+        ({"segment": -1}, "not what the layer table says"),
+        ({"segment": 3}, "not what the layer table says"),
+        ({"offset": 0}, "not what the layer table says"),
+        ({"numel": 131}, "not what the layer table says"),
+        ({"dtype": "float32"}, "not what the layer table says"),
+    ],
+    ids=str,
+)
+def test_refusals_say_why(change: dict[str, Any], reason: str) -> None:
+    handle = layout(MIXED).handles["weights"][0]
+    assert handle is not None
+    with pytest.raises(HandleError, match=reason):
+        check_handle(replace(handle, **change), layout(MIXED))
+
+
+def test_a_layout_that_reaches_beyond_its_arena_is_refused() -> None:
+    """The bounds are checked even when handle and table agree."""
+    arena = layout(MIXED)
+    last = arrays(arena)[-1]
+    with pytest.raises(HandleError, match="reaches beyond the arena's"):
+        check_handle(last, replace(arena, nbytes=last.offset + last.nbytes - 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lid": 6}, "arena of layer 6 came where layer 7 was expected"),
+        ({"nbytes": 0}, "0 bytes announced"),
+        ({"file_bytes": 4096}, "4096 in the file"),
+    ],
+    ids=str,
+)
+def test_an_arena_that_is_not_the_tables(change: dict[str, int], reason: str) -> None:
+    arena = layout(MIXED)
+    agreed = {"lid": 7, "nbytes": arena.nbytes, "file_bytes": arena.nbytes}
+    check_arena(arena, **agreed)
+    with pytest.raises(HandleError, match=reason):
+        check_arena(arena, **(agreed | change))
