@@ -27,17 +27,18 @@ _ADVICE: Final = {
 }
 
 
-def _advice(operation: str) -> str:
-    for key, words in (
-        ("scale", ("_amp_",)),
-        ("clip", ("norm", "clamp")),
-        ("accumulate", ("add_", "add")),
-        ("zero", ("zero_", "_foreach_zero_")),
-        ("optimizer", ("_fused_", "_foreach_lerp", "lerp")),
-    ):
-        if any(operation == word or (word not in ("add", "add_", "zero_") and word in operation) for word in words):
+#: words in an operation's name, and the advice that goes with it
+_WORDS: Final = (("scale", "_amp_"), ("clip", "norm"), ("clip", "clamp"), ("zero", "zero_"), ("optimizer", "_fused_"))
+
+
+def _advice(operation: str, into_gradient: bool) -> str:
+    """The sentence for an operation; `into_gradient` says that the consumed gradient was to be changed."""
+    for key, word in _WORDS:
+        if word in operation:
             return _ADVICE[key]
-    return _ADVICE["read"]
+    if "add" in operation:
+        return _ADVICE["accumulate" if into_gradient else "optimizer"]
+    return _ADVICE["optimizer" if "_foreach" in operation or "lerp" in operation else "read"]
 
 
 class ConsumedGradient(torch.Tensor):
@@ -56,7 +57,8 @@ class ConsumedGradient(torch.Tensor):
         if func is _aten.detach.default:
             return args[0]
         operation = func.overloadpacket.__name__
-        raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {_advice(operation)}")
+        advice = _advice(operation, into_gradient=bool(args) and isinstance(args[0], cls))
+        raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

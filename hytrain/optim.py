@@ -13,6 +13,7 @@ is its last act. From then on `engine` does the work, and this class is its face
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -232,7 +233,7 @@ class AdamW(torch.optim.Optimizer):
             "optimizer": self._cluster.optimizer_pid,
             "coordinator": self._cluster.coordinator_pid,
         }
-        return [(role, pid, psutil.Process(pid).cpu_affinity() or []) for role, pid in pids.items()]
+        return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property
     def run_dir(self) -> Path:
@@ -256,6 +257,15 @@ def _host_backend(name: str) -> backends.Backend:
             if name == "native":
                 raise
     return backends.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
+
+
+def _cores(pid: int) -> list[int]:
+    """The cores of all threads of a process: OpenMP binds each to its own, the main thread among them."""
+    cores: set[int] = set()
+    for thread in psutil.Process(pid).threads():
+        with contextlib.suppress(ProcessLookupError):
+            cores.update(os.sched_getaffinity(thread.id))
+    return sorted(cores)
 
 
 def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:
@@ -334,7 +344,7 @@ def _check_model(model: nn.Module) -> torch.device:
         raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise UnsupportedError(f"{name} makes sparse gradients: construct it with sparse=False")
+            raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
-from workers import process
+from workers import affinity, process
 from workers.process import Child
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class Supervisor:
         self._end()
 
     def _start(self) -> None:
+        affinity.choose(self._config.cores, self._config.threads)  # a wish that cannot be is bad input, not a failure
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
         token_path.touch(mode=0o600)
