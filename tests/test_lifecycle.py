@@ -1,0 +1,149 @@
+"""The life of a gradient: every (owner, state, event), those that happen and those that are refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain.lifecycle import TRANSITIONS, Command, Event, InvalidTransition, LayerLife, State
+
+TRIP = [
+    (Event.FILLED, State.LEAVING, Command.COPY_GRADIENTS),
+    (Event.COPIED, State.UPDATING, Command.SEND_GRAD_READY),
+    (Event.WEIGHTS_READY, State.LANDING, Command.COPY_WEIGHTS),
+    (Event.AWAITED, State.CURRENT, None),
+]
+
+
+def life_in(state: State, owner: str = "cpu", step: int = 5) -> LayerLife:
+    """A layer whose update of `step` has come as far as `state`, or is over."""
+    life = LayerLife(3, owner)
+    if owner == "gpu":
+        life.on(Event.FILLED, step)
+        return life
+    for event, after, _ in TRIP:
+        life.on(event, step)
+        if after is state:
+            return life
+    raise AssertionError(state)
+
+
+def test_a_gradient_makes_its_trip() -> None:
+    life = LayerLife(3, "cpu")
+    for step in (0, 1, 4):
+        for event, state, command in TRIP:
+            assert life.on(event, step) is command
+            assert (life.state, life.updated, life.is_current) == (state, step, state is State.CURRENT)
+            life.check()
+
+
+def test_the_gpus_update_takes_no_trip() -> None:
+    life = LayerLife(3, "gpu")
+    for step in (0, 1, 4):
+        assert life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE
+        assert life.is_current and life.updated == step
+        life.check()
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize(("owner", "state"), [*itertools.product(["cpu"], State), ("gpu", State.CURRENT)])
+def test_the_table_is_all_there_is(owner: str, state: State, event: Event) -> None:
+    life = life_in(state, owner)
+    step = 6 if event is Event.FILLED else 5
+    if (owner, state, event) in TRANSITIONS:
+        after, command = TRANSITIONS[owner, state, event]
+        assert life.on(event, step) is command
+        assert life.state is after
+    else:
+        with pytest.raises(InvalidTransition, match=f"layer 3, owned by {owner}: {event.name} of step {step} while"):
+            life.on(event, step)
+        assert (life.state, life.updated) == (state, 5)
+    life.check()
+
+
+@pytest.mark.parametrize("owner", ["cpu", "gpu"])
+@pytest.mark.parametrize("step", [5, 4, 0])
+def test_a_second_gradient_of_a_step_is_refused(owner: str, step: int) -> None:
+    life = life_in(State.CURRENT, owner)
+    with pytest.raises(InvalidTransition, match=f"a second gradient of step {step}"):
+        life.on(Event.FILLED, step)
+    assert life.updated == 5 and life.is_current
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.LEAVING, Event.COPIED),
+        (State.UPDATING, Event.WEIGHTS_READY),
+        (State.LANDING, Event.AWAITED),
+    ],
+)
+@pytest.mark.parametrize("step", [4, 6])
+def test_news_of_another_steps_update_are_refused(state: State, event: Event, step: int) -> None:
+    life = life_in(state)
+    with pytest.raises(InvalidTransition, match=f"{event.name} of step {step}, the update is step 5's"):
+        life.on(event, step)
+    assert life.state is state
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_handover_only_between_updates(state: State) -> None:
+    life = life_in(state)
+    if state is State.CURRENT:
+        life.change_owner("gpu")
+        assert life.owner == "gpu"
+        assert life.on(Event.FILLED, 6) is Command.UPDATE_ON_DEVICE
+        life.change_owner("cpu")
+        assert life.on(Event.FILLED, 7) is Command.COPY_GRADIENTS
+    else:
+        with pytest.raises(InvalidTransition, match=f"handover to gpu while {state.name}"):
+            life.change_owner("gpu")
+        assert life.owner == "cpu"
+    life.check()
+
+
+def test_a_refusal_tells_the_story_but_not_all_of_it() -> None:
+    life = LayerLife(3, "cpu")
+    with pytest.raises(InvalidTransition, match="before: nothing"):
+        life.on(Event.COPIED, 0)
+    for step in range(10):
+        for event, _, _ in TRIP:
+            life.on(event, step)
+    with pytest.raises(InvalidTransition) as caught:
+        life.on(Event.AWAITED, 9)
+    told = str(caught.value)
+    assert "WEIGHTS_READY@9→LANDING, AWAITED@9→CURRENT" in told
+    assert told.count("→") == LayerLife.STORY_LENGTH and "@6" not in told
+
+
+def test_check_finds_what_cannot_be() -> None:
+    life = life_in(State.UPDATING)
+    life.owner = "gpu"
+    with pytest.raises(AssertionError, match="no trip"):
+        life.check()
+    life.owner = "disk"
+    with pytest.raises(AssertionError, match="disk"):
+        life.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from([*Event, "gpu", "cpu"]), st.integers(0, 3)), max_size=30))
+@settings(deadline=None)
+def test_any_events(events: list[tuple[Event | str, int]]) -> None:
+    """What is refused changes nothing; an update begins once for each step, and each step of it comes in its turn."""
+    life, began = LayerLife(0, "cpu"), list[int]()
+    for event, step in events:
+        before = (life.owner, life.state, life.updated)
+        try:
+            if isinstance(event, str):
+                life.change_owner(event)
+            else:
+                life.on(event, step)
+                if event is Event.FILLED:
+                    began.append(step)
+        except InvalidTransition:
+            assert (life.owner, life.state, life.updated) == before
+        life.check()
+    assert began == sorted(set(began))

@@ -1,0 +1,236 @@
+"""Plans: proposed, acknowledged, committed, applied or postponed, on both sides; and every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain.ownership import OwnershipError, PlanBook, PlanLedger, fraction
+from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
+
+
+def plan(plan_id: int = 0, step: int = 5, gpu_lids: tuple[int, ...] = (0, 2)) -> Plan:
+    return Plan(plan_id=plan_id, step=step, gpu_lids=gpu_lids, k=0.5, policy="fixed", reason="", predicted_step_s=None)
+
+
+def ack(role: str, plan_id: int = 0, accepted: bool = True) -> PlanAck:
+    return PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason="" if accepted else "cannot")
+
+
+def applied(plan_id: int = 0, done: bool = True, gpu_lids: tuple[int, ...] = (0, 2)) -> PlanApplied:
+    return PlanApplied(plan_id=plan_id, step=5, applied=done, gpu_lids=gpu_lids, moved=1, handover_s=0.0)
+
+
+@pytest.fixture
+def book() -> PlanBook:
+    return PlanBook("trainer", 3)
+
+
+@pytest.fixture
+def ledger() -> PlanLedger:
+    return PlanLedger()
+
+
+def test_fraction() -> None:
+    assert fraction((0, 2), [10, 20, 70]) == 0.8
+    assert fraction(frozenset(), [10]) == 0.0
+
+
+# ---------------------------------------------------------------- one party's book
+
+
+def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
+    assert book.due(5) is None
+    assert book.on_plan(plan()) == ack("trainer")
+    assert book.due(5) is None and not book.holds
+    book.on_reassign(Reassign(plan_id=0))
+    book.check()
+    assert book.holds and book.due(4) is None
+    assert book.due(5) == book.due(6) == plan()  # at 6 it is late, for the boundary to say so
+    book.settle()
+    book.check()
+    assert book.due(6) is None and not book.holds
+
+
+@pytest.mark.parametrize("lid", range(3))
+def test_a_handover_belongs_to_a_plan_that_was_acknowledged(book: PlanBook, lid: int) -> None:
+    assert not book.allows(0, lid, "gpu") and not book.allows(0, lid, "cpu")
+    book.on_plan(plan())
+    assert book.allows(0, lid, "gpu") == (lid in (0, 2))
+    assert book.allows(0, lid, "cpu") == (lid == 1)
+    assert not book.allows(1, lid, "gpu") and not book.allows(1, lid, "cpu")
+
+
+def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(book: PlanBook) -> None:
+    book.on_plan(plan(0, gpu_lids=(0,)))
+    book.on_plan(plan(1, gpu_lids=(1,)))
+    assert book.allows(0, 0, "gpu") and book.allows(0, 1, "cpu")
+    assert book.allows(1, 1, "gpu") and book.allows(1, 0, "cpu")
+    book.forget(0)
+    assert not book.allows(0, 0, "gpu") and book.allows(1, 1, "gpu")
+    book.forget(1)
+    assert not book.allows(1, 1, "gpu")
+
+
+def test_a_plan_that_was_settled_allows_nothing_more(book: PlanBook) -> None:
+    book.on_plan(plan())
+    book.on_reassign(Reassign(plan_id=0))
+    book.settle()
+    assert not book.allows(0, 0, "gpu")
+
+
+def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> None:
+    book.on_plan(plan(0))
+    assert book.on_plan(plan(1, gpu_lids=())).accepted
+    with pytest.raises(OwnershipError, match=r"trainer: Reassign\(0\) without its plan"):
+        book.on_reassign(Reassign(plan_id=0))
+    book.on_reassign(Reassign(plan_id=1))
+    assert book.due(5) == plan(1, gpu_lids=())
+
+
+@pytest.mark.parametrize(
+    ("proposal", "reason"),
+    [
+        (plan(1, gpu_lids=(0, 3)), "layer 3 is unknown"),
+        (plan(1), "the last plan is not applied yet"),
+    ],
+)
+def test_a_proposal_that_cannot_hold_is_refused(book: PlanBook, proposal: Plan, reason: str) -> None:
+    book.on_plan(plan(0))
+    book.on_reassign(Reassign(plan_id=0))
+    assert book.on_plan(proposal) == PlanAck(plan_id=1, role="trainer", accepted=False, reason=reason)
+    assert book.due(5) == plan(0)
+    assert not book.allows(1, 0, "gpu")
+    book.check()
+
+
+@pytest.mark.parametrize("plan_id", [0, 1])
+def test_a_proposal_that_came_before_is_refused(book: PlanBook, plan_id: int) -> None:
+    book.on_plan(plan(1))
+    assert book.on_plan(plan(plan_id)).reason == "plan 1 came before"
+
+
+def test_what_was_not_agreed_cannot_hold_or_be_settled(book: PlanBook) -> None:
+    with pytest.raises(OwnershipError, match=r"Reassign\(0\) without its plan"):
+        book.on_reassign(Reassign(plan_id=0))
+    book.on_plan(plan())
+    with pytest.raises(OwnershipError, match="nothing to settle"):
+        book.settle()
+    book.on_reassign(Reassign(plan_id=0))
+    with pytest.raises(OwnershipError, match=r"Reassign\(0\) without its plan"):
+        book.on_reassign(Reassign(plan_id=0))
+    book.settle()
+    with pytest.raises(OwnershipError, match="nothing to settle"):
+        book.settle()
+
+
+# ---------------------------------------------------------------- the coordinator's ledger
+
+
+@pytest.mark.parametrize("order", [("trainer", "optimizer"), ("optimizer", "trainer")])
+def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: tuple[str, str]) -> None:
+    ledger.propose(plan())
+    assert ledger.busy and ledger.next_id == 1
+    assert ledger.on_ack(ack(order[0])) is None
+    assert ledger.on_ack(ack(order[0])) is None
+    assert ledger.on_ack(ack(order[1])) == Reassign(plan_id=0)
+    assert ledger.on_ack(ack(order[1])) is None
+    ledger.check()
+    assert ledger.on_applied(applied())
+    assert ledger.gpu_lids == (0, 2) and not ledger.busy
+    ledger.check()
+
+
+def test_a_late_plan_leaves_the_owners_as_they_were(ledger: PlanLedger) -> None:
+    ledger.propose(plan())
+    ledger.on_ack(ack("trainer"))
+    ledger.on_ack(ack("optimizer"))
+    assert not ledger.on_applied(applied(done=False, gpu_lids=(1,)))
+    assert ledger.gpu_lids == (1,) and not ledger.busy
+    ledger.propose(plan(1))
+
+
+def test_a_refusal_ends_the_proposal(ledger: PlanLedger) -> None:
+    ledger.propose(plan())
+    ledger.on_ack(ack("optimizer"))
+    assert ledger.on_ack(ack("trainer", accepted=False)) is None
+    assert not ledger.busy
+    assert ledger.on_ack(ack("trainer")) is None
+    ledger.propose(plan(1))
+    assert ledger.on_ack(ack("optimizer", 0)) is None  # of the plan before
+    assert ledger.on_ack(ack("monitor", 1)) is None
+    assert ledger.on_ack(ack("trainer", 1)) is None
+    assert ledger.on_ack(ack("optimizer", 1)) == Reassign(plan_id=1)
+    ledger.check()
+
+
+def test_a_refusal_after_the_commitment_comes_too_late(ledger: PlanLedger) -> None:
+    ledger.propose(plan())
+    ledger.on_ack(ack("trainer"))
+    ledger.on_ack(ack("optimizer"))
+    ledger.on_ack(ack("optimizer", accepted=False))
+    assert ledger.busy and ledger.on_applied(applied())
+
+
+def test_one_proposal_at_a_time_and_numbered(ledger: PlanLedger) -> None:
+    with pytest.raises(OwnershipError, match="plan 1 while None is under way"):
+        ledger.propose(plan(1))
+    ledger.propose(plan(0))
+    with pytest.raises(OwnershipError, match="plan 1 while Plan"):
+        ledger.propose(plan(1))
+
+
+@pytest.mark.parametrize("acks", [[], ["trainer"]])
+def test_what_was_not_committed_cannot_have_been_applied(ledger: PlanLedger, acks: list[str]) -> None:
+    with pytest.raises(OwnershipError, match=r"PlanApplied\(0\)"):
+        ledger.on_applied(applied())
+    ledger.propose(plan())
+    for role in acks:
+        ledger.on_ack(ack(role))
+    with pytest.raises(OwnershipError, match="was not committed"):
+        ledger.on_applied(applied())
+    assert ledger.gpu_lids == ()
+
+
+def test_another_plan_than_the_committed_one_cannot_have_been_applied(ledger: PlanLedger) -> None:
+    ledger.propose(plan())
+    ledger.on_ack(ack("trainer"))
+    ledger.on_ack(ack("optimizer"))
+    with pytest.raises(OwnershipError, match=r"PlanApplied\(1\)"):
+        ledger.on_applied(applied(1))
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("propose"), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["trainer", "optimizer"]), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("applied"), st.integers(0, 3), st.booleans()),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+@settings(deadline=None)
+def test_any_events(events: list[tuple[Any, ...]]) -> None:
+    """A plan is committed at most once, after both have accepted it, and only then applied."""
+    ledger = PlanLedger()
+    accepted: dict[int, set[str]] = {}
+    committed: list[int] = []
+    for name, *arguments in events:
+        try:
+            if name == "propose":
+                ledger.propose(plan(ledger.next_id))
+            elif name == "applied":
+                ledger.on_applied(applied(*arguments))
+                assert committed and committed[-1] == arguments[0]
+            else:
+                accepted.setdefault(arguments[0], set()).update({name} if arguments[1] else ())
+                reassign = ledger.on_ack(ack(name, *arguments))
+                if reassign is not None:
+                    assert accepted[reassign.plan_id] == {"trainer", "optimizer"}
+                    committed.append(reassign.plan_id)
+        except OwnershipError:
+            pass
+        ledger.check()
+    assert committed == sorted(set(committed))

@@ -1,0 +1,253 @@
+"""What the optimizer works on next: lowest rank first, tile by tile, and every message that cannot be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain.update_queue import QueueError, Tile, UpdateQueue
+from protocol.messages import GradReady, GroupHyper, Layer, Segment, StepBegin, WeightsReady
+
+
+def hyper(lr: float = 1e-3) -> GroupHyper:
+    return GroupHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
+
+
+def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0,)) -> UpdateQueue:
+    """A queue that owns all its layers, given by the sizes of their segments."""
+    specs = tuple(
+        Layer(
+            lid=lid,
+            rank=lid,
+            name=f"layer {lid}",
+            segments=tuple(
+                Segment(name="s", numel=numel, dtype="float32", grads_dtype="float32", group=groups[i % len(groups)])
+                for i, numel in enumerate(sizes)
+            ),
+        )
+        for lid, sizes in enumerate(layers)
+    )
+    queue = UpdateQueue(specs, tile_numel=tile_numel)
+    for lid in range(len(layers)):
+        queue.take_over(lid)
+    return queue
+
+
+def begin(queue: UpdateQueue, step: int, *lrs: float) -> None:
+    queue.begin(StepBegin(step=step, groups=tuple(hyper(lr) for lr in lrs or (1e-3,))))
+    queue.check()
+
+
+def ready(queue: UpdateQueue, lid: int, step: int, *counts: int) -> None:
+    queue.grad_ready(GradReady(step=step, lid=lid, counts=counts or (step + 1,)))
+    queue.check()
+
+
+def work(queue: UpdateQueue) -> tuple[Tile, WeightsReady | None]:
+    tile = queue.next_tile()
+    assert tile is not None
+    done = queue.tile_done(tile)
+    queue.check()
+    return tile, done
+
+
+def spans(queue: UpdateQueue) -> list[tuple[int, int, int, int]]:
+    """All that is owed, worked off: (layer, segment, start, stop)."""
+    found = []
+    while not queue.idle:
+        tile, _ = work(queue)
+        found.append((tile.lid, tile.segment, tile.start, tile.stop))
+    return found
+
+
+# ---------------------------------------------------------------- order and tiles
+
+
+def test_a_layer_in_tiles() -> None:
+    queue = make([250, 100, 30], groups=(0, 1))
+    begin(queue, 0, 0.1, 0.2)
+    assert queue.idle and queue.next_tile() is None
+    ready(queue, 0, 0, 3, 2, 1)
+    tiles, answers = [], []
+    while not queue.idle:
+        tile, done = work(queue)
+        tiles.append(tile)
+        answers.append(done)
+    assert tiles == [
+        Tile(lid=0, step=0, segment=0, start=0, stop=100, count=3, hyper=hyper(0.1)),
+        Tile(lid=0, step=0, segment=0, start=100, stop=200, count=3, hyper=hyper(0.1)),
+        Tile(lid=0, step=0, segment=0, start=200, stop=250, count=3, hyper=hyper(0.1)),
+        Tile(lid=0, step=0, segment=1, start=0, stop=100, count=2, hyper=hyper(0.2)),
+        Tile(lid=0, step=0, segment=2, start=0, stop=30, count=1, hyper=hyper(0.1)),
+    ]
+    assert answers == [None] * 4 + [WeightsReady(step=0, lid=0)]
+    assert queue.step == 0 and queue.next_tile() is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "segments"), [((0, 1, 1), [1, 2]), ((1, 0, 1), [0, 2]), ((1, 1, 0), [0, 1]), ((0, 1, 0), [1])]
+)
+def test_segments_without_a_gradient_are_left_out(counts: tuple[int, ...], segments: list[int]) -> None:
+    queue = make([150, 150, 150])
+    begin(queue, 0)
+    ready(queue, 0, 0, *counts)
+    assert spans(queue) == [(0, index, *span) for index in segments for span in ((0, 100), (100, 150))]
+
+
+def test_the_lowest_rank_goes_first_and_what_has_begun_keeps_its_progress() -> None:
+    queue = make([200], [200], [200])
+    begin(queue, 0)
+    ready(queue, 2, 0)
+    assert work(queue)[0].lid == 2
+    ready(queue, 1, 0)
+    assert work(queue)[0].lid == 1
+    ready(queue, 0, 0)
+    assert spans(queue) == [(0, 0, 0, 100), (0, 0, 100, 200), (1, 0, 100, 200), (2, 0, 100, 200)]
+
+
+def test_ranks_that_were_learned_count_at_once() -> None:
+    queue = make([200], [200], [200])
+    begin(queue, 0)
+    for lid in range(3):
+        ready(queue, lid, 0)
+    assert work(queue)[0].lid == 0
+    queue.learn_ranks((2, 0, 1))
+    queue.check()
+    assert [lid for lid, *_ in spans(queue)] == [1, 1, 2, 2, 0]
+    with pytest.raises(QueueError, match="2 ranks for 3 layers"):
+        queue.learn_ranks((0, 1))
+
+
+def test_an_update_keeps_the_hyperparameters_of_its_own_step() -> None:
+    queue = make([200], [200])
+    begin(queue, 0, 0.1)
+    ready(queue, 1, 0)
+    begin(queue, 1, 0.2)
+    ready(queue, 0, 1)
+    seen = []
+    while not queue.idle:
+        tile, _ = work(queue)
+        seen.append((tile.lid, tile.step, tile.hyper.lr))
+    assert seen == [(0, 1, 0.2), (0, 1, 0.2), (1, 0, 0.1), (1, 0, 0.1)]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def owing() -> UpdateQueue:
+    """Layer 0 done in step 3, layer 1 begun in it, layer 2 not owned."""
+    queue = make([100], [200], [100])
+    queue.give_up(2)
+    begin(queue, 3)
+    ready(queue, 0, 3)
+    ready(queue, 1, 3)
+    work(queue)
+    work(queue)
+    return queue
+
+
+def gradient(lid: int, step: int, *counts: int) -> Callable[[UpdateQueue], None]:
+    return lambda queue: queue.grad_ready(GradReady(step=step, lid=lid, counts=counts or (1,)))
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (gradient(2, 3), "layer 2, which the optimizer does not own"),
+        (gradient(9, 3), "layer 9, which the optimizer does not own"),
+        (gradient(0, 2), "of step 2 in step 3"),
+        (gradient(0, 4), "of step 4 in step 3"),
+        (gradient(0, 3), "a second GradReady of layer 0 in step 3"),
+        (gradient(1, 3), "a second GradReady of layer 1 in step 3"),
+        (lambda queue: (begin(queue, 4), gradient(1, 4)(queue)), "a second GradReady of layer 1 in step 4"),
+        (lambda queue: (begin(queue, 4), gradient(0, 4, 1, 1)(queue)), "counts 2 of 1 segments"),
+        (lambda queue: (queue.begin(StepBegin(step=4, groups=())), gradient(0, 4)(queue)), "parameter group"),
+        (lambda queue: begin(queue, 3), r"StepBegin\(3\) after step 3"),
+        (lambda queue: begin(queue, 2), r"StepBegin\(2\) after step 3"),
+        (lambda queue: queue.take_over(0), "layer 0, which is already owned"),
+        (lambda queue: queue.take_over(3), "layer 3, which is unknown"),
+        (lambda queue: queue.take_over(-1), "layer -1, which is unknown"),
+        (lambda queue: queue.give_up(1), "layer 1, which is being updated"),
+        (lambda queue: queue.give_up(2), "layer 2, which is not owned"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(event: Callable[[UpdateQueue], object], reason: str) -> None:
+    queue = owing()
+    with pytest.raises(QueueError, match=reason):
+        event(queue)
+    queue.check()
+    assert queue.owned == {0, 1} and not queue.idle
+    assert spans(queue) == [(1, 0, 100, 200)]
+
+
+def test_a_layer_comes_and_goes_between_updates() -> None:
+    queue = make([100])
+    for step in range(3):
+        begin(queue, step)
+        ready(queue, 0, step)
+        work(queue)
+        queue.give_up(0)
+        queue.check()
+        queue.take_over(0)
+        queue.check()
+
+
+def test_tiles_are_done_in_order() -> None:
+    queue = make([200])
+    begin(queue, 0)
+    ready(queue, 0, 0)
+    first = queue.next_tile()
+    assert first is not None
+    queue.tile_done(first)
+    with pytest.raises(AssertionError, match="in order"):
+        queue.tile_done(first)
+
+
+def test_check_finds_what_cannot_be() -> None:
+    queue = owing()
+    queue.owned.clear()
+    with pytest.raises(AssertionError, match="owed only on layers that are owned"):
+        queue.check()
+
+
+# ---------------------------------------------------------------- any order of events
+
+
+@given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 300))
+@settings(deadline=None)
+def test_each_owed_element_is_updated_once(seed: int, tile_numel: int) -> None:
+    rng = random.Random(seed)
+    sizes = [[rng.randint(1, 300) for _ in range(rng.randint(1, 3))] for _ in range(4)]
+    queue = make(*sizes, tile_numel=tile_numel)
+    for step in range(3):
+        begin(queue, step)
+        waiting = list(range(4))
+        rng.shuffle(waiting)
+        owed: dict[int, set[tuple[int, int]]] = {}
+        while waiting or not queue.idle:
+            if waiting and (queue.idle or rng.random() < 0.3):
+                lid = waiting.pop()
+                counts = [rng.choice((0, step + 1)) for _ in sizes[lid]]
+                if any(counts):
+                    ready(queue, lid, step, *counts)
+                    owed[lid] = {(i, n) for i, size in enumerate(sizes[lid]) if counts[i] for n in range(size)}
+                continue
+            tile, done = work(queue)
+            assert queue.ranks[tile.lid] == min(queue.ranks[lid] for lid in owed)
+            assert 0 < tile.stop - tile.start <= tile_numel
+            part = {(tile.segment, n) for n in range(tile.start, tile.stop)}
+            assert part <= owed[tile.lid]
+            owed[tile.lid] -= part
+            assert (done is not None) == (not owed[tile.lid])
+            if done is not None:
+                assert done == WeightsReady(step=step, lid=tile.lid)
+                del owed[tile.lid]
+            if rng.random() < 0.1:
+                ranks = list(range(4))
+                rng.shuffle(ranks)
+                queue.learn_ranks(tuple(ranks))
+        assert not owed
