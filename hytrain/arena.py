@@ -96,9 +96,10 @@ def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *,
 
     Raises `WireError` or `HandleError` for what does not fit it, `EOFError` when the other side has gone.
     """
-    # Close-on-exec from the start: a program that the user's script starts must not keep the memory.
-    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
     try:
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # a program that the user's script starts must not keep the memory
         if not frame:
             raise EOFError("the optimizer closed the socket that descriptors travel over")
         message = decode(frame, token=token).message

@@ -1,0 +1,253 @@
+"""Arenas: one memory in two mappings, handed over by descriptor, with nothing left behind on any refusal."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import open_descriptors
+
+from hytrain import arena as arena_module
+from hytrain.arena import ArenaFile, HostArena, peer_pid, receive_arena, send_arena
+from protocol.codec import WireError, encode
+from protocol.handles import ArenaLayout, HandleError, layout
+from protocol.messages import Goodbye, Layer, Message, PlanesReady, Segment
+
+TOKEN = "token"
+
+
+def layout_of(lid: int = 4, numel: int = 1000) -> ArenaLayout:
+    segments = (
+        Segment(name="a", numel=numel, dtype="bfloat16", grads_dtype="bfloat16", group=0),
+        Segment(name="b", numel=7, dtype="float32", grads_dtype="float32", group=0),
+    )
+    return layout(Layer(lid=lid, rank=0, name="layer", segments=segments))
+
+
+LAYOUT = layout_of()
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    before = open_descriptors()
+    yield
+    gc.collect()
+    assert open_descriptors() == before
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.settimeout(20)
+    with here, there:
+        yield here, there
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with closing(HostArena(LAYOUT)) as arena:
+        yield arena
+
+
+def write(arena: HostArena, plane: str, segment: int, data: bytes) -> None:
+    handle = LAYOUT.handles[plane][segment]
+    assert handle is not None
+    assert arena.address_of(handle) == arena.address + handle.offset
+    os.pwrite(arena.descriptor, data, handle.offset)
+
+
+def read(buffer: mmap.mmap, plane: str, segment: int) -> bytes:
+    handle = LAYOUT.handles[plane][segment]
+    assert handle is not None
+    return buffer[handle.offset : handle.offset + handle.nbytes]
+
+
+def test_an_arena_begins_as_zeros_of_its_layouts_size(arena: HostArena) -> None:
+    assert os.fstat(arena.descriptor).st_size == LAYOUT.nbytes
+    assert os.pread(arena.descriptor, LAYOUT.nbytes, 0) == bytes(LAYOUT.nbytes)
+
+
+def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    send_arena(here, arena, token=TOKEN)
+    file = receive_arena(there, {3: layout_of(3), 4: LAYOUT}, token=TOKEN)
+    assert file.layout == LAYOUT and file.descriptor != arena.descriptor
+    assert not os.get_inheritable(file.descriptor)
+    shared, everything = file.map_shared(), file.map_all()
+    file.close()  # mappings live on without it
+    assert (shared.nbytes, everything.nbytes) == (LAYOUT.shared_nbytes, LAYOUT.nbytes)
+    write(arena, "weights", 1, b"w" * 28)
+    write(arena, "exp_avg_sq", 0, b"v" * 4000)
+    assert read(shared.buffer, "weights", 1) == b"w" * 28 == read(everything.buffer, "weights", 1)
+    assert read(everything.buffer, "exp_avg_sq", 0) == b"v" * 4000
+    handle = LAYOUT.handles["grads"][0]
+    assert handle is not None
+    shared.buffer[handle.offset : handle.offset + 4] = b"grad"
+    assert os.pread(arena.descriptor, 4, handle.offset) == b"grad"
+
+
+def test_the_trainers_view_outlives_the_optimizers_arena(connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    arena = HostArena(LAYOUT)
+    write(arena, "weights", 1, b"w" * 28)
+    send_arena(here, arena, token=TOKEN)
+    arena.close()
+    with closing(receive_arena(there, {4: LAYOUT}, token=TOKEN)) as file:
+        assert read(file.map_shared().buffer, "weights", 1) == b"w" * 28
+
+
+def test_handles_of_another_arena_have_no_address(arena: HostArena) -> None:
+    other = layout_of(lid=5).handles["weights"][0]
+    assert other is not None
+    with pytest.raises(HandleError, match="layer 5"):
+        arena.address_of(other)
+
+
+@pytest.mark.parametrize("nbytes", [0, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1, 2 * LAYOUT.nbytes])
+def test_a_sealed_file_keeps_its_size(arena: HostArena, nbytes: int) -> None:
+    """A file that shrank would end whoever touches the lost pages with SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.descriptor, nbytes)
+    assert os.fstat(arena.descriptor).st_size == LAYOUT.nbytes
+
+
+def test_an_arena_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(descriptor: int, nbytes: int) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module, "Mapping", no_memory)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HostArena(LAYOUT)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def announce(to: socket.socket, message: Message | bytes, *descriptors: int, token: str = TOKEN) -> None:
+    frame = message if isinstance(message, bytes) else encode(message, token=token, seq=0)
+    socket.send_fds(to, [frame], list(descriptors))
+
+
+READY = PlanesReady(lid=4, nbytes=LAYOUT.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("message", "token", "error", "reason"),
+    [
+        (READY, "another", WireError, "wrong run token"),
+        (b"junk", TOKEN, WireError, "not msgpack|not an array"),
+        (Goodbye(role="optimizer", rank=0), TOKEN, ValueError, "expected one arena's descriptor"),
+        (replace(READY, lid=5), TOKEN, ValueError, "expected one arena's descriptor"),
+        (replace(READY, lid=3), TOKEN, HandleError, "arena of layer 3"),
+        (replace(READY, nbytes=LAYOUT.nbytes + 1), TOKEN, HandleError, "bytes announced"),
+        (b"\x00" * 8000, TOKEN, WireError, "extra data"),
+        (b"", TOKEN, EOFError, "closed the socket"),
+    ],
+    ids=["token", "junk", "another message", "unknown layer", "another layer", "size", "too long", "empty"],
+)
+def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
+    arena: HostArena,
+    connection: tuple[socket.socket, socket.socket],
+    message: Message | bytes,
+    token: str,
+    error: type[Exception],
+    reason: str,
+) -> None:
+    here, there = connection
+    before = open_descriptors()
+    announce(here, message, arena.descriptor, token=token)
+    with pytest.raises(error, match=reason):
+        receive_arena(there, {3: layout_of(3, numel=5000), 4: LAYOUT}, token=TOKEN)
+    assert open_descriptors() == before
+    send_arena(here, arena, token=TOKEN)  # the connection goes on
+    receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
+
+
+def test_a_message_without_a_descriptor_is_refused(connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    announce(here, READY)
+    with pytest.raises(ValueError, match="and 0 descriptors"):
+        receive_arena(there, {4: LAYOUT}, token=TOKEN)
+
+
+@pytest.mark.parametrize("kind", ["short file", "pipe"])
+def test_a_descriptor_of_something_else_is_refused(connection: tuple[socket.socket, socket.socket], kind: str) -> None:
+    here, there = connection
+    opened = list(os.pipe()) if kind == "pipe" else [os.memfd_create("short")]
+    if kind == "short file":
+        os.ftruncate(opened[0], LAYOUT.nbytes - 4096)
+    announce(here, READY, opened[0])
+    with pytest.raises(HandleError, match="in the file"):
+        receive_arena(there, {4: LAYOUT}, token=TOKEN)
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def test_descriptors_beyond_the_first_are_not_kept(
+    arena: HostArena, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = connection
+    before = open_descriptors()
+    announce(here, READY, arena.descriptor, arena.descriptor, arena.descriptor)
+    receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
+    assert open_descriptors() == before
+
+
+def test_the_other_sides_end_is_told(connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    here.close()
+    with pytest.raises(EOFError, match="the optimizer closed the socket"):
+        receive_arena(there, {4: LAYOUT}, token=TOKEN)
+
+
+def test_silence_ends_at_the_deadline(connection: tuple[socket.socket, socket.socket]) -> None:
+    _, there = connection
+    there.settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        receive_arena(there, {4: LAYOUT}, token=TOKEN)
+
+
+# ---------------------------------------------------------------- two processes
+
+OPTIMIZER = """
+import os, socket, sys
+sys.path.insert(0, sys.argv[2])
+from test_arena import LAYOUT, TOKEN
+from hytrain.arena import HostArena, send_arena
+arena = HostArena(LAYOUT)
+os.pwrite(arena.descriptor, b"w" * 28, LAYOUT.handles["weights"][1].offset)
+connection = socket.socket(fileno=int(sys.argv[1]))
+send_arena(connection, arena, token=TOKEN)
+connection.recv(1)  # the trainer has written
+assert os.pread(arena.descriptor, 4, LAYOUT.handles["grads"][0].offset) == b"grad"
+"""
+
+
+def test_an_arena_of_another_process(connection: tuple[socket.socket, socket.socket]) -> None:
+    here, there = connection
+    command = [sys.executable, "-c", OPTIMIZER, str(here.fileno()), str(Path(__file__).parent)]
+    with subprocess.Popen(command, pass_fds=[here.fileno()]) as optimizer:
+        file = receive_arena(there, {4: LAYOUT}, token=TOKEN)
+        assert isinstance(file, ArenaFile)
+        with closing(file):
+            shared = file.map_shared()
+            assert read(shared.buffer, "weights", 1) == b"w" * 28
+            handle = LAYOUT.handles["grads"][0]
+            assert handle is not None
+            shared.buffer[handle.offset : handle.offset + 4] = b"grad"
+            there.send(b"!")
+            assert optimizer.wait(60) == 0
+            assert read(shared.buffer, "weights", 1) == b"w" * 28  # its memory has outlived it
+
+
+def test_the_kernel_names_the_peer(connection: tuple[socket.socket, socket.socket]) -> None:
+    assert peer_pid(connection[0]) == os.getpid()

@@ -1,0 +1,395 @@
+"""What the coordinator decides, message by message: joining, plans, records, commands, one trainer after another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hytrain.ownership import OwnershipError
+from protocol import messages as m
+from protocol.handshake import HandshakeError
+from workers.coordinator_state import (
+    LOG_PATIENCE_STEPS,
+    WARM_UP_STEPS,
+    Answer,
+    Command,
+    CoordinatorState,
+    Note,
+    Publish,
+    Send,
+    Write,
+)
+
+LAYERS = 4
+
+
+class Driver:
+    """Feeds a coordinator's state and sorts what comes out; its `check()` runs after every event."""
+
+    def __init__(self, *, replan_every: int = 1) -> None:
+        self.state = CoordinatorState(run_name="run", run_dir="/runs/run", pid=1, replan_every=replan_every)
+        self.commands: list[Command] = []
+
+    def handle(self, message: m.Message) -> list[Command]:
+        try:
+            self.commands = self.state.handle(message, 0.0)
+        finally:
+            self.state.check()
+        return self.commands
+
+    def sent(self, message: m.Message) -> list[tuple[str, m.Message]]:
+        """Handle `message`; what is sent to whom."""
+        return [(c.role, c.message) for c in self.handle(message) if isinstance(c, Send)]
+
+    def answer(self, message: m.Message) -> m.Message:
+        (answer,) = [command.message for command in self.handle(message) if isinstance(command, Answer)]
+        return answer
+
+    @property
+    def notes(self) -> str:
+        return "\n".join(command.text for command in self.commands if isinstance(command, Note))
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(command.line) for command in self.commands if isinstance(command, Write)]
+
+    def status(self) -> m.Status:
+        status = self.answer(m.StatusRequest())
+        assert isinstance(status, m.Status)
+        return status
+
+    # ------------------------------------------------------------ a run
+
+    def join(self, role: str, pid: int = 10) -> None:
+        assert self.sent(m.Hello(role=role, rank=0, pid=pid)) == [(role, WELCOME)]
+        self.handle(m.Ready(role=role, rank=0, detail=f"{role} is up"))
+
+    def start(self, **changes: Any) -> m.Plan:
+        """Optimizer and trainer join, and agree on the first plan."""
+        self.join("optimizer", 10)
+        self.join("trainer", 11)
+        (_, forwarded), (_, plan), _ = self.sent(table(**changes))
+        assert isinstance(forwarded, m.LayerTable) and isinstance(plan, m.Plan)
+        self.agree(plan)
+        self.handle(applied(plan))
+        return plan
+
+    def agree(self, plan: m.Plan) -> None:
+        assert self.sent(ack("optimizer", plan.plan_id)) == []
+        assert self.sent(ack("trainer", plan.plan_id)) == [("trainer", m.Reassign(plan_id=plan.plan_id))]
+
+    def next_plan(self, first_step: int = 0, steps: int = 30) -> m.Plan | None:
+        """Report steps until a plan is proposed, and see that both get it."""
+        for step in range(first_step, first_step + steps):
+            sent = self.sent(report(step, self.status().gpu_lids))
+            if sent:
+                (trainer, plan), (optimizer, same) = sent
+                assert (trainer, optimizer) == ("trainer", "optimizer") and plan is same
+                assert isinstance(plan, m.Plan)
+                return plan
+        return None
+
+
+WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
+
+
+def table(**changes: Any) -> m.LayerTable:
+    segment = m.Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+    layers = tuple(m.Layer(lid=lid, rank=lid, name=f"block {lid}", segments=(segment,)) for lid in range(LAYERS))
+    usual: dict[str, Any] = {
+        "layers": layers,
+        "device": "cpu",
+        "policy": "random",
+        "k": None,
+        "backend": "auto",
+        "gpu_bytes": None,
+        "host_bytes": None,
+    }
+    return m.LayerTable(**(usual | changes))
+
+
+def ack(role: str, plan_id: int, accepted: bool = True, reason: str = "") -> m.PlanAck:
+    return m.PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason=reason)
+
+
+def applied(plan: m.Plan, done: bool = True, gpu_lids: tuple[int, ...] | None = None) -> m.PlanApplied:
+    return m.PlanApplied(
+        plan_id=plan.plan_id,
+        step=plan.step,
+        applied=done,
+        gpu_lids=plan.gpu_lids if gpu_lids is None else gpu_lids,
+        moved=2,
+        handover_s=0.25,
+    )
+
+
+def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = None, **changes: Any) -> m.TrainerReport:
+    times = tuple(m.LayerTimes(lid=lid, forward_s=1e-3, backward_s=2e-3) for lid in range(LAYERS))
+    usual: dict[str, Any] = {
+        "step": step,
+        "number": step + 1 if number is None else number,
+        "at_s": 100.0 + step,
+        "step_s": 0.5,
+        "stall_s": 0.1,
+        "k": len(gpu_lids) / LAYERS,
+        "gpu_lids": gpu_lids,
+        "gpu_free_bytes": None,
+        "layers": times,
+    }
+    return m.TrainerReport(**(usual | changes))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_processes_join_and_become_ready(driver: Driver) -> None:
+    driver.join("optimizer", 10)
+    driver.handle(m.Hello(role="trainer", rank=0, pid=11))
+    seen = [(process.role, process.pid, process.detail) for process in driver.status().processes]
+    assert seen == [
+        ("coordinator", 1, "plans and records"),
+        ("optimizer", 10, "optimizer is up"),
+        ("trainer", 11, "starting"),
+    ]
+
+
+def test_a_second_process_of_a_role_is_refused(driver: Driver) -> None:
+    driver.join("optimizer", 10)
+    with pytest.raises(HandshakeError, match="joined as process 10, now 11"):
+        driver.handle(m.Hello(role="optimizer", rank=0, pid=11))
+    with pytest.raises(HandshakeError, match="twice"):
+        driver.handle(m.Ready(role="optimizer", rank=0, detail=""))
+
+
+@pytest.mark.parametrize(
+    "message", [report(0), m.Log(step=1, numbers={}), ack("trainer", 0), m.RanksLearned(ranks=(0,))], ids=type
+)
+def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
+    assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
+
+
+@pytest.mark.parametrize("message", [m.WeightsReady(step=0, lid=0), m.StepBegin(step=0, groups=()), WELCOME], ids=type)
+def test_what_is_not_for_a_coordinator_is_refused(driver: Driver, message: m.Message) -> None:
+    driver.start()
+    with pytest.raises(ValueError, match=f"no use for {type(message).__name__}"):
+        driver.handle(message)
+
+
+def test_a_workers_failure_is_noted(driver: Driver) -> None:
+    driver.handle(m.Failure(role="optimizer", rank=0, step=1, lid=2, error="OSError: no", traceback=""))
+    assert driver.notes == "optimizer-0 failed: OSError: no"
+
+
+# ---------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(("k", "gpu_lids"), [(None, (0,)), (0.0, ()), (0.3, (0, 1)), (1.0, (0, 1, 2, 3))])
+def test_the_first_plan_follows_the_table(driver: Driver, k: float | None, gpu_lids: tuple[int, ...]) -> None:
+    """The optimizer gets table and plan in this order, on one connection."""
+    asked = table(k=k, policy="fixed")
+    sent = driver.sent(asked)
+    plan = sent[1][1]
+    assert sent == [("optimizer", asked), ("trainer", plan), ("optimizer", plan)]
+    assert isinstance(plan, m.Plan)
+    assert (plan.plan_id, plan.step, plan.gpu_lids, plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
+
+
+def test_a_plan_is_agreed_on_applied_and_told(driver: Driver) -> None:
+    plan = driver.start(k=0.5, policy="fixed")
+    assert driver.notes == "plan 0 holds: 2 layers in 250 ms"
+    status = driver.status()
+    assert status.gpu_lids == plan.gpu_lids == (0, 1)
+    assert status.layer_names == tuple(f"block {lid}" for lid in range(LAYERS))
+
+
+def test_the_owners_are_those_that_the_trainer_names(driver: Driver) -> None:
+    """A GPU without room for all of a plan leaves layers where they are."""
+    driver.start()
+    plan = driver.next_plan()
+    assert plan is not None
+    driver.agree(plan)
+    driver.handle(applied(plan, gpu_lids=(3,)))
+    assert driver.status().gpu_lids == (3,)
+
+
+def test_a_late_plan_is_noted_and_another_follows(driver: Driver) -> None:
+    first = driver.start()
+    plan = driver.next_plan()
+    assert plan is not None and plan.step == WARM_UP_STEPS + 2 and plan.plan_id == 1
+    driver.agree(plan)
+    driver.handle(applied(plan, done=False, gpu_lids=first.gpu_lids))
+    assert driver.notes == "plan 1 came too late"
+    assert driver.status().gpu_lids == first.gpu_lids
+    following = driver.next_plan(plan.step)
+    assert following is not None and following.plan_id == 2 and following.step > plan.step
+
+
+def test_while_a_plan_is_under_way_there_is_no_other(driver: Driver) -> None:
+    driver.start()
+    plan = driver.next_plan()
+    assert plan is not None
+    assert driver.next_plan(plan.step) is None
+    driver.handle(ack("optimizer", plan.plan_id))
+    assert driver.next_plan(plan.step + 30) is None
+
+
+def test_a_refused_plan_makes_room_for_the_next(driver: Driver) -> None:
+    driver.start()
+    plan = driver.next_plan()
+    assert plan is not None
+    driver.handle(ack("trainer", plan.plan_id, accepted=False, reason="the last plan is not applied yet"))
+    assert driver.notes == "trainer refuses plan 1: the last plan is not applied yet"
+    assert driver.sent(ack("optimizer", plan.plan_id)) == []
+    assert driver.next_plan(plan.step) is not None
+
+
+def test_what_was_not_committed_cannot_have_been_applied(driver: Driver) -> None:
+    driver.start()
+    plan = driver.next_plan()
+    assert plan is not None
+    with pytest.raises(OwnershipError, match="was not committed"):
+        driver.handle(applied(plan))
+
+
+def test_plans_come_every_so_many_steps_and_only_where_they_change_something() -> None:
+    driver = Driver(replan_every=10)
+    driver.start(policy="fixed", k=0.5)
+    assert driver.next_plan() is None
+    assert driver.answer(m.Command(name="k", value="1.0")) == m.CommandReply(
+        ok=True, text="k=1.0 from the next plan on"
+    )
+    plan = driver.next_plan(30)
+    assert plan is not None and plan.gpu_lids == (0, 1, 2, 3) and plan.policy == "fixed"
+
+
+def test_what_fits_nowhere_is_noted(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5, host_bytes=1, gpu_bytes=1)
+    assert driver.next_plan() is None
+    assert "no plan fits" in driver.notes
+
+
+def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.25)
+    driver.handle(m.RanksLearned(ranks=(3, 2, 1, 0)))
+    plan = driver.next_plan()
+    assert plan is not None and plan.gpu_lids == (3,)
+    with pytest.raises(ValueError, match="every layer"):
+        driver.handle(m.RanksLearned(ranks=(0, 1)))
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("stop", "now", "unknown command 'stop'; known: k"),
+        ("k", "1.5", "k is '1.5'"),
+        ("k", "-0.1", "k is '-0.1'"),
+        ("k", "nan", "k is 'nan'"),
+        ("k", "most", "k is 'most'"),
+        ("k", "", "k is ''"),
+    ],
+)
+def test_only_known_commands_with_values_that_can_be(driver: Driver, name: str, value: str, reason: str) -> None:
+    driver.start()
+    before = driver.status()
+    reply = driver.answer(m.Command(name=name, value=value))
+    assert isinstance(reply, m.CommandReply) and not reply.ok and reason in reply.text
+    assert driver.status() == before
+
+
+def test_a_command_needs_a_trainer(driver: Driver) -> None:
+    assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="no trainer is here")
+
+
+def test_k_can_be_left_to_the_planner_again(driver: Driver) -> None:
+    driver.start(policy="fixed", k=1.0)
+    assert driver.answer(m.Command(name="k", value="auto")) == m.CommandReply(
+        ok=True, text="k=auto from the next plan on"
+    )
+    driver.next_plan(0, 4)
+    assert driver.status().policy == "deadline"
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    driver.handle(m.OptimizerReport(step=3, busy_s=0.25, updates=(m.CpuUpdate(lid=2, update_s=0.1, queued_s=0.2),)))
+    driver.handle(report(4, (0, 1)))
+    assert driver.records == []
+    driver.handle(m.Log(step=5, numbers={"loss": 1.5}))
+    (record,) = driver.records
+    assert record["step"] == 5 and record["loss"] == 1.5 and record["k"] == 0.5
+    assert record["cpu_busy_s"] == 0.25 and record["gpu_layers"] == 2 and record["moved"] == 2
+    (published,) = [command.status for command in driver.commands if isinstance(command, Publish)]
+    assert json.loads(published.record) == record
+    assert driver.status() == published
+
+
+def test_a_record_does_not_wait_for_ever(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    for step in range(LOG_PATIENCE_STEPS):
+        driver.handle(report(step))
+        assert driver.records == []
+    driver.handle(report(LOG_PATIENCE_STEPS))
+    assert [record["step"] for record in driver.records] == [1]
+    driver.handle(m.Log(step=4, numbers={"loss": 1.0}))  # and what is older goes first
+    assert [record["step"] for record in driver.records] == [2, 3, 4]
+    assert "loss" in driver.records[2] and "loss" not in driver.records[1]
+
+
+def test_numbers_that_come_too_late_get_a_line_of_their_own(driver: Driver) -> None:
+    driver.start()
+    driver.handle(m.Log(step=9, numbers={"validation": 2.0}))
+    assert driver.records == [{"step": 9, "validation": 2.0}]
+
+
+def test_the_last_records_are_written_at_the_trainers_goodbye(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    for step in range(3):
+        driver.handle(report(step, number=step + 11))
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    assert [record["step"] for record in driver.records] == [11, 12, 13]
+
+
+# ---------------------------------------------------------------- one trainer after another
+
+
+@pytest.mark.parametrize("trainer_first", [True, False])
+def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver, trainer_first: bool) -> None:
+    driver.start()
+    farewells: list[m.Message] = [m.Goodbye(role="trainer", rank=0), m.SessionEnded(rank=0)]
+    first, last = farewells if trainer_first else farewells[::-1]
+    hello = m.Hello(role="trainer", rank=0, pid=12)
+    assert driver.sent(first) == []
+    assert driver.sent(hello) == []
+    assert "waits until the last one has left" in driver.notes
+    assert driver.sent(last) == [("trainer", WELCOME)]
+    assert driver.status().layer_names == ()
+    driver.handle(m.Ready(role="trainer", rank=0, detail=""))
+    plan = driver.sent(table())[1][1]
+    assert isinstance(plan, m.Plan) and plan.plan_id == 0, "a new session counts its plans anew"
+
+
+def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> None:
+    driver.join("trainer", 11)
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    driver.join("trainer", 12)
+
+
+def test_other_processes_come_and_go(driver: Driver) -> None:
+    driver.start()
+    driver.handle(m.Goodbye(role="optimizer", rank=0))
+    assert driver.notes == "optimizer-0 says goodbye"
+    driver.join("optimizer", 20)
+    assert driver.status().layer_names, "the trainer's session goes on"
