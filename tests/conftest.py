@@ -81,9 +81,7 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         shutil.rmtree(folder, ignore_errors=True)  # one just killed may still be writing
 
 
-def find_leaks(
-    folder: Path, descriptors: set[str], shared: set[str], children: set[psutil.Process]
-) -> list[str]:
+def find_leaks(folder: Path, descriptors: set[str], shared: set[str], children: set[psutil.Process]) -> list[str]:
     """One line for each thing that is there now and was not before."""
     gc.collect()  # what only a reference cycle holds open is not leaked
     return [

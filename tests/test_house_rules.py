@@ -123,9 +123,6 @@ def test_planted_violation_is_found(module: str, source: str) -> None:
 
 
 def test_what_is_allowed_passes() -> None:
-    assert (
-        violations("from protocol import codec\nimport torch, os, time\nmodel.eval()", "hytrain/optim.py")
-        == []
-    )
+    assert violations("from protocol import codec\nimport torch, os, time\nmodel.eval()", "hytrain/optim.py") == []
     assert violations("import zmq, os", "protocol/channel.py") == []
     assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinator.py") == []

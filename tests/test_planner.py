@@ -56,10 +56,7 @@ def choose(policy: str, profile: Profile, limits: Limits | None = None, **change
 times = st.just(0.0) | st.floats(1e-6, 10)
 profiles = st.lists(
     st.fixed_dictionaries(
-        {
-            name: times
-            for name in ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
-        }
+        {name: times for name in ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")}
         | {"numel": st.integers(1, 1000)}
     ),
     min_size=1,
@@ -129,9 +126,7 @@ def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject)
     by_kind = defaultdict(list)
     for kind, lid, start_s, end_s in timeline.events:
         by_kind[kind].append((lid, start_s, end_s))
-    gpu = sorted(
-        by_kind["backward"] + by_kind["gpu_update"] + by_kind["forward"], key=lambda event: event[1:]
-    )
+    gpu = sorted(by_kind["backward"] + by_kind["gpu_update"] + by_kind["forward"], key=lambda event: event[1:])
     for events in (gpu, by_kind["d2h"], by_kind["cpu_update"], by_kind["h2d"]):
         assert all(a[2] <= b[1] for a, b in zip(events, events[1:]))
 
@@ -373,9 +368,7 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
 
 
 def test_current_layers_that_no_longer_fit_move_at_any_price() -> None:
-    decision = choose(
-        "deadline", uniform(10), Limits(gpu_state_bytes=3000), current=lids(*range(5)), horizon_steps=0
-    )
+    decision = choose("deadline", uniform(10), Limits(gpu_state_bytes=3000), current=lids(*range(5)), horizon_steps=0)
     assert decision.changed and len(decision.gpu_lids) <= 3
 
 
@@ -394,8 +387,7 @@ def noisy_steps(slow_from: int, steps: int, policy: str, seed: int) -> list[froz
     rng = random.Random(seed)
     real = uniform(28, cpu_update_s=4.0, d2h_s=0.5, h2d_s=0.5, gpu_update_s=0.2)
     book = MeasurementBook(
-        LayerFacts(lid=x.lid, rank=x.rank, numel=x.numel, gpu_state_bytes=1000, host_bytes=1400)
-        for x in real.layers
+        LayerFacts(lid=x.lid, rank=x.rank, numel=x.numel, gpu_state_bytes=1000, host_bytes=1400) for x in real.layers
     )
     current, history = NONE, []
     for step in range(steps):
@@ -409,9 +401,7 @@ def noisy_steps(slow_from: int, steps: int, policy: str, seed: int) -> list[froz
             h2d_s={lid: 0.5 * w for lid, w in wobble.items() if lid not in current},
             gpu_update_s={lid: 0.2 * w for lid, w in wobble.items() if lid in current},
         )
-        book.observe_optimizer(
-            cpu_update_s={lid: 4 * slowdown / w for lid, w in wobble.items() if lid not in current}
-        )
+        book.observe_optimizer(cpu_update_s={lid: 4 * slowdown / w for lid, w in wobble.items() if lid not in current})
         book.check()
         profile = book.profile()
         assert profile is not None

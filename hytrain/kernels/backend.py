@@ -70,9 +70,7 @@ def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int) -> None:
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
     if (remainder != 0) != (weights_dtype == "bfloat16"):
-        raise ValueError(
-            f"a remainder belongs to bfloat16 weights, and only to them: these are {weights_dtype}"
-        )
+        raise ValueError(f"a remainder belongs to bfloat16 weights, and only to them: these are {weights_dtype}")
 
 
 def _open(name: str, threads: int) -> Backend:

@@ -48,9 +48,7 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
         if shutil.which(command[0], path=path):
             return command
     what = f"CXX names {asked[0]!r}, which is not there" if asked else "there is no C++ compiler on the PATH"
-    raise BackendUnavailable(
-        f"{what}: install one (apt-get install g++), or choose backend='torch', which needs none"
-    )
+    raise BackendUnavailable(f"{what}: install one (apt-get install g++), or choose backend='torch', which needs none")
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -72,9 +70,7 @@ def _cpu() -> bytes:
     """The CPU's model and features, which -march=native looks at: unlike machines may share a home folder."""
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]
-    ).encode()
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]).encode()
 
 
 def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
@@ -83,8 +79,7 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=library.parent, prefix=f"{library.stem}.", suffix=".tmp")
     except OSError as error:
         raise BackendUnavailable(
-            f"cannot write to the cache {library.parent} ({error.strerror}): "
-            "set HYTRAIN_CACHE to a folder of yours"
+            f"cannot write to the cache {library.parent} ({error.strerror}): set HYTRAIN_CACHE to a folder of yours"
         ) from error
     os.close(descriptor)
     try:

@@ -35,9 +35,7 @@ class DeepSpeedBackend(TorchBackend):
         self._operator.create_adam(self._optimizer, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
         super().__init__(threads)
 
-    def _adamw(
-        self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars
-    ) -> None:
+    def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
         hyper = scalars.hyper
         self._operator.adam_update(
             self._optimizer,

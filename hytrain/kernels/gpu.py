@@ -71,9 +71,7 @@ def _bits(plane: Tensor) -> Tensor:
     return plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane
 
 
-def _check(
-    weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor
-) -> None:
+def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     check_dtypes(
         str(weights.dtype).removeprefix("torch."),
         str(grads.dtype).removeprefix("torch."),

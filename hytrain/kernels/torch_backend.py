@@ -94,9 +94,7 @@ class TorchBackend:
         weights.copy_(upper)
         remainder.copy_(lower)
 
-    def _adamw(
-        self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars
-    ) -> None:
+    def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
         """AdamW in place on fp32 tensors whose length is a multiple of `WIDTH`."""
         hyper = scalars.hyper
         torch._fused_adamw_(

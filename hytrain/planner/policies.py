@@ -126,9 +126,7 @@ def _leaving_one_out(profile: Profile, limits: Limits, ladder: Ladder) -> list[L
     others = []
     for large in sorted(ladder.layers, key=lambda layer: -layer.gpu_state_bytes)[:LEAVE_OUT_TRIES]:
         try:
-            others.append(
-                build_ladder(profile, limits, [layer for layer in profile.layers if layer is not large])
-            )
+            others.append(build_ladder(profile, limits, [layer for layer in profile.layers if layer is not large]))
         except Infeasible:
             continue
     return others
@@ -152,15 +150,11 @@ def _why(steps: Steps, j: int) -> str:
     return f"{before}; {k} is the least {'with next to no' if chosen.stalls_s else 'without'} stalls"
 
 
-def _by_chance(
-    seed: int, profile: Profile, limits: Limits, ladder: Ladder, current: frozenset[int]
-) -> _Target:
+def _by_chance(seed: int, profile: Profile, limits: Limits, ladder: Ladder, current: frozenset[int]) -> _Target:
     """Layers in an order drawn from the seed, as many as drawn; drawn again if that changes nothing."""
     for draw in range(16):
         drawn = [_mixed(seed, draw, layer.lid) for layer in profile.layers]
-        order = [
-            layer for _, layer in sorted(zip(drawn, profile.layers, strict=True), key=lambda pair: pair[0])
-        ]
+        order = [layer for _, layer in sorted(zip(drawn, profile.layers, strict=True), key=lambda pair: pair[0])]
         try:
             shuffled = build_ladder(profile, limits, order)
         except Infeasible:
@@ -238,9 +232,7 @@ def _saving(profile: Profile, current: frozenset[int], target: _Target) -> int:
 
 def _with_slower_cpu(profile: Profile) -> Profile:
     slower = 1 + CPU_SLACK
-    return Profile(
-        layers=tuple(replace(layer, cpu_update_s=layer.cpu_update_s * slower) for layer in profile.layers)
-    )
+    return Profile(layers=tuple(replace(layer, cpu_update_s=layer.cpu_update_s * slower) for layer in profile.layers))
 
 
 def _ms(time_s: float) -> str:

@@ -60,8 +60,7 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     updated = _cpu(landed, tile_numel, events)
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     ready_s = {
-        layer.lid: end_s
-        for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
+        layer.lid: end_s for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
     }
     stalls_s = {}
     gpu_busy_s = now
@@ -73,9 +72,7 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
         events.append(("forward", layer.lid, now, now + layer.forward_s))
         now += layer.forward_s
         gpu_busy_s += layer.forward_s
-    return Timeline(
-        step_s=now, stalls_s=stalls_s, gpu_busy_s=gpu_busy_s, cpu_busy_s=cpu_busy_s, events=tuple(events)
-    )
+    return Timeline(step_s=now, stalls_s=stalls_s, gpu_busy_s=gpu_busy_s, cpu_busy_s=cpu_busy_s, events=tuple(events))
 
 
 def _backward(
