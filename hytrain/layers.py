@@ -106,14 +106,19 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the children of the ModuleList or Sequential with most parameters."""
-    lists = [
-        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= 2
-    ]
-    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in lists]
-    if not sizes or max(sizes) == 0:
+    """The repeated blocks of a model: the children of the ModuleList or Sequential that cuts most of it into parts.
+
+    An outer Sequential(embedding, blocks, head) has more parameters than the list inside, but cuts off less of it.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    cut_off: dict[int, int] = {}
+    for module in lists:
+        sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in module.children()]
+        cut_off[id(module)] = sum(sizes) - max(sizes, default=0)
+    largest = max(lists, key=lambda module: cut_off[id(module)], default=None)
+    if largest is None or cut_off[id(largest)] == 0:
         return []
-    return [child for child in lists[sizes.index(max(sizes))].children() if any(True for _ in child.parameters())]
+    return [child for child in largest.children() if any(True for _ in child.parameters())]
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:

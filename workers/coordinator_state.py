@@ -154,7 +154,7 @@ class CoordinatorState:
     # ------------------------------------------------------------ joining and leaving
 
     def _on_hello(self, hello: m.Hello) -> list[Command]:
-        if hello.role == "trainer" and self._farewells:
+        if hello.role == "trainer" and any(known.role == "trainer" for known in self._handshake.joined):
             self._waiting = hello
             return [Note("a trainer waits until the last one has left")]
         return [Send(hello.role, self._handshake.on_hello(hello))]
@@ -165,8 +165,7 @@ class CoordinatorState:
             self._handshake.leave(goodbye.role, goodbye.rank)
             return [note]
         if self._session is None:
-            self._handshake.leave(goodbye.role, goodbye.rank)
-            return [note]
+            return [note, *self._admit_next()]
         commands = self._flush(self._session, through=max(self._session.records, default=0))
         return [*commands, note, *self._on_left("trainer")]
 
@@ -177,6 +176,10 @@ class CoordinatorState:
             return []
         self._farewells.clear()
         self._session = None
+        return self._admit_next()
+
+    def _admit_next(self) -> list[Command]:
+        """The trainer has left: another may join, who perhaps waits already."""
         self._handshake.leave("trainer", 0)
         waiting, self._waiting = self._waiting, None
         return [] if waiting is None else self._on_hello(waiting)
