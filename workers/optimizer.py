@@ -200,11 +200,11 @@ class Session:
                 self._coordinator.send(self._plans.on_plan(message))
             case m.AllocatePlanes(lid=lid):
                 self._allocate(lid)
-            case m.TakeOver(plan_id=plan_id, lid=lid):
-                self._require_plan(plan_id, lid, "cpu")
+            case m.TakeOver(lid=lid):
+                self._require_plan(message, "cpu")
                 self._queue.take_over(lid)
-            case m.GiveUp(plan_id=plan_id, lid=lid):
-                self._require_plan(plan_id, lid, "gpu")
+            case m.GiveUp(lid=lid):
+                self._require_plan(message, "gpu")
                 self._queue.give_up(lid)
                 self._arenas.pop(lid).close()
             case m.RanksLearned(ranks=ranks):
@@ -215,9 +215,13 @@ class Session:
             case _:
                 raise TypeError(f"an optimizer has no use for {type(message).__name__}")
 
-    def _require_plan(self, plan_id: int, lid: int, owner: str) -> None:
-        if not self._plans.allows(plan_id, lid, owner) or lid not in self._arenas:
-            raise OwnershipError(f"layer {lid} cannot go to the {owner}: the plan does not say so, or it has no planes")
+    def _require_plan(self, handover: m.TakeOver | m.GiveUp, owner: str) -> None:
+        """Raise `OwnershipError` unless an acknowledged plan has this handover, before the step that comes next."""
+        lid = handover.lid
+        if not self._plans.allows(handover.plan_id, lid, owner) or lid not in self._arenas:
+            raise OwnershipError(f"layer {lid} cannot go to the {owner}: no plan says so, or it has no planes")
+        if handover.step != self._queue.step + 1:
+            raise OwnershipError(f"a handover before step {handover.step}, after step {self._queue.step}")
 
     def _allocate(self, lid: int) -> None:
         """Make the layer's planes, touch them under this process's affinity, and hand the descriptor over."""
