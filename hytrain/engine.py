@@ -63,7 +63,7 @@ class Engine:
         self._groups: Groups | None = None
         self._hypers: list[Hyper] = []
         self._in_backward = self._backward_done = False
-        self._written = False
+        self._written = self._state_loaded = False
         self._root = Gate(())
         self._synchronized = -1
 
@@ -158,6 +158,7 @@ class Engine:
 
     def _begin_step(self) -> None:
         self._import_written()
+        self._state_loaded = False
         self._groups = self._read_groups()
         self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
         self._link.post("optimizer", StepBegin(step=self._step, groups=self._groups))
@@ -311,17 +312,21 @@ class Engine:
         """Parameters were written from outside: they become the masters before the next update."""
         self._written = True
 
-    def import_weights(self) -> None:
-        """Make the parameters' values the master weights, with no remainder; the moments stay."""
+    def state_was_loaded(self) -> None:
+        """Remainders came with the state: weights that are loaded before the next step belong to them."""
+        self._state_loaded = True
+
+    def import_weights(self, *, keep_remainder: bool = False) -> None:
+        """Make the parameters' values the master weights, without remainder if none was loaded; the moments stay."""
         self.synchronize()
-        self._handover.import_weights()
+        self._written = False
+        self._handover.import_weights(keep_remainder=keep_remainder)
         for parameter in self.parameters:
             parameter.version = parameter.parameter._version
 
     def _import_written(self) -> None:
         if self._written:
-            self._written = False
-            self.import_weights()
+            self.import_weights(keep_remainder=self._state_loaded)
 
     def _refuse_foreign_writes(self) -> None:
         """A write that would be overwritten by the next update, noticed by autograd's version counter (I6)."""

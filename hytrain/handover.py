@@ -54,12 +54,12 @@ class Handover:
         arena.close()
         self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step))
 
-    def import_weights(self) -> None:
-        """The parameters' values become the masters, exactly: no remainder. Moments and step counts stay."""
+    def import_weights(self, *, keep_remainder: bool) -> None:
+        """The parameters' values become the masters: exactly, or with the remainders that are there. The rest stays."""
         self._transfers.settle()
         for layer in self._layers:
             for remainder in layer.state("remainder"):
-                if remainder is not None:
+                if remainder is not None and not keep_remainder:
                     remainder.zero_()
             if isinstance(layer.planes, ArenaPlanes):
                 self._weights_out(layer)

@@ -194,8 +194,9 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
-        self._engine.synchronize()
+        self._engine.import_weights()
         saving.load_state_dict(state_dict, self.param_groups, self._parameters)
+        self._engine.state_was_loaded()
 
     # ------------------------------------------------------------ HyTrain's own
 
@@ -213,10 +214,10 @@ class AdamW(torch.optim.Optimizer):
         saving.save(Path(folder), self.param_groups, self._parameters, steps=self._engine.steps)
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before."""
-        self._engine.synchronize()
+        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after."""
         self._engine.import_weights()
         self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters)
+        self._engine.state_was_loaded()
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""

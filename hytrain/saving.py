@@ -21,7 +21,8 @@ from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
-HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
+#: Keys of torch's groups that say how to compute, not what: no part of the state.
+NOT_STATE: Final = {"params", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
 
 def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def load_state_dict(loaded: dict[str, Any], groups: list[dict[str, Any]], parame
             if plane in entry and entry[plane].shape != known.parameter.shape:
                 raise ConfigError(f"{plane} of {known.name} has shape {tuple(entry[plane].shape)}")
     for group, other in zip(groups, theirs, strict=True):
-        group.update({key: other[key] for key in HYPER if key in other})
+        group.update(_hyper(other))
     for known in parameters:
         entry = loaded["state"].get(index[id(known.parameter)], {})
         known.count = int(entry["step"]) if entry else 0
@@ -67,12 +68,10 @@ def save(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
             if tensor is not None
         }
         save_file(tensors, _file(folder, layer))
-    _, packed = _numbered(groups)
-    hyper = [{key: group[key] for key in HYPER} for group in packed]
     index = {
         "format": FORMAT,
         "steps": steps,
-        "param_groups": hyper,
+        "param_groups": [_hyper(group) for group in groups],
         "step_of": {known.name: known.count for known in parameters},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1))
@@ -123,6 +122,11 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
             part.zero_()
         else:
             part.copy_(value[segment.start : segment.start + segment.spec.numel])
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, and whatever a scheduler has put beside them."""
+    return {key: value for key, value in group.items() if key not in NOT_STATE}
 
 
 def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[str, Any]]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ MONITOR_HIGH_WATER_MARK: Final = 64
 SOCKET_FRAME_BYTES: Final = 4 * MAX_FRAME_BYTES
 MAX_IPC_PATH_BYTES: Final = 107
 #: What a peer sent before it died may still be on its way through ZeroMQ's own thread when its death is seen.
-LAST_WORDS_MS: Final = 50
+LAST_WORDS_S: Final = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ class Inbox:
         self._token = token
         self._sequence = _Sequence()
         self._deaths: dict[int, str] = {}
+        self._dead: tuple[str, float] | None = None
+        self._ends = select.poll()
         self._poller = zmq.Poller()
         self._socket = context.socket(zmq.ROUTER)
         _limit(self._socket)
@@ -108,14 +111,19 @@ class Inbox:
     def unwatch(self, name: str) -> None:
         """Let waits no longer end with this peer's death."""
         for descriptor in [known for known, peer in self._deaths.items() if peer == name]:
-            self._poller.unregister(descriptor)
+            if descriptor in self._poller:
+                self._poller.unregister(descriptor)
+            self._ends.unregister(descriptor)
             del self._deaths[descriptor]
             os.close(descriptor)
+        if self._dead is not None and self._dead[0] == name:
+            self._dead = None
 
     def watch_descriptor(self, name: str, descriptor: int) -> None:
         """The same for any descriptor that becomes readable at the peer's end. Takes it over."""
         self._deaths[descriptor] = name
         self._poller.register(descriptor, zmq.POLLIN)
+        self._ends.register(descriptor, select.POLLIN)
 
     def try_receive(self) -> Incoming | None:
         """The next message if one has arrived; never waits."""
@@ -129,16 +137,31 @@ class Inbox:
                 return incoming
 
     def receive(self, timeout_s: float | None) -> Incoming | None:
-        """Wait for a message. None after `timeout_s` seconds; `PeerDied` once a dead peer has no more to say."""
+        """Wait for a message. None after `timeout_s` seconds; `PeerDied` once a dead peer has no more to say.
+
+        Messages of others do not put a death off: it ends the wait after the time that last words may take.
+        """
         ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while (incoming := self.try_receive()) is None:
-            ready = dict(self._poller.poll(_left_ms(ends_s)))
-            if not ready:
+        while True:
+            words_end_s = self._last_words_end_s()
+            if (incoming := self.try_receive()) is not None:
+                return incoming
+            if not self._poller.poll(_left_ms(min(ends_s, words_end_s))) and time.monotonic() >= ends_s:
                 return None
-            dead = [name for descriptor, name in self._deaths.items() if descriptor in ready]
-            if dead and not self._socket.poll(LAST_WORDS_MS):
-                raise PeerDied(dead[0])
-        return incoming
+
+    def _last_words_end_s(self) -> float:
+        """When the wait has to end since a peer is dead, infinity if none is. Raises `PeerDied` at that time."""
+        if self._dead is None:
+            for descriptor, _ in self._ends.poll(0):
+                self._dead = (self._deaths[descriptor], time.monotonic() + LAST_WORDS_S)
+                self._poller.unregister(descriptor)  # it stays readable, and would end every wait at once
+                break
+        if self._dead is None:
+            return math.inf
+        name, ends_s = self._dead
+        if time.monotonic() >= ends_s:
+            raise PeerDied(name)
+        return ends_s
 
     def reply(self, sender: str, message: Message) -> None:
         """Answer the connection that a message came from; dropped if it has gone or does not read."""

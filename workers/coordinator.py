@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,9 @@ def main() -> int:
         coordinator = Coordinator(network, state, metrics)
         coordinator.watch(arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
-        return coordinator.run()
+        status = coordinator.run()
+    shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # a launcher that was killed cannot
+    return status
 
 
 class Coordinator:

@@ -22,10 +22,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import IO, TYPE_CHECKING, Any, Final, Self
 
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S: Final = 3.0
 EXIT_USAGE: Final = 2
+#: A trainer that failed because a worker had died may be seen to end before the worker is.
+SAME_END_S: Final = 0.5
 HOME: Final = str(Path(__file__).resolve().parents[1])
 
 
@@ -240,50 +242,55 @@ class Supervisor:
         """Run the trainer in the foreground, its output on the terminal and in its log; the exit status."""
         environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1"}
         log = self._log_dir / "trainer-0.log"
-        output_read, output_write = os.pipe()
-        trainer = process.start_program(command, log=log, environment=environment, output=output_write)
-        os.close(output_write)
-        self._children.append(trainer)
-        try:
-            with log.open("ab", buffering=0) as copy:
-                return self._watch(trainer, output_read, copy.write)
-        finally:
-            os.close(output_read)
+        with log.open("ab", buffering=0) as copy:
+            output = Tee(copy)
+            trainer = process.start_program(
+                command, log=log, environment=environment, stdout=output.stdout, stderr=output.stderr
+            )
+            self._children.append(trainer)
+            try:
+                return self._watch(trainer, output)
+            finally:
+                output.close()
 
-    def _watch(self, trainer: Child, output: int, copy: Any) -> int:
+    def _watch(self, trainer: Child, output: Tee) -> int:
         watched = {child.pidfd: child for child in self._children}
         while True:
-            readable, _, _ = select.select([output, self._wake_read, *watched], [], [])
-            if output in readable and _tee(output, copy):
+            readable, _, _ = select.select([*output.pipes, self._wake_read, *watched], [], [])
+            if output.pass_on(readable):
                 continue
             if self._signal is not None:
-                return self._pass_on_signal(trainer, output, copy)
+                return self._pass_on_signal(trainer, output)
             ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
-            if trainer in ended:
-                return self._trainer_ended(trainer, output, copy)
             if ended:
-                print(f"\nhytrain-cluster: {process.describe_end(ended[0])}", file=sys.stderr)
-                return _status(ended[0]) or 1
+                return self._ended(ended, trainer, output)
 
-    def _trainer_ended(self, trainer: Child, output: int, copy: Any) -> int:
-        while select.select([output], [], [], 0)[0] and _tee(output, copy):
-            pass
+    def _ended(self, ended: list[Child], trainer: Child, output: Tee) -> int:
+        """Name who ended first, as far as that can be known: a trainer may have failed of a worker's end."""
+        if ended == [trainer] and (status := _status(trainer)) != 0:
+            workers = {child.pidfd: child for child in self._children if child is not trainer}
+            readable, _, _ = select.select([*workers], [], [], SAME_END_S)
+            ended += [workers[pidfd] for pidfd in readable]
+        output.drain()
+        dead = [child for child in ended if child is not trainer]
+        if dead and not (trainer in ended and _status(trainer) == 0):
+            print(f"\nhytrain-cluster: {process.describe_end(dead[0])}", file=sys.stderr)
+            return _status(dead[0]) or 1
         status = _status(trainer)
         if status not in (0, EXIT_USAGE):
             how = process.describe_end(trainer).splitlines()[0]
             print(f"hytrain-cluster: {how}; its log is {trainer.log}", file=sys.stderr)
         return status
 
-    def _pass_on_signal(self, trainer: Child, output: int, copy: Any) -> int:
+    def _pass_on_signal(self, trainer: Child, output: Tee) -> int:
         """Ctrl-C reached the trainer by itself, other signals did not. It gets time to leave."""
         assert self._signal is not None
         if self._signal != signal.SIGINT and trainer.process.poll() is None:
             trainer.process.send_signal(self._signal)
         deadline = time.monotonic() + STOP_GRACE_S
         while trainer.process.poll() is None and (remaining := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select([output, trainer.pidfd], [], [], remaining)
-            if output in readable:
-                _tee(output, copy)
+            output.pass_on(select.select([*output.pipes, trainer.pidfd], [], [], remaining)[0])
+        output.drain()
         return 128 + self._signal
 
     def attend(self, parent: int) -> int:
@@ -304,17 +311,41 @@ class Supervisor:
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
-def _tee(output: int, copy: Any) -> bool:
-    """What the trainer wrote goes to the terminal and to its log; False once there is no more."""
-    chunk = os.read(output, 65536)
-    copy(chunk)
-    try:
-        rest = memoryview(chunk)
-        while rest:
-            rest = rest[os.write(sys.stdout.fileno(), rest) :]
-    except BrokenPipeError:
-        pass  # whoever read has left; the log has it all
-    return bool(chunk)
+class Tee:
+    """The trainer's standard output and error: each to this process's own, and both to the log."""
+
+    def __init__(self, copy: IO[bytes]) -> None:
+        self._copy = copy
+        out, self.stdout = os.pipe()
+        err, self.stderr = os.pipe()
+        self.pipes = {out: sys.stdout.fileno(), err: sys.stderr.fileno()}
+
+    def pass_on(self, readable: Iterable[int]) -> bool:
+        """Pass on what has come through those of our pipes that are `readable`; False if nothing has."""
+        return any([self._pass_on(pipe) for pipe in readable if pipe in self.pipes])
+
+    def _pass_on(self, pipe: int) -> bool:
+        chunk = os.read(pipe, 65536)
+        self._copy.write(chunk)
+        try:
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[os.write(self.pipes[pipe], rest) :]
+        except BrokenPipeError:
+            pass  # whoever read has left; the log has it all
+        if not chunk:
+            os.close(pipe)
+            del self.pipes[pipe]
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """What the trainer wrote before it ended; a process that it left behind may hold the pipes for ever."""
+        while self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
+            pass
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            os.close(pipe)
 
 
 def _status(child: Child) -> int:

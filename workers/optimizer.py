@@ -181,7 +181,7 @@ class Session:
     def run(self, inbox: Inbox) -> None:
         """Serve until the trainer says Goodbye."""
         while True:
-            incoming = inbox.receive(None) if self._queue.idle else inbox.try_receive()
+            incoming = inbox.receive(None if self._queue.idle else 0.0)
             if incoming is None:
                 self._work()
             elif isinstance(incoming.message, m.Goodbye):

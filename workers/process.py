@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from hytrain.errors import ClusterTimeout, WorkerDied
 
@@ -76,11 +76,14 @@ def start_worker(
     return Child(role, 0, process, os.pidfd_open(process.pid), log, ready_read, life_write)
 
 
-def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], output: int | IO[bytes]) -> Child:
-    """Start the trainer: the user's program, in the foreground, which dies with the launcher."""
-    process = subprocess.Popen(
-        command, env=environment, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
-    )
+def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int) -> Child:
+    """Start the trainer: the user's program, in the foreground, which dies with the launcher.
+
+    The descriptors `stdout` and `stderr` become its own, and are closed here.
+    """
+    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent)
+    os.close(stdout)
+    os.close(stderr)
     return Child("trainer", 0, process, os.pidfd_open(process.pid), log, None, None)
 
 
