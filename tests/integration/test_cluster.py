@@ -1,0 +1,153 @@
+"""Who is started by whom: `bin/hytrain-cluster` with a recipe and with a program, and a plain script alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import (
+    CLUSTER,
+    SCRIPTS,
+    adamw,
+    cluster,
+    environment,
+    go_on,
+    perceptron,
+    read_until,
+    roles_below,
+    run,
+    square_loss,
+    started,
+    train,
+    write_recipe,
+)
+
+from hytrain.config import CLUSTER_VARIABLE
+
+PLAIN = SCRIPTS / "plain.py"
+STEPS = "20"
+
+
+def digest(output: str) -> str:
+    """Of the weights; the script must have run once."""
+    assert output.splitlines().count("begin") == 1
+    return output.splitlines()[-1]
+
+
+def test_a_script_trains_the_same_wherever_it_runs() -> None:
+    """No main guard, DataLoader workers: alone, under the launcher, and with torch's optimizer instead."""
+    alone = run(sys.executable, PLAIN, "hytrain", STEPS)
+    assert alone.returncode == 0, alone.stderr
+    under = cluster(PLAIN, "hytrain", STEPS)
+    assert under.returncode == 0, under.stderr
+    plain = run(sys.executable, PLAIN, "torch", STEPS)
+    assert digest(alone.stdout) == digest(under.stdout) == digest(plain.stdout)
+    assert alone.stderr == ""
+
+
+def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
+    said = {kind: run(sys.executable, SCRIPTS / "children.py", kind) for kind in ("none", "spawn", "fork")}
+    assert [ran.returncode for ran in said.values()] == [0, 0, 0], [ran.stderr for ran in said.values()]
+    assert len({ran.stdout for ran in said.values()}) == 1
+
+
+def test_the_processes_under_the_launcher(run_dir: Path) -> None:
+    with started(sys.executable, CLUSTER, PLAIN, "hytrain", STEPS, "--pause") as launcher:
+        read_until(launcher, "paused")
+        processes = roles_below(psutil.Process(launcher.pid))
+        assert processes.keys() == {"coordinator", "optimizer", "plain"}
+        assert roles_below(processes["optimizer"]) == roles_below(processes["coordinator"]) == {}
+        [socket_dir] = Path(os.environ["TMPDIR"]).glob("hytrain-*")
+        assert processes["plain"].environ()[CLUSTER_VARIABLE] == str(socket_dir)
+        assert stat.S_IMODE(socket_dir.stat().st_mode) == 0o700
+        for name in ("token", "cluster.json"):
+            assert stat.S_IMODE((socket_dir / name).stat().st_mode) == 0o600
+        known = json.loads((socket_dir / "cluster.json").read_text())
+        assert known["launcher_pid"] == launcher.pid
+        for role in ("coordinator", "optimizer"):
+            assert known[f"{role}_pid"] == processes[role].pid
+        go_on(launcher)
+        read_until(launcher, "weights")
+        assert launcher.wait() == 0
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert logs == {"coordinator-0.log", "optimizer-0.log", "trainer-0.log"}
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == int(STEPS)
+    assert "weights" in (run_dir / "logs" / "trainer-0.log").read_text()
+
+
+def test_the_processes_of_a_plain_script(run_dir: Path) -> None:
+    with started(sys.executable, PLAIN, "hytrain", STEPS, "--pause") as script:
+        read_until(script, "paused")
+        children = psutil.Process(script.pid).children()
+        [launcher] = [child for child in children if "workers.launcher" in child.cmdline()]
+        assert roles_below(launcher).keys() == {"coordinator", "optimizer"}
+        assert len(children) == 3, "the launcher and two workers of the DataLoader"
+        go_on(script)
+        read_until(script, "weights")
+        assert script.wait() == 0
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == int(STEPS)
+
+
+def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "small"
+    recipe = write_recipe(
+        tmp_path,
+        run={"dir": str(run_dir.parent), "name": run_dir.name},
+        train={"steps": 20, "eval_every": 10},
+        sample={"prompt": "the people", "tokens": 5},
+        cluster={"cores": "0"},
+    )
+    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
+    assert ran.returncode == 0, ran.stderr
+    for role in ("trainer", "optimizer", "coordinator"):
+        assert re.search(rf"{role}\D+\d+", ran.stdout), ran.stdout
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert records[-1]["loss"] < records[0]["loss"] and 0.3 <= records[-1]["k"] < 1
+    assert [record["step"] for record in records if "validation_loss" in record] == [10, 20]
+    for name in ("recipe.yaml", "loss.png", "checkpoints/step-20/model.safetensors"):
+        assert (run_dir / name).is_file(), name
+    assert "1 threads on cores 0 " in (run_dir / "logs" / "optimizer-0.log").read_text()
+
+
+def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, train={"steps": 6}, run={"dir": str(tmp_path / "file"), "name": "small"})
+    assert cluster(recipe, env=environment(HYTRAIN_RUN_DIR=str(tmp_path / "environment"))).returncode == 0
+    assert (tmp_path / "environment" / "metrics.jsonl").is_file()
+    (tmp_path / "script.py").touch()
+    env = environment(HYTRAIN_RUN_DIR=str(tmp_path / "not"))
+    assert cluster("--run-dir", tmp_path / "flag", tmp_path / "script.py", env=env).returncode == 0
+    assert (tmp_path / "flag" / "logs").is_dir()
+    assert not (tmp_path / "file").exists() and not (tmp_path / "not").exists()
+
+
+def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:
+    for _ in range(2):
+        model = perceptron()
+        with adamw(model, k=0.5) as opt:
+            train(model, opt, range(2), square_loss)
+    first, second = perceptron(), perceptron()
+    with adamw(first, k=0.0) as one, adamw(second, k=1.0, run_dir=str(run_dir) + "-2") as other:
+        for step in range(5):
+            train(first, one, [step], square_loss)
+            train(second, other, [step], square_loss)
+        assert {pid for _, pid, _ in one.processes()} & {pid for _, pid, _ in other.processes()} == {os.getpid()}
+        one.synchronize()
+        assert all(map(lambda a, b: a.equal(b), first.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize("program", ["exit", "crash"])
+def test_the_programs_own_end_is_passed_on(program: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('said', flush=True); " + {"exit": "sys.exit(7)", "crash": "1 / 0"}[program])
+    ran = cluster(script)
+    assert ran.stdout.startswith("said\n")
+    assert ran.returncode == {"exit": 7, "crash": 1}[program]
+    assert "trainer-0 (process" in ran.stderr and f"exit status {ran.returncode}" in ran.stderr
+    assert ("ZeroDivisionError" in ran.stdout + ran.stderr) is (program == "crash")

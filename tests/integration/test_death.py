@@ -1,0 +1,177 @@
+"""One process dies: the others end within five seconds, the command says which it was, and nothing is left.
+
+The `no_leaks` fixture looks for processes, descriptors and socket folders afterwards; planes are memfds, which go
+with the last process that has them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import CLUSTER, SCRIPTS, adamw, perceptron, read_until, roles_below, square_loss, started, train, vectors
+
+from hytrain.errors import ClusterError, WorkerDied
+
+ENDLESS = SCRIPTS / "endless.py"
+DEADLINE_S = 5.0
+
+
+@contextmanager
+def training(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psutil.Process]]]:
+    """A process that trains through three, and all of HyTrain's processes that it consists of, by role."""
+    with started(*command, stderr=subprocess.PIPE) as first:
+        read_until(first, "step 5")
+        root = psutil.Process(first.pid)
+        if str(CLUSTER) in root.cmdline():
+            family = {"launcher": root, **roles_below(root)}
+            family["trainer"] = family.pop("endless")
+        else:
+            [launcher] = [child for child in root.children() if "workers.launcher" in child.cmdline()]
+            family = {"trainer": root, "launcher": launcher, **roles_below(launcher)}
+        assert family.keys() == {"launcher", "coordinator", "optimizer", "trainer"}
+        yield first, family
+
+
+@contextmanager
+def stopped_loaders(trainer: psutil.Process) -> Iterator[None]:
+    """Workers of a DataLoader, forked from the trainer, hold their ends of all pipes, whatever happens to others."""
+    loaders = [child for child in trainer.children() if "endless.py" in " ".join(child.cmdline())]
+    assert len(loaders) == 2
+    for loader in loaders:
+        loader.suspend()
+    try:
+        yield
+    finally:
+        for loader in loaders:
+            loader.kill()
+
+
+def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> int:
+    """All processes end before the deadline; the exit status of the first."""
+    others = {role: process for role, process in family.items() if process.pid != first.pid}
+    _, alive = psutil.wait_procs(list(others.values()), DEADLINE_S)
+    assert [role for role, process in others.items() if process in alive] == []
+    return first.wait(DEADLINE_S)
+
+
+def fails(process: psutil.Process) -> bool:
+    """Wait for the end of a process that stays a zombie, since its parent is stopped."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([descriptor], [], [], DEADLINE_S)[0])
+    finally:
+        os.close(descriptor)
+
+
+def rest(first: subprocess.Popen[str]) -> str:
+    """What it has said on standard error."""
+    assert first.stderr is not None
+    return first.stderr.read()
+
+
+@pytest.mark.parametrize("role", ["optimizer", "coordinator", "trainer"])
+def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
+    with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
+        with stopped_loaders(family["trainer"]):
+            family[role].kill()
+            assert all_end(first, family) == 128 + signal.SIGKILL
+        errors = rest(first)
+    said = errors[errors.index("hytrain-cluster: ") :]
+    assert f"{role}-0 (process {family[role].pid}) was killed by SIGKILL" in said
+    log = run_dir / "logs" / f"{role}-0.log"
+    assert str(log) in said
+    if role != "trainer":  # its output has been on the terminal all the time
+        assert log.read_text().splitlines()[-1] in said
+
+
+@pytest.mark.parametrize("role", ["optimizer", "coordinator"])
+def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str) -> None:
+    with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
+        family["launcher"].suspend()
+        family[role].kill()
+        assert fails(family["trainer"])
+        family["launcher"].resume()
+        assert all_end(first, family) == 128 + signal.SIGKILL
+        errors = rest(first)
+    assert f"{role}-0 (process {family[role].pid}) was killed by SIGKILL" in errors
+
+
+def test_workers_and_trainer_leave_when_the_launcher_is_killed() -> None:
+    with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
+        family["launcher"].kill()
+        assert all_end(first, family) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
+    with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
+        first.send_signal(number)
+        if number == signal.SIGINT:  # Ctrl-C reaches the whole foreground group
+            family["trainer"].send_signal(number)
+        assert all_end(first, family) == 128 + number
+
+
+@pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+def test_a_plain_script_raises_and_ends(role: str) -> None:
+    """Nobody ends a user's own process, but its next call of HyTrain raises."""
+    with training(sys.executable, ENDLESS) as (first, family):
+        family[role].kill()
+        assert all_end(first, family) == 1
+        errors = rest(first)
+    assert re.search(r"^hytrain\.errors\.WorkerDied: the (optimizer|coordinator) process .*", errors, re.MULTILINE)
+    if role != "launcher":
+        assert f"WorkerDied: the {role} process" in errors
+
+
+def test_the_private_cluster_leaves_with_its_script() -> None:
+    with training(sys.executable, ENDLESS, "2") as (first, family), stopped_loaders(family["trainer"]):
+        first.kill()
+        assert all_end(first, family) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+@pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+def test_every_call_after_a_death_raises(role: str, k: float) -> None:
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(3), square_loss)
+        pids = {role: pid for role, pid, _ in opt.processes()}
+        optimizer = psutil.Process(pids["optimizer"])
+        victim = optimizer.parent() if role == "launcher" else psutil.Process(pids[role])
+        assert victim is not None and victim.pid != os.getpid()
+        victim.kill()
+        with pytest.raises(WorkerDied) as raised:
+            for step in range(100_000):
+                train(model, opt, [step], square_loss)
+        assert role == "launcher" or f"the {role} process" in str(raised.value)
+        for call in (opt.synchronize, opt.state_dict, opt.step, lambda: model(vectors(0)), model.state_dict):
+            with pytest.raises(ClusterError):
+                call()
+    if role == "launcher":
+        assert all_gone(pids["optimizer"], pids["coordinator"])
+
+
+def all_gone(*pids: int) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(processes, DEADLINE_S)[1]
+
+
+def test_another_run_can_follow_a_death() -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        psutil.Process(dict((role, pid) for role, pid, _ in opt.processes())["optimizer"]).kill()
+        with pytest.raises(WorkerDied):
+            train(model, opt, range(100_000), square_loss)
+    with adamw(model) as opt:
+        train(model, opt, range(3), square_loss)
+        assert opt.statistics().step == 3

@@ -1,0 +1,59 @@
+"""The result does not depend on k, on handovers, on the backend's threads or on timing: bit for bit (I4)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, weights
+from torch import Tensor, nn
+
+STEPS = 50
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "all on the CPU": {"k": 0.0},
+    "a part": {"k": 0.3},
+    "all on the GPU": {"k": 1.0},
+    "auto": {"k": "auto"},
+    "moving": {"k": "auto", "policy": "random"},
+}
+
+
+def make(dtype: torch.dtype) -> nn.Module:
+    return gpt2(dtype) if dtype is torch.float32 else llama(dtype)
+
+
+@cache
+def trained_at_half(dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = make(dtype)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(STEPS))
+        final = state(opt)  # waits for the last updates, so before the weights
+        return weights(model), final
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
+    expected_weights, expected_state = trained_at_half(dtype)
+    model = make(dtype)
+    with adamw(model, **CHOICES[choice]) as opt:
+        train(model, opt, range(STEPS))
+        if choice == "moving":
+            assert opt.statistics().moved > 10
+        assert differing(state(opt), expected_state) == []
+        assert differing(weights(model), expected_weights) == []
+    assert any(name.startswith("remainder") for name in expected_state) is (dtype is torch.bfloat16)
+
+
+def test_more_threads_and_other_cores_change_nothing() -> None:
+    results = []
+    for options in ({"threads": 1}, {"threads": 2, "cores": "0"}):
+        model = perceptron()
+        with adamw(model, k=0.2, **options) as opt:
+            train(model, opt, range(20), square_loss)
+        results.append(weights(model))
+    assert differing(*results) == []

@@ -1,0 +1,398 @@
+"""What users do with a model while it trains: look at it, copy it, save it, load it, use it in parts.
+
+Whatever reads weights sees all updates, whatever writes them is not overwritten (I6), and every forward reads
+what torch's optimizer would have it read (I1).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from helpers import (
+    LR,
+    Reference,
+    adamw,
+    differing,
+    environment,
+    gpt2,
+    language_loss,
+    perceptron,
+    square_loss,
+    train,
+    vectors,
+    weights,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hytrain.errors import StaleReadError, UsageError
+
+
+def reference(steps: range = range(20), make: Callable[[], nn.Module] = perceptron) -> nn.Module:
+    """What torch trains."""
+    model = make()
+    train(model, Reference(model, lr=LR), steps, square_loss)
+    return model
+
+
+def trained_alone(model: nn.Module) -> dict[str, Tensor]:
+    """The weights after five steps with torch's optimizer, which HyTrain must not notice."""
+    train(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), range(5), square_loss)
+    return weights(model)
+
+
+# ---------------------------------------------------------------- reading
+
+
+READERS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+    "state_dict": lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    "a part's state_dict": lambda model: {f"0.{n}": t.clone() for n, t in model[0].state_dict().items()},
+    "deepcopy": lambda model: weights(copy.deepcopy(model)),
+    "pickle": lambda model: weights(pickle.loads(pickle.dumps(model))),
+    "torch.save": lambda model: weights(saved_and_loaded(model)),
+}
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_see_every_update(reader: str) -> None:
+    expected = weights(reference(range(11)))
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        for step in range(11):
+            train(model, opt, [step], square_loss)
+            seen = READERS[reader](model)
+        assert differing(seen, {name: expected[name] for name in seen}) == []
+        train(model, opt, range(11, 20), square_loss)
+    assert differing(weights(model), weights(reference())) == []
+
+
+def test_synchronize_brings_parameters_up_to_date() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(11), square_loss)
+        opt.synchronize()
+        assert differing(weights(model), weights(reference(range(11)))) == []
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_evaluation_in_the_middle_of_training(without_gradients: Callable[[], Any]) -> None:
+    def evaluate(model: nn.Module) -> float:
+        model.eval()
+        with without_gradients():
+            loss = language_loss(model, 10_000).item()
+        model.train()
+        return loss
+
+    expected, model = gpt2(), gpt2()
+    plain = Reference(expected, lr=LR)
+    with adamw(model, k=0.2) as opt:
+        for step in range(12):
+            train(expected, plain, [step])
+            train(model, opt, [step])
+            assert evaluate(model) == evaluate(expected)
+    assert differing(weights(model), weights(expected)) == []
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_trains_freely(copied: Callable[[nn.Module], nn.Module]) -> None:
+    expected = reference(range(8))
+    plain = trained_alone(copy.deepcopy(expected))
+    model = perceptron()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(8), square_loss)
+        twin = copied(model)
+        assert differing(weights(twin), weights(expected)) == []
+        assert "__deepcopy__" not in vars(twin) or copied is not copy.deepcopy
+        train(model, opt, range(8, 14), square_loss)
+        assert differing(trained_alone(twin), plain) == []
+        train(model, opt, range(14, 20), square_loss)
+        assert all(parameter.grad is None for parameter in twin.parameters())
+    assert differing(weights(model), weights(reference())) == []
+    assert differing(weights(copy.deepcopy(twin)), plain) == []
+
+
+def test_a_copy_can_have_a_hytrain_optimizer_of_its_own(run_dir: Path) -> None:
+    model = perceptron()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(8), square_loss)
+        twin = copy.deepcopy(model)
+        with adamw(twin, k=0.0, run_dir=f"{run_dir}-2") as other:
+            train(twin, other, range(5), square_loss)
+        train(model, opt, range(8, 20), square_loss)
+    assert differing(weights(twin), trained_alone(reference(range(8)))) == []
+    assert differing(weights(model), weights(reference())) == []
+
+
+LOADS = """
+import sys, torch
+sys.modules["transformers"] = None
+model = torch.load(sys.argv[1], weights_only=True)
+print(sorted(model), "hytrain" in sys.modules)
+"""
+
+
+def test_saved_weights_load_where_hytrain_is_not(tmp_path: Path) -> None:
+    model = perceptron(depth=2)
+    with adamw(model) as opt:
+        train(model, opt, range(3), square_loss)
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", LOADS, str(tmp_path / "weights.pt")],
+        env=environment(PYTHONPATH=None),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "['0.0.bias', '0.0.weight', '1.0.bias', '1.0.weight'] False\n"
+
+
+def test_after_close_the_model_is_an_ordinary_one() -> None:
+    model = perceptron()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(8), square_loss)
+    assert "__deepcopy__" not in vars(model)
+    assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
+    assert differing(trained_alone(model), trained_alone(reference(range(8)))) == []
+
+
+# ---------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_loaded_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
+    """Moments stay, and masters are exactly what was loaded."""
+
+    def run(opt: Any, model: nn.Module) -> None:
+        train(model, opt, range(6), square_loss)
+        model.load_state_dict(perceptron(dtype=dtype).state_dict())
+        train(model, opt, range(6, 12), square_loss)
+
+    class Rewound(Reference):
+        """Its masters follow a load."""
+
+        def reload(self) -> None:
+            for parameter, master in self.master_of.items():
+                master.data.copy_(parameter.data)
+
+    expected = perceptron(dtype=dtype)
+    plain = Rewound(expected, lr=LR)
+    train(expected, plain, range(6), square_loss)
+    expected.load_state_dict(perceptron(dtype=dtype).state_dict())
+    plain.reload()
+    train(expected, plain, range(6, 12), square_loss)
+
+    model = perceptron(dtype=dtype)
+    with adamw(model, k=k) as opt:
+        run(opt, model)
+    assert differing(weights(model), weights(expected)) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_imported_weights_are_taken_over(k: float) -> None:
+    def halve(model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    expected = perceptron()
+    plain = Reference(expected, lr=LR)
+    train(expected, plain, range(6), square_loss)
+    halve(expected)
+    train(expected, plain, range(6, 12), square_loss)
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(6), square_loss)
+        opt.synchronize()
+        halve(model)
+        opt.import_weights()
+        train(model, opt, range(6, 12), square_loss)
+    assert differing(weights(model), weights(expected)) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_write_that_was_not_imported_is_refused(k: float) -> None:
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(3), square_loss)
+        opt.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.5)
+        with pytest.raises(UsageError, match="import_weights"):
+            train(model, opt, range(3), square_loss)
+
+
+# ---------------------------------------------------------------- reading in parts
+
+
+class Attention(nn.Module):
+    """`MultiheadAttention.out_proj` is never called, `scale` is the root's own, `embedding` is read functionally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.embedding = nn.Embedding(32, 32)
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.scale) @ self.embedding.weight
+        x = x[None]
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(x + block(x, x, x, need_weights=False)[0])
+        return nn.functional.linear(x[0], self.last.weight, self.last.bias)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run again inside backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = perceptron(depth=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Repeated(nn.Module):
+    """One block three times in a forward, and again after the others; another not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = perceptron(depth=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 0, 1, 0, 2, 1):
+            x = x + self.blocks[index](x)
+        return x
+
+
+class Nested(nn.Module):
+    """Tied weights across levels, a parameter list, and a block that the root calls through a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = perceptron(depth=3)
+        self.gains = nn.ParameterList(torch.ones(32) for _ in range(2))
+        self.head = nn.Linear(32, 32, bias=False)
+        self.head.weight = self.inner[0][0].weight
+
+    def body(self, x: Tensor) -> Tensor:
+        for gain in self.gains:
+            x = x * gain
+        return self.inner.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
+@pytest.mark.parametrize("make", [Attention, Checkpointed, Repeated, Nested])
+def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], k: float) -> None:
+    model = make()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(20), square_loss)
+    assert differing(weights(model), weights(reference(make=make))) == []
+
+
+def test_moving_layers_that_no_module_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
+    model = Attention()
+    with adamw(model, policy="random") as opt:
+        train(model, opt, range(40), square_loss)
+        assert opt.statistics().moved > 0
+    assert differing(weights(model), weights(reference(range(40), make=Attention))) == []
+
+
+def test_a_part_called_by_itself() -> None:
+    """The root's hook has not run; the parts' own have."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = vectors(step)
+        for block in model.children():
+            x = block(x)
+        return x.square().mean()
+
+    expected, model = perceptron(), perceptron()
+    train(expected, Reference(expected, lr=LR), range(12), loss_of)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(12), loss_of)
+    assert differing(weights(model), weights(expected)) == []
+
+
+def test_what_no_hook_can_see_is_refused_rather_than_stale() -> None:
+    """Weights that are read without any module being called; after `synchronize` that is right."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        x = vectors(step)
+        for block in model.children():
+            x = nn.functional.linear(x, block[0].weight, block[0].bias).tanh()
+        return x.square().mean()
+
+    model, expected = perceptron(), perceptron()
+    with adamw(model, k=0.0) as opt, pytest.raises(StaleReadError, match="synchronize"):
+        train(model, opt, range(5), loss_of)
+    model = perceptron()
+    train(expected, Reference(expected, lr=LR), range(5), loss_of)
+    with adamw(model, k=0.0) as opt:
+        for step in range(5):
+            opt.synchronize()
+            train(model, opt, [step], loss_of)
+    assert differing(weights(model), weights(expected)) == []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() + x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_blocks(backend: str) -> None:
+    def compiled() -> tuple[nn.Module, torch._dynamo.testing.CompileCounterWithBackend]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*[Block() for _ in range(3)])
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        for block in blocks:
+            block.compile(backend=counter)
+        return blocks, counter
+
+    expected, counter = compiled()
+    train(expected, Reference(expected, lr=LR), range(10), square_loss)
+    assert counter.frame_count > 0
+    model, counter = compiled()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(10), square_loss)
+    assert counter.frame_count > 0
+    assert differing(weights(model), weights(expected)) == []

@@ -1,0 +1,173 @@
+"""Three processes against one: the weights after a closed loop are those of torch's fused AdamW, in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import LR, Reference, adamw, differing, gpt2, llama, perceptron, train, vectors, weights
+from torch import nn
+
+STEPS = 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_hundred_steps(make: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    expected = make(dtype)
+    before = weights(expected)
+    losses = train(expected, Reference(expected, lr=LR), range(STEPS))
+    assert len(differing(before, weights(expected))) == len(before), "the reference has trained every parameter"
+    model = make(dtype)
+    with adamw(model, k=0.4) as opt:
+        assert train(model, opt, range(STEPS)) == losses
+        statistics = opt.statistics()
+        assert statistics.step == STEPS and 0.4 <= statistics.k < 1.0, "both owners took part"
+    assert differing(weights(model), weights(expected)) == []
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, the rest does not and has a learning rate of its own."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.2},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 2 * LR, "betas": (0.8, 0.95)},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameter_groups_and_a_schedule(dtype: torch.dtype) -> None:
+    def warm_up(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 10) * 0.97**step)
+
+    expected = gpt2(dtype)
+    reference = Reference(expected, groups_of(expected), lr=LR)
+    losses = train(expected, reference, range(40), scheduler=warm_up(reference))
+    model = gpt2(dtype)
+    with adamw(model, groups_of(model), k=0.4) as opt:
+        assert train(model, opt, range(40), scheduler=warm_up(opt)) == losses
+        assert [group["lr"] for group in opt.param_groups] == [group["lr"] for group in reference.param_groups]
+    assert differing(weights(model), weights(expected)) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_maximize_and_other_numbers(k: float) -> None:
+    options: dict[str, Any] = {"lr": 3e-3, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
+    expected, model = perceptron(), perceptron()
+
+    def closeness(model: nn.Module, step: int) -> torch.Tensor:
+        loss: torch.Tensor = -(model(vectors(step)) - 1).square().mean()
+        return loss
+
+    losses = train(expected, Reference(expected, **options), range(20), closeness)
+    with adamw(model, k=k, **options) as opt:
+        assert train(model, opt, range(20), closeness) == losses
+    assert differing(weights(model), weights(expected)) == []
+
+
+class Partial(nn.Module):
+    """Frozen, tied, twice used and sometimes unused parts.
+
+    `blocks.1` is frozen, `blocks.2` has the weight of `blocks.0`, `blocks.3` runs in every third step alone,
+    `blocks.4` runs twice, `blocks.5` never.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].weight = self.blocks[0].weight
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.first(x).tanh()
+        for index, block in enumerate(self.blocks[:5]):
+            if index != 3 or step % 3 == 0:
+                x = block(x).tanh() + x
+        return self.last(self.blocks[4](x))  # type: ignore[no-any-return]
+
+
+def partial_loss(model: nn.Module, step: int) -> torch.Tensor:
+    x = vectors(step)
+    loss: torch.Tensor = (model(x, step) - x.sin()).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_tied_frozen_and_sometimes_unused_parameters(k: float) -> None:
+    expected, model = Partial(), Partial()
+    before = weights(model)
+    reference = Reference(expected, lr=LR, weight_decay=0.1)
+    losses = train(expected, reference, range(30), partial_loss)
+    with adamw(model, weight_decay=0.1, k=k) as opt:
+        assert train(model, opt, range(30), partial_loss) == losses
+        counts = {int(entry["step"]) for entry in opt.state_dict()["state"].values()}
+        assert counts == {30, 10}, "a parameter's own step count stands still without a gradient"
+        assert len(opt.state_dict()["state"]) == len(reference.state_dict()["state"])
+    after = weights(model)
+    assert differing(after, weights(expected)) == []
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == {"blocks.1.weight", "blocks.1.bias", "blocks.5.weight", "blocks.5.bias"}
+
+
+def test_a_step_without_any_gradient_changes_nothing() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), lambda model, step: model(vectors(step)).square().mean())
+        opt.synchronize()
+        before = weights(model)
+        opt.step()
+        opt.zero_grad()
+        opt.synchronize()
+        assert differing(before, weights(model)) == []
+        assert opt.statistics().step == 3
+
+
+def test_half_of_the_layers_in_each_precision() -> None:
+    """A layer may mix dtypes, segment by segment."""
+
+    def mixed() -> nn.Module:
+        model = perceptron(depth=3)
+        for block in model:
+            block[0].weight.data = block[0].weight.data.bfloat16()
+        return model
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        x = vectors(step)
+        for block in model.children():
+            x = block(x)
+        return (x - vectors(step).sin()).square().mean()
+
+    expected, model = mixed(), mixed()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = train(expected, Reference(expected, lr=LR), range(20), loss_of)
+        with adamw(model, k=0.4) as opt:
+            assert train(model, opt, range(20), loss_of) == losses
+    assert differing(weights(model), weights(expected)) == []
+
+
+def test_sizes_that_are_no_multiple_of_anything() -> None:
+    """Only the last few elements, which torch computes without vectors, may differ, and by a rounding error."""
+
+    def odd() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        loss: torch.Tensor = model(vectors(step, width=7)).square().mean()
+        return loss
+
+    expected = odd()
+    train(expected, Reference(expected, lr=LR), range(1), loss_of)
+    first = odd()
+    with adamw(first, k=0.5) as opt:
+        train(first, opt, range(1), loss_of)
+    for name, one in weights(first).items():
+        whole = one.numel() // 16 * 16
+        other = weights(expected)[name]
+        assert torch.equal(one.flatten()[:whole], other.flatten()[:whole]), name
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,244 @@
+"""A run stopped and resumed is the run that went through, bit for bit, at whatever k; and checkpoints stand alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    LR,
+    Reference,
+    adamw,
+    cluster,
+    differing,
+    environment,
+    gpt2,
+    llama,
+    perceptron,
+    run,
+    square_loss,
+    state,
+    train,
+    vectors,
+    weights,
+    write_recipe,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from hytrain.errors import ConfigError, UsageError
+
+
+def schedule(opt: torch.optim.Optimizer, last_step: int = -1) -> LambdaLR:
+    return LambdaLR(opt, lambda step: 0.98**step, last_epoch=last_step)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(gpt2, torch.float32), (llama, torch.bfloat16)], ids=["gpt2-float32", "llama-bfloat16"]
+)
+def test_saved_at_30_and_resumed_to_60(make: Callable[..., nn.Module], dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = make(dtype)
+    with adamw(whole, k=0.3) as opt:
+        train(whole, opt, range(60), scheduler=schedule(opt))
+        expected = state(opt)
+
+    first = make(dtype)
+    with adamw(first, k=0.0) as opt:
+        scheduler = schedule(opt)
+        train(first, opt, range(30), scheduler=scheduler)
+        torch.save([first.state_dict(), scheduler.state_dict()], tmp_path / "rest.pt")
+        opt.save(tmp_path / "optimizer")
+        train(first, opt, range(90, 93))  # what comes after the save is not in it
+
+    second = make(dtype)
+    of_model, of_scheduler = torch.load(tmp_path / "rest.pt")
+    second.load_state_dict(of_model)
+    with adamw(second, k=0.7) as opt:
+        scheduler = schedule(opt)
+        opt.load(tmp_path / "optimizer")
+        scheduler.load_state_dict(of_scheduler)
+        train(second, opt, range(30, 60), scheduler=scheduler)
+        assert opt.statistics().step == 60, "steps are counted from the beginning of training"
+        assert differing(state(opt), expected) == []
+    assert differing(weights(second), weights(whole)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_there_and_back(dtype: torch.dtype) -> None:
+    whole = perceptron(dtype=dtype)
+    with adamw(whole, k=0.5) as opt:
+        train(whole, opt, range(40), square_loss)
+        expected = state(opt)
+
+    first, second = perceptron(dtype=dtype), perceptron(dtype=dtype)
+    with adamw(first, k=1.0) as opt:
+        train(first, opt, range(20), square_loss)
+        saved = saved_and_loaded({"model": first.state_dict(), "optimizer": opt.state_dict()})
+    second.load_state_dict(saved["model"])
+    with adamw(second, k=0.0, lr=0.5) as opt:
+        opt.load_state_dict(saved["optimizer"])
+        assert opt.param_groups[0]["lr"] == LR
+        assert differing(state(opt), state_of(saved["optimizer"])) == []
+        train(second, opt, range(20, 40), square_loss)
+        assert differing(state(opt), expected) == []
+    assert differing(weights(second), weights(whole)) == []
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+def test_weights_loaded_into_a_model_that_has_its_optimizer(form: str, tmp_path: Path) -> None:
+    """As in torch, it does not matter that the optimizer is there before both are loaded."""
+    whole = perceptron(dtype=torch.bfloat16)
+    with adamw(whole, k=0.5) as opt:
+        train(whole, opt, range(20), square_loss)
+        opt.save(tmp_path / "optimizer")
+        saved = saved_and_loaded({"model": whole.state_dict(), "optimizer": opt.state_dict()})
+        train(whole, opt, range(20, 40), square_loss)
+
+    second = perceptron(dtype=torch.bfloat16)
+    with adamw(second, k=0.5) as opt:
+        train(second, opt, range(7), square_loss)
+        second.load_state_dict(saved["model"])
+        if form == "files":
+            opt.load(tmp_path / "optimizer")
+        else:
+            opt.load_state_dict(saved["optimizer"])
+        train(second, opt, range(20, 40), square_loss)
+    assert differing(weights(second), weights(whole)) == []
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+def test_a_scheduler_made_anew_goes_on_after_loading(form: str, tmp_path: Path) -> None:
+    """torch's groups bring along what a scheduler put into them."""
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(10), square_loss, schedule(opt))
+        opt.save(tmp_path / "optimizer")
+        saved = saved_and_loaded(opt.state_dict())
+        expected = opt.param_groups[0]["lr"]
+    with adamw(model, lr=0.5) as opt:
+        if form == "files":
+            opt.load(tmp_path / "optimizer")
+        else:
+            opt.load_state_dict(saved)
+        scheduler = schedule(opt, 9)
+        assert scheduler.get_last_lr() == [expected]
+
+
+def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
+    """What `torch.save` and `torch.load` make of it."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    copy: dict[str, Any] = torch.load(buffer)
+    return copy
+
+
+def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{plane}.{index}": tensor for index, entry in saved["state"].items() for plane, tensor in entry.items()}
+
+
+def test_state_goes_from_torch_to_hytrain_and_back() -> None:
+    whole = gpt2()
+    train(whole, Reference(whole, lr=LR), range(45))
+
+    first = gpt2()
+    reference = Reference(first, lr=LR)
+    train(first, reference, range(15))
+    second = gpt2()
+    second.load_state_dict(first.state_dict())
+    with adamw(second, k=0.5) as opt:
+        opt.load_state_dict(reference.state_dict())
+        train(second, opt, range(15, 30))
+        third = gpt2()
+        third.load_state_dict(second.state_dict())
+        reference = Reference(third, lr=LR)
+        reference.load_state_dict({**reference.state_dict(), "state": opt.state_dict()["state"]})
+    train(third, reference, range(30, 45))
+    assert differing(weights(third), weights(whole)) == []
+
+
+def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    small, large = perceptron(width=32), perceptron(width=48)
+    with adamw(small) as opt:
+        train(small, opt, range(1), square_loss)
+        opt.save(tmp_path / "small")
+        saved = opt.state_dict()
+        with pytest.raises(ConfigError, match="nothing"):
+            opt.load(tmp_path / "nothing")
+    with adamw(large) as opt:
+        for load in (lambda: opt.load(tmp_path / "small"), lambda: opt.load_state_dict(saved)):
+            with pytest.raises(ConfigError, match="shape"):
+                load()
+        train(large, opt, range(2), lambda model, step: model(vectors(step, 48)).square().mean())
+
+
+def test_saving_after_close_is_refused(tmp_path: Path) -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(1), square_loss)
+    with pytest.raises(UsageError, match="closed"):
+        opt.save(tmp_path / "late")
+    with pytest.raises(UsageError, match="closed"):
+        opt.state_dict()
+
+
+# ---------------------------------------------------------------- through recipes
+
+
+def checkpoint(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by file and name."""
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    return {
+        f"{path.name}:{name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+LOADS = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+try:
+    import hytrain
+except ImportError:
+    model = AutoModelForCausalLM.from_pretrained(Path(sys.argv[1]), dtype="auto")
+    print(next(model.parameters()).dtype, model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
+else:
+    sys.exit("hytrain must not be importable here")
+"""
+
+
+def test_a_recipe_stopped_at_30_and_resumed_to_60(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ran = cluster(recipe, "--run-dir", whole, "--set", "train.checkpoint_every=30")
+    assert ran.returncode == 0, ran.stderr
+    stopped = cluster(recipe, "--run-dir", parts, "--set", "train.stop_at=30", "--set", "optimizer.k=1")
+    assert stopped.returncode == 0, stopped.stderr
+    at_30 = checkpoint(parts, 30)
+    assert at_30 and differing(at_30, checkpoint(whole, 30)) == []
+    resumed = cluster(recipe, "--run-dir", parts, "--set", "train.resume=latest", "--set", "optimizer.k=0")
+    assert resumed.returncode == 0, resumed.stderr
+    at_60 = checkpoint(parts, 60)
+    assert differing(at_60, checkpoint(whole, 60)) == []
+    assert differing(at_30, {name: at_60[name] for name in at_30}) != []
+
+    def losses(run_dir: Path) -> list[tuple[int, float]]:
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [(record["step"], record["loss"]) for record in records]
+
+    assert [step for step, _ in losses(whole)] == list(range(1, 61))
+    assert losses(parts) == losses(whole)
+
+    alone = environment(PYTHONPATH=None)
+    loaded = run(sys.executable, "-P", "-c", LOADS, whole / "checkpoints" / "step-60", env=alone, cwd=tmp_path)
+    assert (loaded.returncode, loaded.stdout) == (0, "torch.bfloat16 True\n"), loaded.stderr

@@ -1,0 +1,174 @@
+"""Forward waits for exactly the updates that it reads (I1); a stale read, planted on purpose, does not go unseen.
+
+step 0: gradients ─▶ optimizer ─▶ WeightsReady ─▶ weights_in: held back here, until the test lets go
+step 1: forward ─ has to wait ─▶ or read what was there before
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import psutil
+import pytest
+import torch
+from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, weights
+
+import hytrain
+from hytrain.engine import Engine
+from hytrain.health import Health
+from hytrain.lifecycle import InvalidTransition
+from hytrain.planes import TrainedLayer
+from hytrain.transfer import Copy, HostTransfers, Transfer
+
+STEPS = 6
+HOLD_S = 60.0  # a test that hangs fails
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    model = perceptron()
+    train(model, Reference(model, lr=LR), range(STEPS), square_loss)
+    return weights(model)
+
+
+def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
+    [found] = [pid for known, pid, _ in opt.processes() if known == role]
+    return psutil.Process(found)
+
+
+def hold_back(patch: pytest.MonkeyPatch) -> threading.Event:
+    """New weights arrive only once the event that is returned has been set."""
+    let_go, weights_in = threading.Event(), HostTransfers.weights_in
+
+    def late(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
+        assert let_go.wait(HOLD_S)
+        return weights_in(self, copies)
+
+    patch.setattr(HostTransfers, "weights_in", late)
+    return let_go
+
+
+def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:
+    """Call `act` with what is waited for, before each wait of forward."""
+    wait_for = Health.wait_for
+
+    def told(self: Health, happened: Callable[[], bool], what: str, timeout_s: float = HOLD_S) -> None:
+        act(what)
+        wait_for(self, happened, what, timeout_s)
+
+    patch.setattr(Health, "wait_for", told)
+
+
+def test_forward_waits_for_a_stopped_optimizer(
+    expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, waits = perceptron(), []
+    with adamw(model, k=0.0) as opt:
+        optimizer = process(opt, "optimizer")
+
+        def resume(what: str) -> None:
+            waits.append(what)
+            optimizer.resume()
+
+        on_waiting(monkeypatch, resume)
+        for step in range(STEPS):
+            optimizer.suspend()
+            train(model, opt, [step], square_loss)
+            assert len(waits) == 4 * step, "each forward but the first has waited for each of the four blocks"
+        opt.synchronize()
+    assert differing(weights(model), expected) == []
+
+
+def test_forward_waits_for_nothing_that_it_does_not_read_yet(
+    expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block's WeightsReady is kept back until its own pre-hook asks for it."""
+    model = perceptron()
+    entered: list[int] = []
+    entered_before: list[int] = []
+    kept: queue.Queue[Callable[[], None]] = queue.Queue()
+    ready = Engine._on_weights_ready
+
+    def keep(self: Engine, layer: TrainedLayer, step: int) -> None:
+        if layer.lid == 3 and step == 0:
+            kept.put(lambda: ready(self, layer, step))
+        else:
+            ready(self, layer, step)
+
+    def release(what: str) -> None:
+        if what == "the update of layer 3" and not entered_before:
+            entered_before.extend(entered)
+            kept.get(timeout=HOLD_S)()
+
+    monkeypatch.setattr(Engine, "_on_weights_ready", keep)
+    on_waiting(monkeypatch, release)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, [0], square_loss)
+        for index, block in enumerate(model):
+            block.register_forward_pre_hook(lambda module, args, index=index: entered.append(index))
+        train(model, opt, range(1, STEPS), square_loss)
+    assert entered_before == [0, 1, 2]
+    assert differing(weights(model), expected) == []
+
+
+def test_a_stopped_coordinator_holds_nothing_up(expected: dict[str, torch.Tensor]) -> None:
+    model = perceptron()
+    with adamw(model, k="auto") as opt:
+        process(opt, "coordinator").suspend()
+        train(model, opt, range(STEPS), square_loss)
+        opt.synchronize()
+        assert differing(weights(model), expected) == []
+        process(opt, "coordinator").resume()
+
+
+# ---------------------------------------------------------------- faults, planted
+
+
+def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layer gets a gradient while the update before is still under way."""
+    monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+    let_go = hold_back(monkeypatch)
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, [0], square_loss)
+        with pytest.raises(InvalidTransition, match="FILLED of step 1 while"):
+            train(model, opt, [1], square_loss)
+        let_go.set()
+
+
+def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting in backward, as planted here, keeps HyTrain's own order, but autograd counts versions."""
+    let_go = hold_back(monkeypatch)
+    wait, dispatch = Engine._await, Engine._dispatch
+
+    def too_late(self: Engine, layer: TrainedLayer) -> None:
+        if not layer.life.is_current:
+            let_go.set()
+            wait(self, layer)
+        dispatch(self, layer)
+
+    monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+    monkeypatch.setattr(Engine, "_dispatch", too_late)
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            train(model, opt, range(2), square_loss)
+
+
+def test_a_stale_read_in_evaluation_is_seen_by_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can notice this one but the tests, so they must: with the fault planted, the comparison fails."""
+    expected, wait = perceptron(), Engine._await
+    train(expected, Reference(expected, lr=LR), [0], square_loss)
+    let_go = hold_back(monkeypatch)
+    model = perceptron()
+    with adamw(model, k=0.0) as opt, torch.no_grad():
+        with torch.enable_grad():
+            train(model, opt, [0], square_loss)
+        monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+        assert square_loss(model, 1) == square_loss(perceptron(), 1) != square_loss(expected, 1)
+        monkeypatch.setattr(Engine, "_await", wait)
+        let_go.set()
+        assert square_loss(model, 1) == square_loss(expected, 1)
