@@ -79,6 +79,7 @@ class PrivateCluster:
         """End the launcher and its processes; in a forked child this does nothing."""
         if os.getpid() != self._pid:
             return
+        self._launcher.terminate()  # a forked child may hold our end of its input
         for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
             if pipe is not None:
                 pipe.close()
@@ -108,6 +109,7 @@ class Seat:
 
     def close(self) -> None:
         """Leave the seat to another."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may hold the descriptor
         os.close(self._descriptor)
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -24,7 +25,7 @@ from hytrain.handover import Handover
 from hytrain.health import Health
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.lifecycle import Command, Event, State
+from hytrain.lifecycle import Command, Event
 from hytrain.link import Link
 from hytrain.measure import Meter
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter
@@ -81,8 +82,12 @@ class Engine:
     def before_root(self) -> None:
         """The whole model is entered: what was written from outside counts, and what no other gate covers waits."""
         if _graph_task() == -1:
+            self.health.check()
             self._import_written()
             self._refuse_foreign_writes()
+            self._meter.restart()
+            if not torch.is_grad_enabled():
+                self.synchronize()  # without gradients nobody would notice a read that no gate covers
         self._enter(self._root)
 
     def before_forward(self, gate: Gate) -> None:
@@ -101,21 +106,25 @@ class Engine:
         for layer in gate.layers:
             if not layer.life.is_current:
                 self._await(layer, inside_backward)
-        if not inside_backward:
+        if not inside_backward and torch.is_grad_enabled():
             lids = tuple(layer.lid for layer in gate.layers)
             self._meter.forward(lids, (arrived, self._transfers.clock.mark()))
             self._boundary.entered(gate)
 
-    def _await(self, layer: TrainedLayer, inside_backward: bool = False) -> None:
-        """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival."""
+    def _await(self, layer: TrainedLayer, inside_backward: bool = False, on_host: bool = False) -> None:
+        """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival.
+
+        `on_host` waits for the arrival itself, for readers on whatever stream.
+        """
         if inside_backward and layer.life.updated == self._step:
             self.health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
         self.health.wait_for(
-            lambda: layer.life.state in (State.LANDING, State.CURRENT), f"the update of layer {layer.name}"
+            lambda: layer.landing is not None or layer.life.is_current, f"the update of layer {layer.name}"
         )
-        if layer.life.state is State.LANDING:
-            assert layer.landing is not None
+        if layer.landing is not None:
             self._transfers.land(layer.landing)
+            if on_host:
+                layer.landing.synchronize()
             layer.landing = None
             layer.life.on(Event.AWAITED, layer.life.updated)
 
@@ -234,6 +243,9 @@ class Engine:
         self.health.check()
         if self._in_backward:
             self.health.refuse("the last backward ended with an exception")
+        for parameter in self.parameters:
+            if parameter.parameter.grad is not None and parameter.parameter.grad is not parameter.consumed:
+                self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
         if self._groups is None:
             return
         if self._read_groups() != self._groups:
@@ -255,7 +267,11 @@ class Engine:
             changes = (layer.lid in plan.gpu_lids) != (layer.life.owner == "gpu")
             if changes and not layer.life.is_current:
                 self._await(layer)
-        self._boundary.apply(plan, self._step)
+        try:
+            self._boundary.apply(plan, self._step)
+        except BaseException as error:
+            self.health.fail(UsageError(f"a handover of layers was interrupted by {type(error).__name__}: {error}"))
+            raise
 
     # ------------------------------------------------------------ what arrives (link's threads)
 
@@ -271,9 +287,9 @@ class Engine:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 
     def _on_weights_ready(self, layer: TrainedLayer, step: int) -> None:
+        layer.life.on(Event.WEIGHTS_READY, step)
+        landing = self._transfers.weights_in(layer.incoming())
         with self.health.changed:
-            layer.life.on(Event.WEIGHTS_READY, step)
-            landing = self._transfers.weights_in(layer.incoming())
             layer.note_writes(layer.sent)
             layer.landing = landing
             self.health.changed.notify_all()
@@ -305,7 +321,7 @@ class Engine:
             self.health.refuse("the last backward ended with an exception")
         for layer in self.layers:
             if not layer.life.is_current:
-                self._await(layer)
+                self._await(layer, on_host=True)
         self._synchronized = self._step
 
     def weights_were_written(self) -> None:
@@ -316,26 +332,45 @@ class Engine:
         """Remainders came with the state: weights that are loaded before the next step belong to them."""
         self._state_loaded = True
 
-    def import_weights(self, *, keep_remainder: bool = False) -> None:
-        """Make the parameters' values the master weights, without remainder if none was loaded; the moments stay."""
-        self.synchronize()
-        self._written = False
-        self._handover.import_weights(keep_remainder=keep_remainder)
-        for parameter in self.parameters:
-            parameter.version = parameter.parameter._version
+    def import_weights(self) -> None:
+        """Make all parameters' values the master weights, without remainder; the moments stay.
+
+        Raises `UsageError` for a parameter that was written while its update was under way.
+        """
+        self.health.check()
+        for parameter in self._written_parameters():
+            if not all(layer.life.is_current for layer, _ in parameter.places):
+                raise UsageError(f"{parameter.name} was written before its update: opt.synchronize() before writing")
+        self._import(self.parameters, keep_remainder=False)
 
     def _import_written(self) -> None:
         if self._written:
-            self.import_weights(keep_remainder=self._state_loaded)
+            self.synchronize()
+            self._import(self._written_parameters(), keep_remainder=self._state_loaded)
+
+    def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
+        self.synchronize()
+        self._written = False
+        self._handover.import_weights(parameters, keep_remainder=keep_remainder)
+        for parameter in parameters:
+            parameter.note_all_writes()
+
+    def _written_parameters(self) -> list[TrainedParameter]:
+        """Those that somebody else has written, by autograd's version counter.
+
+        Where weights are just coming in, writes and their notes cannot be told apart: such a parameter is next time's.
+        """
+        with self.health.changed:
+            return [
+                known
+                for known in self.parameters
+                if known.was_written() and not any(layer.is_arriving for layer, _ in known.places)
+            ]
 
     def _refuse_foreign_writes(self) -> None:
-        """A write that would be overwritten by the next update, noticed by autograd's version counter (I6)."""
-        for parameter in self.parameters:
-            settled = all(layer.life.is_current for layer, _ in parameter.places)
-            if settled and parameter.parameter._version != parameter.version:
-                raise UsageError(
-                    f"{parameter.name} was written from outside: call opt.import_weights() after writing weights"
-                )
+        """A write that the next update would overwrite (I6)."""
+        for parameter in self._written_parameters():
+            raise UsageError(f"{parameter.name} was written from outside: call opt.import_weights() after writing")
 
     def close(self) -> None:
         """Let the last updates land, then leave the run. Nothing works after this."""
@@ -346,6 +381,12 @@ class Engine:
                 pass  # the run is over already; whoever trains has heard of it
         self.health.fail(UsageError("this hytrain.AdamW is closed"))
         self._link.close()
+        self.release()
+
+    def release(self) -> None:
+        """Give all planes up, once no copy from or into them is under way."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
+            self._transfers.settle()
         for layer in self.layers:
             layer.close()
 

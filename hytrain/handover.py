@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from hytrain.link import Link
-from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, TrainedLayer
+from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, TrainedLayer, TrainedParameter
 from hytrain.transfer import Copy, Transfers
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
 
@@ -54,15 +55,16 @@ class Handover:
         arena.close()
         self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step))
 
-    def import_weights(self, *, keep_remainder: bool) -> None:
-        """The parameters' values become the masters: exactly, or with the remainders that are there. The rest stays."""
+    def import_weights(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
+        """The values of `parameters` become the masters: exactly, or with the remainders that belong to them."""
         self._transfers.settle()
-        for layer in self._layers:
-            for remainder in layer.state("remainder"):
-                if remainder is not None and not keep_remainder:
-                    remainder.zero_()
-            if isinstance(layer.planes, ArenaPlanes):
-                self._weights_out(layer)
+        for known in parameters:
+            for layer, index in known.places:
+                segment, remainder = layer.segments[index], layer.state("remainder")[index]
+                if remainder is not None:
+                    _fit_remainder(remainder, segment.weights) if keep_remainder else remainder.zero_()
+                if isinstance(layer.planes, ArenaPlanes):
+                    _present(layer.planes.weights[index]).copy_(segment.weights)
 
     def _allocate(self, layers: list[TrainedLayer]) -> Iterable[TrainedLayer]:
         """Ask for the layers' arenas; yields each layer once it has its own, mapped and pinned."""
@@ -77,8 +79,7 @@ class Handover:
 
     def _weights_out(self, layer: TrainedLayer) -> None:
         for segment, plane in zip(layer.segments, layer.arena.weights, strict=True):
-            assert plane is not None
-            plane.copy_(segment.weights)
+            _present(plane).copy_(segment.weights)
 
     def _give(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
         layer.life.change_owner("cpu")
@@ -90,3 +91,16 @@ def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | Device
     for plane in STATE_PLANES:
         pairs += zip(into.state(plane), out_of.state(plane), strict=True)
     return [(destination, source) for destination, source in pairs if destination is not None and source is not None]
+
+
+def _fit_remainder(remainder: Tensor, weights: Tensor) -> None:
+    """Clear remainders that make no master with these weights: below a zero, or beside an infinity or a NaN."""
+    bits = weights.view(torch.int16)
+    zero, special = (bits & 0x7FFF) == 0, (bits & 0x7F80) == 0x7F80
+    unfit = (zero.to(remainder.device) & (remainder < 0)) | special.to(remainder.device)
+    remainder.masked_fill_(unfit, 0)
+
+
+def _present(plane: Tensor | None) -> Tensor:
+    assert plane is not None, "weights exist for every segment"
+    return plane

@@ -133,17 +133,23 @@ def attach(
     engine: Engine, model: nn.Module, gates: list[tuple[nn.Module, Gate]], parameters: list[TrainedParameter]
 ) -> Callable[[], None]:
     """Register all hooks; returns what removes them."""
-    handles: list[RemovableHandle] = [model.register_forward_pre_hook(BeforeRoot(engine), prepend=True)]
-    handles += [module.register_forward_pre_hook(BeforeForward(engine, gate)) for module, gate in gates]
+    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm); the root's first of all.
+    handles: list[RemovableHandle] = [
+        module.register_forward_pre_hook(BeforeForward(engine, gate), prepend=True) for module, gate in gates
+    ]
+    handles.append(model.register_forward_pre_hook(BeforeRoot(engine), prepend=True))
     handles += [known.parameter.register_post_accumulate_grad_hook(OnGradient(engine, known)) for known in parameters]
     for module in model.modules():
         handles.append(module.register_state_dict_pre_hook(BeforeStateDict(engine)))
         handles.append(module.register_load_state_dict_pre_hook(BeforeStateDict(engine)))
         handles.append(module.register_load_state_dict_post_hook(AfterLoadStateDict(engine)))
-    vars(model)["__deepcopy__"] = _GuardedCopy(engine, model)
+    holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
+    for module in holders:
+        vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
 
     def detach() -> None:
-        vars(model).pop("__deepcopy__", None)
+        for module in holders:
+            vars(module).pop("__deepcopy__", None)
         for handle in handles:
             handle.remove()
 

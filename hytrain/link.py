@@ -32,6 +32,7 @@ from protocol.messages import Failure, Goodbye, LayerTable, Message, Plan, Reass
 
 ARENA_SOCKET: Final = "arena"
 CLOSE_TIMEOUT_S: Final = 5.0
+THREAD_PREFIX: Final = "hytrain-link-"
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
@@ -112,7 +113,7 @@ class Link:
         """Start the threads; from now on messages reach `listener`."""
         self._inbox.watch_descriptor("stop", self._stop_read)
         for name, run in (("sender", self._send_all), ("receiver", self._receive_all)):
-            thread = threading.Thread(target=run, args=(listener,), name=f"hytrain-{name}", daemon=True)
+            thread = threading.Thread(target=run, args=(listener,), name=THREAD_PREFIX + name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -147,6 +148,7 @@ class Link:
         for role in self._outboxes:
             self.post(role, Goodbye(role="trainer", rank=0))
         self._jobs.put(None)
+        os.write(self._stop_write, b"stop")  # closing says nothing while a forked child holds the other end
         os.close(self._stop_write)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)

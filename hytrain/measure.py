@@ -45,11 +45,14 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are timing events on the current stream."""
+    """Marks are timing events on the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: Mark) -> bool:
@@ -82,6 +85,11 @@ class Meter:
     def forward(self, lids: tuple[int, ...], span: Span) -> None:
         """A module that needs layers `lids` is entered: it arrived, and (after a stall) went on."""
         self._now.forward.append((lids, span))
+
+    def restart(self) -> None:
+        """A forward begins. The one before, if no backward came of it, is no part of the step."""
+        if not self._now.backward:
+            self._now.forward.clear()
 
     def backward(self, lid: int) -> None:
         self._now.backward.append((lid, self._clock.mark()))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,7 +33,7 @@ from hytrain.engine import Engine
 from hytrain.errors import BackendUnavailable, ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import backend as backends
 from hytrain.layers import ModelLayer, split_layers
-from hytrain.link import Link
+from hytrain.link import THREAD_PREFIX, Link
 from hytrain.memory import GpuMemory, require_host_memory
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.planner.policies import POLICIES
@@ -154,6 +155,7 @@ class AdamW(torch.optim.Optimizer):
             self._engine.start(plan)
         except BaseException:
             self._link.close()
+            self._engine.release()
             raise
 
     # ------------------------------------------------------------ torch.optim.Optimizer
@@ -293,6 +295,9 @@ def _close(
 ) -> None:
     """End an optimizer; in a forked child, whose parent goes on with it, do nothing."""
     if os.getpid() != pid:
+        return
+    if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector runs on whatever thread
+        threading.Thread(target=_close, args=(pid, engine, place, detach, parameters), name="hytrain-close").start()
         return
     engine.close()
     detach()

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from hytrain.arena import ArenaFile, Mapping
 from hytrain.consumed import ConsumedGradient
+from hytrain.errors import UnsupportedError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.layers import ModelLayer, storage_order
-from hytrain.lifecycle import LayerLife
+from hytrain.lifecycle import LayerLife, State
 from hytrain.transfer import Copy, Transfer, Transfers
 from protocol.handles import ArenaLayout, TensorHandle, check_handle, layout
 from protocol.messages import Layer, Segment
@@ -51,10 +52,22 @@ class TrainedParameter:
         self.count = 0
         self.step = -1
         self.address = parameter.data_ptr()
-        self.version = parameter._version
+        self.version: int | None = parameter._version
         self.consumed = ConsumedGradient(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.gates: list[Gate] = []
+
+    def was_written(self) -> bool:
+        """Whether somebody else has written the parameter since the last update."""
+        return self.version is not None and self.parameter._version != self.version
+
+    def note_write(self) -> None:
+        if self.version is not None:
+            self.version += 1
+
+    def note_all_writes(self) -> None:
+        if self.version is not None:
+            self.version = self.parameter._version
 
     def gradient(self, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the gradient, in the parameter's storage order, shape (numel,)."""
@@ -88,7 +101,11 @@ class ArenaPlanes:
         """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
         self._file, self._transfers = file, transfers
         self._shared: Mapping | None = file.map_shared()
-        transfers.pin(self._shared.address, self._shared.nbytes)
+        try:
+            transfers.pin(self._shared.address, self._shared.nbytes)
+        except BaseException:
+            file.close()
+            raise
         self._all: Mapping | None = None
         self.grads = self._views(self._shared, "grads")
         self.weights = self._views(self._shared, "weights")
@@ -160,14 +177,15 @@ class DevicePlanes:
         if grads.is_cuda:
             from hytrain.kernels import gpu
 
-            gpu.update(
-                weights=segment.weights,
-                grads=grads,
-                remainder=remainder,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-                scalars=scalars,
-            )
+            with torch.cuda.device(grads.device):
+                gpu.update(
+                    weights=segment.weights,
+                    grads=grads,
+                    remainder=remainder,
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    scalars=scalars,
+                )
         else:
             assert host is not None, "device cpu has a host backend"
             host.update(
@@ -203,6 +221,11 @@ class TrainedLayer:
     def lid(self) -> int:
         return self.spec.lid
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether its weights' copies are being started right now."""
+        return self.life.state is State.LANDING and self.landing is None
+
     def state(self, plane: str) -> list[Tensor | None]:
         """One of `STATE_PLANES`, by segment, wherever the owner keeps it."""
         assert self.planes is not None, "a layer that takes part has an owner"
@@ -225,7 +248,7 @@ class TrainedLayer:
         """An update has written the parameters of those segments whose count is not 0: one version each."""
         for segment, count in zip(self.segments, counts, strict=True):
             if count:
-                segment.owner.version += 1
+                segment.owner.note_write()
 
     def counts(self) -> tuple[int, ...]:
         """Each segment's step count in this step's update, 0 for those without a gradient."""
@@ -267,7 +290,21 @@ def build_layers(
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
-    return built, list(owners.values())
+    parameters = list(owners.values())
+    _check_memory(parameters)
+    return built, parameters
+
+
+def _check_memory(parameters: list[TrainedParameter]) -> None:
+    """Refuse parameters over the same memory; leave those alone that share a version counter with others."""
+    by_address = sorted(parameters, key=lambda known: known.address)
+    for first, second in zip(by_address, by_address[1:], strict=False):
+        if first.address + first.parameter.nbytes > second.address:
+            raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")
+    before = [known.parameter._version for known in parameters]
+    torch.autograd.graph.increment_version([known.parameter for known in parameters])
+    for known, version in zip(parameters, before, strict=True):
+        known.version = version + 1 if known.parameter._version == version + 1 else None
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -97,7 +97,7 @@ class CudaTransfers:
     """Device "cuda": one stream in each direction, so that both copy engines work beside the user's kernels."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock: Clock = CudaClock()
+        self.clock: Clock = CudaClock(device)
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
@@ -137,7 +137,7 @@ class CudaTransfers:
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
             ended = self.clock.mark()
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(blocking=True)
             done.record()
         return Transfer(done, (began, ended))
 

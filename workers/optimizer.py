@@ -169,7 +169,8 @@ class Session:
         self._plans = PlanBook("optimizer", len(table.layers))
         self._arenas: dict[int, HostArena] = {}
         self._listener, self._token = arenas, token
-        self._descriptors: socket.socket | None = None
+        # The trainer connected before it sent its table. Accepted now, lest the next one's arenas go to this one.
+        self._descriptors = self._accept()
         self._progress = _Progress()
         self._working_on: int | None = None
 
@@ -232,8 +233,6 @@ class Session:
         arena = HostArena(layout(self._table.layers[lid]))
         self._arenas[lid] = arena
         self._backend.touch(arena.address, arena.layout.nbytes)
-        if self._descriptors is None:
-            self._descriptors = self._accept()
         send_arena(self._descriptors, arena, token=self._token)
         self._working_on = None
 
@@ -300,8 +299,7 @@ class Session:
 
     def close(self) -> None:
         """Give all memory back."""
-        if self._descriptors is not None:
-            self._descriptors.close()
+        self._descriptors.close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()

@@ -129,7 +129,7 @@ def test_a_stopped_coordinator_holds_nothing_up(expected: dict[str, torch.Tensor
 
 def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layer gets a gradient while the update before is still under way."""
-    monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+    monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
     let_go = hold_back(monkeypatch)
     model = perceptron()
     with adamw(model, k=0.0) as opt:
@@ -150,7 +150,7 @@ def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
             wait(self, layer)
         dispatch(self, layer)
 
-    monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+    monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
     monkeypatch.setattr(Engine, "_dispatch", too_late)
     model = perceptron()
     with adamw(model, k=0.0) as opt:
@@ -167,7 +167,7 @@ def test_a_stale_read_in_evaluation_is_seen_by_comparison(monkeypatch: pytest.Mo
     with adamw(model, k=0.0) as opt, torch.no_grad():
         with torch.enable_grad():
             train(model, opt, [0], square_loss)
-        monkeypatch.setattr(Engine, "_await", lambda *arguments: None)
+        monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
         assert square_loss(model, 1) == square_loss(perceptron(), 1) != square_loss(expected, 1)
         monkeypatch.setattr(Engine, "_await", wait)
         let_go.set()

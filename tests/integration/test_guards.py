@@ -1,0 +1,111 @@
+"""What must not happen in silence: writes that are lost, hooks that read too early, places that are not given back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, weights
+from torch import nn
+from torch.nn.utils import prune
+
+import hytrain
+from hytrain.errors import HyTrainError, UnsupportedError, UsageError
+from hytrain.transfer import HostTransfers
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_write_from_outside_is_refused_or_imported(k: float) -> None:
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.clamp_(-0.01, 0.01)
+        with pytest.raises(UsageError, match="written from outside"):
+            square_loss(model, 2)
+        opt.import_weights()
+        train(model, opt, [2], square_loss)
+        opt.synchronize()
+        assert float(model[0][0].weight.detach().abs().max()) < 0.01 + 2 * LR
+
+
+def test_users_pre_hooks_see_new_weights() -> None:
+    """Pruning computes the weight in a pre-hook of its own, which was there first."""
+
+    def pruned() -> nn.Sequential:
+        model = perceptron()
+        prune.random_unstructured(model[1][0], "weight", amount=0.5)
+        return model
+
+    torch.manual_seed(1)
+    plain = pruned()
+    torch.manual_seed(1)
+    ours = pruned()
+    train(plain, Reference(plain, lr=LR), range(6), square_loss)
+    with adamw(ours, k=0.0) as opt:
+        train(ours, opt, range(6), square_loss)
+        opt.synchronize()
+    assert differing(weights(ours), weights(plain)) == []
+
+
+def test_loaded_remainders_make_no_nan_with_other_weights() -> None:
+    model = perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        state = copy.deepcopy(opt.state_dict())
+        opt.load_state_dict(state)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in model[1].state_dict().items()}
+        model[1].load_state_dict(zeros)
+        train(model, opt, [3], square_loss)
+        opt.synchronize()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_an_interrupted_handover_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: HostTransfers, copies: object) -> None:
+        raise KeyboardInterrupt
+
+    model = perceptron()
+    with adamw(model, policy="random") as opt:
+        monkeypatch.setattr(HostTransfers, "move", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, opt, range(10_000), square_loss)
+        with pytest.raises(HyTrainError, match="handover of layers was interrupted"):
+            opt.state_dict()
+
+
+def test_evaluation_leaves_no_marks_behind() -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        with torch.no_grad():
+            for _ in range(50):
+                square_loss(model, 0)
+        assert len(opt._engine._meter._now.forward) == 0
+
+
+def test_a_gradient_set_by_hand_is_refused() -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(UsageError, match="set by hand"):
+            opt.step()
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    model = perceptron()
+    model[1][0].weight = nn.Parameter(model[0][0].weight.data)
+    with pytest.raises(UnsupportedError, match="share memory"):
+        hytrain.AdamW(model)
+
+
+def test_a_copy_of_a_part_has_new_weights() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        part = copy.deepcopy(model[2])
+        opt.synchronize()
+        assert torch.equal(part[0].weight, model[2][0].weight)
