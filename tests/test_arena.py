@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import open_descriptors
 
 from hytrain import arena as arena_module
 from hytrain.arena import ArenaFile, HostArena, peer_pid, receive_arena, send_arena
@@ -34,6 +33,12 @@ def layout_of(lid: int = 4, numel: int = 1000) -> ArenaLayout:
 
 
 LAYOUT = layout_of()
+
+
+def open_descriptors() -> set[str]:
+    """`number -> target` of each descriptor of this process, but for the one that lists them."""
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return {f"{path} -> {os.readlink(path)}" for path in paths if os.path.lexists(path)}
 
 
 @pytest.fixture(autouse=True)
