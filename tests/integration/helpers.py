@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import yaml
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hytrain
+from hytrain.health import Health
 from hytrain.kernels.split import split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +155,23 @@ def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain
         yield opt
     finally:
         opt.close()
+
+
+def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
+    """The process of a role that serves this optimizer."""
+    [found] = [pid for known, pid, _ in opt.processes() if known == role]
+    return psutil.Process(found)
+
+
+def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:
+    """Call `act` with what is waited for, before each wait for an update."""
+    wait_for = Health.wait_for
+
+    def told(self: Health, happened: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        act(what)
+        wait_for(self, happened, what, timeout_s)
+
+    patch.setattr(Health, "wait_for", told)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

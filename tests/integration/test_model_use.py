@@ -26,7 +26,9 @@ from helpers import (
     environment,
     gpt2,
     language_loss,
+    on_waiting,
     perceptron,
+    process,
     square_loss,
     train,
     vectors,
@@ -72,13 +74,23 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_readers_see_every_update(reader: str) -> None:
+def test_readers_see_every_update(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is stopped before it hears of the last gradients, until somebody waits for it."""
     expected = weights(reference(range(11)))
     model = perceptron()
     with adamw(model, k=0.0) as opt:
+        optimizer = process(opt, "optimizer")
+        on_waiting(monkeypatch, lambda what: optimizer.resume())
+
+        def stop_after_forward(model: nn.Module, step: int) -> Tensor:
+            loss = square_loss(model, step)
+            optimizer.suspend()
+            return loss
+
         for step in range(11):
-            train(model, opt, [step], square_loss)
+            train(model, opt, [step], stop_after_forward)
             seen = READERS[reader](model)
+            optimizer.resume()
         assert differing(seen, {name: expected[name] for name in seen}) == []
         train(model, opt, range(11, 20), square_loss)
     assert differing(weights(model), weights(reference())) == []

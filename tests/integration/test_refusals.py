@@ -203,6 +203,11 @@ def look_at_a_gradient(model: Any, opt: hytrain.AdamW) -> None:
     model[0][0].weight.grad.square().sum()
 
 
+def gradient_by_hand(model: Any, opt: hytrain.AdamW) -> None:
+    model[0][0].weight.grad = torch.ones(32, 32)
+    opt.step()
+
+
 def two_backwards(model: Any, opt: hytrain.AdamW) -> None:
     loss(model).backward()
     loss(model, 1).backward()
@@ -334,6 +339,7 @@ PRACTICES: list[tuple[Callable[[Any, hytrain.AdamW], None], str]] = [
     (clip_by_one_kernel_each, "clip_grad_norm_"),
     (clip_values, "clip_grad_value_"),
     (look_at_a_gradient, "register_hook"),
+    (gradient_by_hand, "set by hand"),
     (two_backwards, "second backward before step.*accumulate"),
     (two_backwards_with_zero_grad, "accumulation is not supported"),
     (hyperparameters_between, "hyperparameters changed between backward and step"),

@@ -10,20 +10,28 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-import psutil
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, weights
+from helpers import (
+    LR,
+    Reference,
+    adamw,
+    differing,
+    on_waiting,
+    perceptron,
+    process,
+    square_loss,
+    train,
+    weights,
+)
 
-import hytrain
 from hytrain.engine import Engine
-from hytrain.health import Health
 from hytrain.lifecycle import InvalidTransition
 from hytrain.planes import TrainedLayer
 from hytrain.transfer import Copy, HostTransfers, Transfer
 
 STEPS = 6
-HOLD_S = 60.0  # a test that hangs fails
+HOLD_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +40,6 @@ def expected() -> dict[str, torch.Tensor]:
     model = perceptron()
     train(model, Reference(model, lr=LR), range(STEPS), square_loss)
     return weights(model)
-
-
-def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
-    [found] = [pid for known, pid, _ in opt.processes() if known == role]
-    return psutil.Process(found)
 
 
 def hold_back(patch: pytest.MonkeyPatch) -> threading.Event:
@@ -49,17 +52,6 @@ def hold_back(patch: pytest.MonkeyPatch) -> threading.Event:
 
     patch.setattr(HostTransfers, "weights_in", late)
     return let_go
-
-
-def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:
-    """Call `act` with what is waited for, before each wait of forward."""
-    wait_for = Health.wait_for
-
-    def told(self: Health, happened: Callable[[], bool], what: str, timeout_s: float = HOLD_S) -> None:
-        act(what)
-        wait_for(self, happened, what, timeout_s)
-
-    patch.setattr(Health, "wait_for", told)
 
 
 def test_forward_waits_for_a_stopped_optimizer(

@@ -1,6 +1,6 @@
 """A guarded script whose children are of the difficult kinds: spawned workers, and a fork that ends like a program.
 
-    python children.py spawn|fork|none
+    python children.py spawn|fork
 
 Prints a digest of the weights, which do not depend on it.
 """
