@@ -207,6 +207,7 @@ import sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
+sys.modules["hytrain"] = None  # as where it is not installed
 try:
     import hytrain
 except ImportError:
