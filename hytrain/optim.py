@@ -145,6 +145,7 @@ class AdamW(torch.optim.Optimizer):
                 layers=tuple(layer.spec for layer in self._layers),
                 device=self._device.type,
                 policy=policy,
+                objective="speed",
                 k=k,
                 backend=backend,
                 gpu_bytes=memory.for_state_bytes(),

@@ -1,10 +1,10 @@
 """Every message of a run, in the order of a gradient's life. Data only; `codec` puts them on the wire.
 
     handshake   Hello -> Welcome -> Ready
-    layers      LayerTable -> PlanesReady -> TakeOver
+    layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
     a step      StepBegin -> GradReady ... -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
-    watching    TrainerReport, OptimizerReport, Log -> StatusRequest, Status, Command, CommandReply
+    watching    TrainerReport, OptimizerReport, SetThreads, Log -> StatusRequest, Status, Command, CommandReply
     the end     Failure, SessionEnded, Goodbye
 
 Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
 OWNERS = ("gpu", "cpu")
 WEIGHT_DTYPES = ("bfloat16", "float32")
+OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -112,6 +113,7 @@ class LayerTable:
     layers: tuple[Layer, ...]
     device: str
     policy: str
+    objective: str
     k: float | None
     backend: str
     gpu_bytes: int | None
@@ -128,6 +130,27 @@ class LayerTable:
             "ranks must be a permutation of 0, 1, 2, …",
         )
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
+        _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Trainer or optimizer to the coordinator, before the first step: what one parameter takes, in seconds.
+
+    The copies of one parameter's gradient out and of its weight in, and one parameter's update on CPU and GPU.
+    None where the sender cannot know.
+    """
+
+    role: str
+    d2h_s: float | None = None
+    h2d_s: float | None = None
+    cpu_update_s: float | None = None
+    gpu_update_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.role in ("trainer", "optimizer"), f"{self.role!r} measures nothing")
+        given = (self.d2h_s, self.h2d_s, self.cpu_update_s, self.gpu_update_s)
+        _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds a parameter, above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,11 +351,22 @@ class CpuUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport:
-    """The optimizer to the coordinator, once all that it was sent in a step is done."""
+    """The optimizer to the coordinator, once all that it was sent in a step is done, by so many threads."""
 
     step: int
+    threads: int
     busy_s: float
     updates: tuple[CpuUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetThreads:
+    """The coordinator to the optimizer: update with so many threads from the next tile on."""
+
+    threads: int
+
+    def __post_init__(self) -> None:
+        _require(self.threads > 0, "an update needs a thread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,6 +457,7 @@ Message = (
     | Welcome
     | Ready
     | LayerTable
+    | Calibration
     | RanksLearned
     | PlanesReady
     | StepBegin
@@ -437,6 +472,7 @@ Message = (
     | GiveUp
     | TrainerReport
     | OptimizerReport
+    | SetThreads
     | Log
     | StatusRequest
     | Status

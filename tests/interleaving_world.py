@@ -164,6 +164,7 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
         ),
         device="cpu",
         policy="random",
+        objective="speed",
         k=None,
         backend="auto",
         gpu_bytes=None,

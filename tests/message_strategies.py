@@ -14,6 +14,7 @@ from protocol import messages as m
 MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
 COUNTS = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
+SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 #: Where not every value of a field's type can be.
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
@@ -21,6 +22,10 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "pid"): st.integers(1, 2**31),
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
+    (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
+    (m.Calibration, "role"): st.sampled_from(("trainer", "optimizer")),
+    **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
+    (m.SetThreads, "threads"): st.integers(1, 2**31),
     (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),

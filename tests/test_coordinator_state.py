@@ -99,6 +99,7 @@ def table(**changes: Any) -> m.LayerTable:
     segment = m.Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
     layers = tuple(m.Layer(lid=lid, rank=lid, name=f"block {lid}", segments=(segment,)) for lid in range(LAYERS))
     usual: dict[str, Any] = {
+        "objective": "speed",
         "layers": layers,
         "device": "cpu",
         "policy": "random",
@@ -324,7 +325,9 @@ def test_k_can_be_left_to_the_planner_again(driver: Driver) -> None:
 
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
-    driver.handle(m.OptimizerReport(step=3, busy_s=0.25, updates=(m.CpuUpdate(lid=2, update_s=0.1, queued_s=0.2),)))
+    driver.handle(
+        m.OptimizerReport(step=3, threads=2, busy_s=0.25, updates=(m.CpuUpdate(lid=2, update_s=0.1, queued_s=0.2),))
+    )
     driver.handle(report(4, (0, 1)))
     assert driver.records == []
     driver.handle(m.Log(step=5, numbers={"loss": 1.5}))

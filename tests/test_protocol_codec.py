@@ -55,9 +55,9 @@ def test_every_message_of_the_protocol_is_known() -> None:
 
 
 def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
-    report = decode(frame(tag="OptimizerReport", fields=[0, 1, []]), token=TOKEN).message
-    assert report == m.OptimizerReport(step=0, busy_s=1.0, updates=()) and type(report.busy_s) is float
-    assert "expected int, got float" in refused(frame(tag="OptimizerReport", fields=[2.5, 1, []]))
+    report = decode(frame(tag="OptimizerReport", fields=[0, 1, 1, []]), token=TOKEN).message
+    assert report == m.OptimizerReport(step=0, threads=1, busy_s=1.0, updates=()) and type(report.busy_s) is float
+    assert "expected int, got float" in refused(frame(tag="OptimizerReport", fields=[2.5, 1, 1, []]))
     assert "expected int, got bool" in refused(frame(tag="WeightsReady", fields=[True, 1]))
     assert "expected bool, got int" in refused(frame(tag="CommandReply", fields=[1, ""]))
 

@@ -114,7 +114,7 @@ def _serve_trainer(
     try:
         backend, reason = load(incoming.message.backend, pinning.threads)
         _log.info("backend %s", reason)
-        session = Session(incoming.message, backend, trainer, coordinator, arenas, token)
+        session = Session(incoming.message, backend, pinning.threads, trainer, coordinator, arenas, token)
         session.run(inbox)
         coordinator.send(m.SessionEnded(rank=0))
     except Exception as error:
@@ -156,6 +156,7 @@ class Session:
         self,
         table: m.LayerTable,
         backend: Backend,
+        threads: int,
         trainer: Outbox,
         coordinator: Outbox,
         arenas: socket.socket,
@@ -163,7 +164,7 @@ class Session:
     ) -> None:
         from hytrain.update_queue import UpdateQueue
 
-        self._table, self._backend = table, backend
+        self._table, self._backend, self._threads = table, backend, threads
         self._trainer, self._coordinator = trainer, coordinator
         self._queue: UpdateQueue = UpdateQueue(table.layers)
         self._plans = PlanBook("optimizer", len(table.layers))
@@ -295,7 +296,10 @@ class Session:
             for lid, queued_s in sorted(progress.queued_s.items())
             if lid in progress.update_s
         )
-        self._coordinator.send(m.OptimizerReport(step=self._queue.step, busy_s=progress.busy_s, updates=updates))
+        report = m.OptimizerReport(
+            step=self._queue.step, threads=self._threads, busy_s=progress.busy_s, updates=updates
+        )
+        self._coordinator.send(report)
 
     def close(self) -> None:
         """Give all memory back."""
