@@ -22,7 +22,12 @@ DTYPES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat1
 
 
 class Backend(Protocol):
-    """AdamW in place, on planes in this process's memory."""
+    """AdamW in place, on planes in this process's memory.
+
+    `threads` may be set between two calls: from the next one on, that many threads work.
+    """
+
+    threads: int
 
     @property
     def name(self) -> str: ...

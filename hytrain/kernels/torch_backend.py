@@ -32,8 +32,16 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._chunk_numel = threads * CHUNK_PER_THREAD
+        self._threads, self._chunk_numel = threads, threads * CHUNK_PER_THREAD
 
     def update(
         self,
