@@ -38,7 +38,28 @@ SCALARS: Final = scalars(Hyper(lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_
 TRAFFIC: Final = {"bfloat16": 26, "float32": 28}
 
 # name -> what the compiler is told in addition
-VARIANTS: Final[dict[str, str]] = {"as shipped": "", "512-bit vectors": "-mprefer-vector-width=512"}
+VARIANTS: Final[dict[str, str]] = {
+    "as shipped": "",
+    "512-bit vectors": "-mprefer-vector-width=512",
+    "256-bit vectors": "-mprefer-vector-width=256",
+    "interleaved blocks of 4 Ki": "-DHYTRAIN_SCHEDULE=static,1",
+    "interleaved blocks of 16 Ki": "-DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_BLOCK=16384",
+    "interleaved blocks of 64 Ki": "-DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_BLOCK=65536",
+    "prefetch 512 ahead": "-DHYTRAIN_PREFETCH=512",
+    "prefetch 2048 ahead": "-DHYTRAIN_PREFETCH=2048",
+    "prefetch 2048 ahead, non-temporal": "-DHYTRAIN_PREFETCH=2048 -DHYTRAIN_LOCALITY=0",
+    "prefetch 2048 ahead into L2": "-DHYTRAIN_PREFETCH=2048 -DHYTRAIN_LOCALITY=2",
+    "non-temporal moments": "-DHYTRAIN_STREAM=1",
+    "non-temporal everything": "-DHYTRAIN_STREAM=3",
+    "non-temporal everything, prefetch 2048": "-DHYTRAIN_STREAM=3 -DHYTRAIN_PREFETCH=2048",
+    "512-bit, interleaved 4 Ki, prefetch 2048": (
+        "-mprefer-vector-width=512 -DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_PREFETCH=2048"
+    ),
+    "huge pages": "-DHYTRAIN_HUGE",
+    "huge pages, prefetch 2048": "-DHYTRAIN_HUGE -DHYTRAIN_PREFETCH=2048",
+    "huge pages, interleaved 4 Ki": "-DHYTRAIN_HUGE -DHYTRAIN_SCHEDULE=static,1",
+    "huge pages, non-temporal everything": "-DHYTRAIN_HUGE -DHYTRAIN_STREAM=3",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +141,16 @@ def variants(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
 
     compiler, stream = " ".join(find_compiler(os.environ)), Stream()
     cases: list[Case] = []
-    planes: Planes | None = None
+    planes: dict[bool, Planes] = {}
     for name, flags in VARIANTS.items():
         with _environ(CXX=f"{compiler} {flags}".strip()):
             backend = load("native", threads)[0]
-        planes = planes or Planes(numel, "bfloat16", backend)
-        cases.append(update(backend, planes, TILE_NUMEL, threads, system=f"variant: {name}"))
-    assert planes is not None
-    yield from rows([*cases, stream.over(planes, TILE_NUMEL, threads)], rounds)
+        huge = "HUGE" in flags
+        if huge not in planes:
+            planes[huge] = Planes(numel, "bfloat16", backend)
+            cases.append(stream.over(planes[huge], TILE_NUMEL, threads, "stream, huge pages" if huge else "stream"))
+        cases.append(update(backend, planes[huge], TILE_NUMEL, threads, f"variant: {name}"))
+    yield from rows(cases, rounds)
 
 
 def other(name: str) -> Callable[[int, int, int], Iterator[dict[str, Any]]]:
@@ -241,7 +264,7 @@ class Stream:
         self._copy.argtypes = (*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_int)
         self._stream.restype = self._copy.restype = None
 
-    def over(self, planes: Planes, tile: int, threads: int) -> Case:
+    def over(self, planes: Planes, tile: int, threads: int, system: str = "stream") -> Case:
         """Read and write back what an update does, tile by tile."""
         order = ("weights", "grads", "remainder", "exp_avg", "exp_avg_sq")
 
@@ -250,7 +273,7 @@ class Stream:
                 self._stream(*(addresses[plane] for plane in order), numel, threads)
 
         return Case(
-            system="stream", dtype=planes.dtype, tile=tile, threads=threads,
+            system=system, dtype=planes.dtype, tile=tile, threads=threads,
             numel=planes.numel, bytes_each=TRAFFIC[planes.dtype], run=run,
         )  # fmt: skip
 
