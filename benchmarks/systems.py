@@ -1,101 +1,141 @@
-"""The systems that `benchmarks.step` times: each builds its optimizer and returns the function of one step.
+"""The systems that are timed, by name. Each builds its optimizer and gives the function of one step.
 
 forward-backward   no update at all: the limit
 no-offload         bfloat16 parameters, fp32 masters and moments on the device, torch's fused AdamW
 torch              torch's fused AdamW on the parameters themselves (float32, the CPU's plain loop)
-hytrain            `hytrain.AdamW` at a given k, or "auto"
+hytrain            `hytrain.AdamW`: "hytrain:auto", "hytrain:0.2", "hytrain:policy=balance,threads=7"
+the others         see `benchmarks.peers`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-Step = Callable[[Tensor], Tensor]
-Closer = Callable[[], dict[str, Any]]
-LR: Final = 1e-4
+from benchmarks import peers
+from benchmarks.loop import LR, Running, Setting, Step, Unavailable, clip, loss_of
 
 
-def forward_backward(model: nn.Module, **options: Any) -> tuple[Step, Closer]:
+@dataclass(frozen=True)
+class System:
+    """How to build it; the dtype of its parameters if not the job's; whether it needs CUDA."""
+
+    build: Callable[[nn.Module, Setting], Running]
+    dtype: str | None = None
+    cuda_only: bool = False
+
+
+def forward_backward(model: nn.Module, setting: Setting) -> Running:
     """Forward and backward, gradients dropped."""
 
     def step(batch: Tensor) -> Tensor:
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         model.zero_grad()
         return loss
 
-    return step, dict
+    return Running(step)
 
 
-def no_offload(model: nn.Module, **options: Any) -> tuple[Step, Closer]:
+def no_offload(model: nn.Module, setting: Setting) -> Running:
     """Everything on the device, with fp32 masters: what HyTrain is measured against."""
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
 
     def step(batch: Tensor) -> Tensor:
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         for master, parameter in zip(masters, parameters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
+        clip(masters, setting)
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_(list[Tensor](parameters), masters)
         optimizer.zero_grad()
         return loss
 
-    return step, dict
+    return Running(step)
 
 
-def torch_adamw(model: nn.Module, **options: Any) -> tuple[Step, Closer]:
+def torch_adamw(model: nn.Module, setting: Setting) -> Running:
     """The loop that HyTrain replaces."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step(batch: Tensor) -> Tensor:
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
+        clip(model.parameters(), setting)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return step, dict
+    return Running(step)
 
 
-def hytrain_adamw(model: nn.Module, *, k: float | str, run_dir: str, **options: Any) -> tuple[Step, Closer]:
-    """The same loop with HyTrain's optimizer."""
+def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
+    """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps with the next step."""
     import hytrain
 
-    optimizer = hytrain.AdamW(model, lr=LR, k=k, run_dir=run_dir)
+    if setting.clip:
+        raise Unavailable("hytrain.AdamW does not clip gradients")
+    options = parse_options(setting.option)
+    serial = options.pop("serial", False)
+    optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
+    drain: Step = _drained(optimizer) if serial else (lambda loss: loss)
 
     def step(batch: Tensor) -> Tensor:
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return drain(loss)
+
+    return Running(step, optimizer)
+
+
+def _drained(optimizer: Any) -> Step:
+    def drain(loss: Tensor) -> Tensor:
+        optimizer.synchronize()
         return loss
 
-    def close() -> dict[str, Any]:
-        optimizer.synchronize()
-        statistics = optimizer.statistics()
-        return {"k": round(statistics.k, 4), "stall_ms": round(statistics.stall_s * 1e3, 2), "moved": statistics.moved}
-
-    return step, close
+    return drain
 
 
-SYSTEMS: Final[dict[str, Callable[..., tuple[Step, Closer]]]] = {
-    "forward-backward": forward_backward,
-    "no-offload": no_offload,
-    "torch": torch_adamw,
-    "hytrain": hytrain_adamw,
+def parse_options(text: str) -> dict[str, Any]:
+    """Arguments of hytrain.AdamW: "0.2" and "auto" are k's, "serial" our own, "policy=balance" and the like named."""
+    options: dict[str, Any] = {}
+    for word in filter(None, text.split(",")):
+        name, equals, value = word.partition("=")
+        if word == "serial":
+            options["serial"] = True
+        elif not equals:
+            options["k"] = word if word == "auto" else float(word)
+        elif name == "threads":
+            options[name] = int(value)
+        elif name == "k":
+            options[name] = value if value == "auto" else float(value)
+        else:
+            options[name] = value
+    return options
+
+
+SYSTEMS: Final[dict[str, System]] = {
+    "forward-backward": System(forward_backward),
+    "no-offload": System(no_offload),
+    "torch": System(torch_adamw),
+    "hytrain": System(hytrain_adamw),
+    "torchao-fp32": System(peers.torchao, dtype="float32", cuda_only=True),
+    "torchao-bf16": System(peers.torchao, cuda_only=True),
+    "deepspeed-zero2": System(peers.deepspeed_zero2, cuda_only=True),
+    "deepspeed-twinflow": System(peers.deepspeed_twinflow, cuda_only=True),
+    "deepspeed-superoffload": System(peers.deepspeed_superoffload, cuda_only=True),
+    "deepspeed-zenflow": System(peers.deepspeed_zenflow, cuda_only=True),
+    "fsdp2": System(peers.fsdp2, cuda_only=True),
 }
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=batch, labels=batch).loss
-    return loss

@@ -1,0 +1,136 @@
+"""Runs one child under watch: its rows as they come, the machine's memory, a time limit. `suite` calls it.
+
+    Popen ─▶ every tenth of a second: rows? memory left? time left? ─▶ the child's end, or its whole tree is ended
+
+A system that eats the memory is stopped before the machine is. Whatever a child leaves behind is ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from benchmarks import host
+
+TICK_S: Final = 0.1
+END_S: Final = 30.0
+#: a line, and the most memory in use until then beside what was before
+OnLine = Callable[[str, int], None]
+#: "SomeError: what went wrong", as the last line of a traceback
+_EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Error|Exception|Timeout|Unavailable)\b.*)$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended. `error` is None if all is well; memory is the most in use beside what was before."""
+
+    error: str | None
+    host_base_bytes: int
+    host_peak_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When to stop a child: after seconds, or with fewer bytes of host memory left; `total` as in `host.left_bytes`."""
+
+    timeout_s: float
+    floor_bytes: int
+    total: int | None = None
+
+
+def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) -> Outcome:
+    """Run `command` with `--rows-to FD` appended; what it writes there goes to `on_line`, all else to `log`."""
+    rows_from, rows_to = os.pipe()
+    os.set_blocking(rows_from, False)
+    base, began_s, began_at = host.used_bytes(), time.monotonic(), log.stat().st_size if log.exists() else 0
+    peak, stopped, rest = base, None, b""
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            [*command, "--rows-to", str(rows_to)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(rows_to,),
+            start_new_session=True,
+        )
+    os.close(rows_to)
+    try:
+        while child.poll() is None and stopped is None:
+            readable, _, _ = select.select([rows_from], [], [], TICK_S)
+            peak = max(peak, host.used_bytes())
+            rest = _feed(rest + _read(rows_from), peak - base, on_line) if readable else rest
+            stopped = _reason_to_stop(bounds, time.monotonic() - began_s)
+            if readable and not rest:
+                time.sleep(TICK_S / 10)  # the pipe's end, which a child may close before it ends
+        took_s = time.monotonic() - began_s
+    finally:
+        _end(child)
+        _feed(rest + _read(rows_from), peak - base, on_line)
+        os.close(rows_from)
+    error = stopped
+    if stopped is None and child.returncode:
+        error = last_meaningful_line(_tail(log, began_at)) or f"exit status {child.returncode}"
+    return Outcome(error, base, peak - base, took_s)
+
+
+def _reason_to_stop(bounds: Bounds, running_s: float) -> str | None:
+    left = host.left_bytes(bounds.total)
+    if left < bounds.floor_bytes:
+        return f"stopped: host memory, {left / 1e9:.1f} GB were left"
+    return f"stopped: took longer than {bounds.timeout_s:.0f} s" if running_s > bounds.timeout_s else None
+
+
+def _read(descriptor: int) -> bytes:
+    """All that is there now."""
+    chunks = []
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(descriptor, 65536):
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _feed(data: bytes, peak_bytes: int, on_line: OnLine) -> bytes:
+    """Hand out whole lines; what remains is the beginning of the next."""
+    *lines, rest = data.split(b"\n")
+    for line in lines:
+        on_line(line.decode(), peak_bytes)
+    return rest
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill the child's tree and its process group, and wait until they are gone: their memory is the next one's."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        tree = psutil.Process(child.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    child.wait()
+    psutil.wait_procs(tree, timeout=END_S)
+
+
+def _tail(log: Path, start: int, most: int = 200_000) -> str:
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - most))
+        return file.read().decode(errors="replace")
+
+
+def last_meaningful_line(text: str) -> str:
+    """The last exception's line of a log, else its last line with anything on it; at most 200 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    return (named or lines or [""])[-1].removeprefix("Unavailable: ")[:200]

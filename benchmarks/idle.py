@@ -1,0 +1,148 @@
+"""How long the GPU computes nothing while training goes on, and why.
+
+    torch.profiler ─▶ Chrome trace ─▶ kernels, copies into the GPU, launches ─▶ gaps between kernels ─▶ causes
+
+Busy is the union of all kernels' intervals, on whatever stream; copies run on engines of their own and do not count.
+A gap between two busy stretches gets one of four causes:
+
+weights      a copy into the GPU ended in the gap, and the kernel that ends the gap was launched before: it waited
+launch       the kernel that ends the gap was launched only when the GPU had run dry: the host was late
+turnaround   shorter than 5 µs, and the next kernel was there: the GPU going from one kernel to the next
+other        the next kernel was there and waited for something else: a stream, a gradient's copy
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+#: (start, end) in microseconds
+Interval = tuple[float, float]
+TURNAROUND_US: Final = 5.0
+CAUSES: Final = ("weights", "launch", "turnaround", "other")
+
+
+@dataclass
+class Trace:
+    """What the GPU did: kernels as (start, end, when their launch call returned), ends of copies into the GPU."""
+
+    kernels: list[tuple[float, float, float]] = field(default_factory=list)
+    copies_in_end: list[float] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, events: Iterable[dict[str, Any]]) -> Self:
+        """Out of a Chrome trace's events. A kernel whose launch is unknown counts as launched in time."""
+        events = [event for event in events if event.get("ph") == "X"]
+        launches = {
+            event["args"]["correlation"]: event["ts"] + event["dur"]
+            for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+        }
+        trace = cls()
+        for event in events:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            if event.get("cat") == "kernel":
+                launched = launches.get(event.get("args", {}).get("correlation"), start - TURNAROUND_US)
+                trace.kernels.append((start, end, launched))
+            elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
+                trace.copies_in_end.append(end)
+        trace.kernels.sort()
+        trace.copies_in_end.sort()
+        return trace
+
+    def after(self, moment: float) -> Trace:
+        """Without the kernels that began before."""
+        return Trace([kernel for kernel in self.kernels if kernel[0] >= moment], self.copies_in_end)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as disjoint intervals in order; those that touch become one."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def gaps(busy: Sequence[Interval]) -> list[Interval]:
+    """What lies between disjoint, ordered intervals."""
+    return [(before[1], after[0]) for before, after in zip(busy, busy[1:], strict=False)]
+
+
+def idle_shares(trace: Trace) -> dict[str, float]:
+    """The share of the time from the first kernel to the last in which none ran, in all and by cause."""
+    busy = union((start, end) for start, end, _ in trace.kernels)
+    if not busy:
+        return {}
+    wall_us = busy[-1][1] - busy[0][0]
+    launched = {start: launch for start, _, launch in reversed(trace.kernels)}
+    lost = dict.fromkeys(CAUSES, 0.0)
+    for start, end in gaps(busy):
+        lost[_cause((start, end), launched[end], trace.copies_in_end)] += end - start
+    shares = {cause: lost_us / wall_us for cause, lost_us in lost.items()}
+    return {"share": sum(shares.values()), **shares, "wall_us": wall_us}
+
+
+def _cause(gap: Interval, launched: float, copies_in_end: Sequence[float]) -> str:
+    start, end = gap
+    if launched > start:
+        return "launch"
+    index = bisect.bisect_right(copies_in_end, end) - 1
+    if index >= 0 and copies_in_end[index] >= start:
+        return "weights"
+    return "turnaround" if end - start < TURNAROUND_US else "other"
+
+
+class Profile:
+    """Records the GPU over some steps. The profiler's own start and the first step after it are left out."""
+
+    warm_up: Final = 2
+
+    def __init__(self, steps: int) -> None:
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        self._steps, self._events = steps, list[dict[str, Any]]()
+        self._taken = 0
+        self._profile = profile(
+            activities=[ProfilerActivity.CUDA],
+            schedule=schedule(wait=0, warmup=self.warm_up, active=steps, repeat=1),
+            on_trace_ready=self._keep,
+        )
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)
+
+    def step(self) -> None:
+        """After each step, the warm-up's among them."""
+        import torch
+
+        self._taken += 1
+        if self._taken == self.warm_up + self._steps:
+            torch.cuda.synchronize()  # what still runs belongs to the record
+        self._profile.step()
+
+    def _keep(self, profile: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            self._events = json.loads(path.read_text())["traceEvents"]
+
+    def result(self) -> dict[str, float]:
+        """`idle_shares` without the first step, and how many steps that were."""
+        trace = Trace.read(self._events)
+        if not trace.kernels:
+            return {}
+        first, last = trace.kernels[0][0], max(end for _, end, _ in trace.kernels)
+        shares = idle_shares(trace.after(first + (last - first) / self._steps))
+        return {**{name: round(value, 5) for name, value in shares.items()}, "steps": self._steps - 1}

@@ -1,0 +1,197 @@
+"""HyTrain and its peers, one after the other, each in a process of its own: the one command of the benchmarks.
+
+    python -m benchmarks.suite --results DIR PART...                 parts: see --list
+    python -m benchmarks.suite --results DIR --systems no-offload hytrain:auto hytrain:0.2
+
+    parts ─▶ jobs ─▶ guard: python -m benchmarks.step JOB ─▶ rows ─▶ DIR/rows.jsonl, a table on the terminal
+
+Results add up: what this host has measured at this commit is not measured again, unless asked for with --again. With
+--budget-s, no system is started that would not end in time; the same command later goes on with what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import guard, host, parts, rows, tables
+from benchmarks.job import SHAPES, Job
+
+#: Seconds kept back from a budget: for ending processes, and for writing.
+MARGIN_S: Final = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; 2 for arguments that cannot be. A system that fails is a row, not a failure of the suite."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    unknown = [part for part in arguments.parts if part not in parts.PARTS]
+    if unknown:
+        parser.error(f"no part is called {unknown[0]!r}; parts: {', '.join(parts.PARTS)}")
+    plan = _plan(arguments)
+    if arguments.list or not plan:
+        print("\n".join(_listed(plan or [(part, job) for part in parts.PARTS for job in _jobs(arguments, part)])))
+        return 0
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    run = Run(arguments, argv if argv is not None else sys.argv[1:])
+    left = [f"{part}: {job.system}" for part, job in plan if not run.job(part, job)]
+    print(tables.systems(run.measured))
+    if left:
+        print(f"\nnot started, {arguments.budget_s:.0f} s would not have sufficed: {'; '.join(left)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts.PARTS))
+    parser.add_argument("--systems", nargs="+", default=[], help="instead of parts: these, at --batch")
+    parser.add_argument("--results", type=Path, default=Path("runs/benchmarks"), help="folder of the result set")
+    parser.add_argument("--list", action="store_true", help="say what would be started, and how long that may take")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing that would end later")
+    parser.add_argument("--rounds", type=int, default=1, help="repeat everything so many times, in turn")
+    parser.add_argument("--again", action="store_true", help="measure again what this host has measured")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--shape", choices=SHAPES, default="3b")
+    parser.add_argument("--batch", type=int, default=8, help="for --systems")
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--clip", type=float, default=0.0, help="clip gradients at this norm; 0 does not")
+    parser.add_argument("--threads", type=int, help="torch's threads in the trainer")
+    parser.add_argument("--memory-floor-gb", type=float, default=8.0, help="stop a system that leaves less host memory")
+    parser.add_argument("--host-memory-gb", type=float, help="the machine's, where MemTotal grows with use")
+    return parser
+
+
+def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
+    template = Job(
+        system="",
+        segments=(),
+        shape=arguments.shape,
+        sequence=arguments.sequence,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        clip=arguments.clip,
+        threads=arguments.threads,
+    )
+    if part == "":
+        return [parts.plain(template, system, arguments.batch) for system in arguments.systems]
+    return parts.PARTS[part](template)
+
+
+def _plan(arguments: argparse.Namespace) -> list[tuple[str, Job]]:
+    wanted = [*arguments.parts, *([""] if arguments.systems else [])]
+    return [(part, job) for _ in range(arguments.rounds) for part in wanted for job in _jobs(arguments, part)]
+
+
+def _listed(plan: list[tuple[str, Job]]) -> list[str]:
+    lines = []
+    for part in dict.fromkeys(part for part, _ in plan):
+        jobs = [job for other, job in plan if other == part]
+        lines.append(f"{part:16} about {sum(job.expected_s for job in jobs):4.0f} s")
+        lines += [f"    {job.system:24} {len(job.segments):3} segments, {job.expected_s:4.0f} s" for job in jobs]
+    return lines
+
+
+class Run:
+    """One call of the suite on one machine."""
+
+    def __init__(self, arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+        self._arguments, self._began_s = arguments, time.monotonic()
+        self._common: rows.Row = {
+            "host": host.identity(),
+            "commit": arguments.commit or host.commit(),
+            "command": shlex.join(["python", "-m", "benchmarks.suite", *argv]),
+            "hardware": host.hardware(),
+            "versions": host.versions(),
+        }
+        total_gb = arguments.host_memory_gb
+        self._floor_bytes = int(arguments.memory_floor_gb * 1e9)
+        self._total = None if total_gb is None else int(total_gb * 1e9)
+        known = rows.Rows.read(arguments.results)
+        mine = known.where(host=self._common["host"], commit=self._common["commit"])
+        self._done = {} if arguments.again else _counted(mine)
+        self._rows: list[rows.Row] = []
+
+    @property
+    def measured(self) -> rows.Rows:
+        return rows.Rows(self._rows)
+
+    def job(self, part: str, job: Job) -> bool:
+        """Measure a job, unless that is done; False if the budget does not suffice."""
+        if self._take_done(job):
+            return True
+        left_s = self._arguments.budget_s - (time.monotonic() - self._began_s) - MARGIN_S
+        if job.expected_s > left_s:
+            return False
+        self._measure(part, job, timeout_s=min(max(parts.TIMEOUT_S, 2 * job.expected_s), left_s))
+        return True
+
+    def _take_done(self, job: Job) -> bool:
+        """Whether the result set has this job already; each repeat is taken once."""
+        keys = [job.key(segment) for segment in job.segments]
+        if not all(self._done.get(key) for key in keys):
+            return False
+        self._rows += [self._done[key].pop() for key in keys]
+        return True
+
+    def _measure(self, part: str, job: Job, timeout_s: float) -> None:
+        print(f"{part or 'systems'}: {job.system}, about {job.expected_s:.0f} s …", file=sys.stderr, flush=True)
+        log, got = self._arguments.results / "log.txt", list[rows.Row]()
+        with log.open("a") as file:
+            file.write(f"\n===== {_now()} {part}: {job.system}\n")
+        base_bytes = host.used_bytes()
+
+        def on_line(line: str, peak_bytes: int) -> None:
+            row = self._row(part, job, json.loads(line), base_bytes, peak_bytes)
+            got.append(row)
+            self._add(row)
+
+        command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
+        outcome = guard.watch(command, guard.Bounds(timeout_s, self._floor_bytes, self._total), log, on_line)
+        for segment in job.segments[len(got) :]:
+            failed = {"batch": segment.batch, "label": segment.label, "error": outcome.error or "ended without a word"}
+            self._add(self._row(part, job, failed, base_bytes, outcome.host_peak_bytes))
+        print(f"    {outcome.took_s:.0f} s, host memory up to {outcome.host_peak_bytes / 1e9:.1f} GB", file=sys.stderr)
+
+    def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
+        """What the child measured, with what makes it a row of the result set."""
+        used = measured.pop("host_used_bytes", None)
+        what = {"shape": job.shape, "sequence": job.sequence, "dtype": job.dtype, "clip": job.clip}
+        what["exact"] = parts.about(job.system).exact
+        row = {"part": part, "system": job.system, **what, **measured, "at": _now(), **self._common}
+        row["host_peak_gb"] = round(peak_bytes / 1e9, 2)
+        if used is not None:
+            row["host_gb"] = round((used - base_bytes) / 1e9, 2)
+        own = {name: row.pop(name) for name in ("torch", "cuda") if name in row}
+        row["versions"] = {**self._common["versions"], **own}
+        return row
+
+    def _add(self, row: rows.Row) -> None:
+        rows.append(self._arguments.results, row)
+        self._rows.append(row)
+        told = row.get("error") or f"{row['step_s']:.4f} s, GPU {row['gpu_peak_gb']:.1f} GB"
+        k = f", k={row['k']:.3f}" if row.get("k") is not None else ""
+        print(f"    batch {row['batch']} {row['label']}: {told}{k}", file=sys.stderr, flush=True)
+
+
+def _counted(known: rows.Rows) -> dict[tuple[Any, ...], list[rows.Row]]:
+    found: dict[tuple[Any, ...], list[rows.Row]] = {}
+    for row in known:
+        found.setdefault(rows.key(row), []).append(row)
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
