@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +138,13 @@ def thread_sweep(threads: int, numel: int, rounds: int) -> Iterator[dict[str, An
 
 def variants(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
     """adamw.cpp compiled in different ways, round-robin with the stream."""
-    from hytrain.kernels.build import find_compiler
+    from hytrain.kernels.build import build, find_compiler
+    from hytrain.kernels.native import SOURCE
 
     compiler, stream = " ".join(find_compiler(os.environ)), Stream()
+    with ThreadPoolExecutor(threads) as pool:
+        environs = [dict(os.environ) | {"CXX": f"{compiler} {flags}".strip()} for flags in VARIANTS.values()]
+        list(pool.map(lambda environ: build(SOURCE, environ), environs))
     cases: list[Case] = []
     planes: dict[bool, Planes] = {}
     for name, flags in VARIANTS.items():

@@ -407,3 +407,39 @@ def test_native_brings_no_torch() -> None:
     check = "import sys; from hytrain.kernels.backend import load; load('native', 1); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+# Prints this process's number of threads after updates by 1, 4 and 2 of them. Those let go end by themselves.
+COUNT_THREADS = """
+import ctypes, mmap, os, sys, time
+from hytrain.kernels.backend import load
+from hytrain.kernels.scalars import Hyper, scalars
+numel = 1 << 20
+memory = mmap.mmap(-1, 16 * numel)
+base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+planes = {name: base + 4 * numel * i for i, name in enumerate(("weights", "grads", "exp_avg", "exp_avg_sq"))}
+step = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 1)
+backend, _ = load(sys.argv[1], 1)
+for threads in (1, 4, 2):
+    backend.threads = threads
+    backend.update(**planes, remainder=0, numel=numel, weights_dtype="float32", grads_dtype="float32", scalars=step)
+    seen, deadline = len(os.listdir("/proc/self/task")), time.monotonic() + 30
+    if threads == 1:
+        others = seen - 1
+    while seen > others + threads and time.monotonic() < deadline:
+        seen = len(os.listdir("/proc/self/task"))
+    print("threads", backend.threads, seen - others)
+"""
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("name", [EXACT[0], EXACT[1], ALL[-1]])
+def test_threads_may_change_between_calls(name: str) -> None:
+    """As the coordinator commands it in the middle of a run: that many work, and no others are left."""
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    result = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS, name], capture_output=True, text=True, timeout=600, check=True
+    )
+    counts = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("threads")]
+    assert counts == [["1", "1"], ["4", "4"], ["2", "2"]]

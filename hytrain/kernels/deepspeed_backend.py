@@ -10,6 +10,7 @@ torch's extension folder, and the next one waits on it.
 
 from __future__ import annotations
 
+import ctypes
 from itertools import count
 from typing import Any
 
@@ -24,7 +25,7 @@ _ids = count(start=1_000_000)
 
 
 class DeepSpeedBackend(TorchBackend):
-    """AdamW by DeepSpeed's operator, which takes its threads from torch's setting."""
+    """AdamW by DeepSpeed's operator."""
 
     name = "deepspeed"
 
@@ -33,7 +34,13 @@ class DeepSpeedBackend(TorchBackend):
         self._optimizer = next(_ids)
         # Every call brings its own hyperparameters; the ones given here are never used.
         self._operator.create_adam(self._optimizer, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+        self._openmp = ctypes.CDLL(self._operator.__file__)
         super().__init__(threads)
+
+    def _set_threads(self, threads: int) -> None:
+        """Also in the OpenMP runtime that the operator is linked with, be it torch's own or the system's."""
+        super()._set_threads(threads)
+        self._openmp.omp_set_num_threads(threads)
 
     def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
         hyper = scalars.hyper

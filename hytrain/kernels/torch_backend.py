@@ -40,8 +40,11 @@ class TorchBackend:
 
     @threads.setter
     def threads(self, threads: int) -> None:
-        torch.set_num_threads(threads)
         self._threads, self._chunk_numel = threads, threads * CHUNK_PER_THREAD
+        self._set_threads(threads)
+
+    def _set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
 
     def update(
         self,
