@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cores", default="auto", help='as the optimizer process takes them: "auto", "node:0", "2-15"')
     parser.add_argument("--numel", type=int, default=256 * MI)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--passes", type=int, default=2, help="processes for each system")
     parser.add_argument("--skip", nargs="*", default=[], choices=SYSTEMS)
     parser.add_argument("--variants", action="store_true", help="compare ways to compile adamw.cpp, too")

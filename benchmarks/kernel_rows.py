@@ -206,7 +206,7 @@ def gpu(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here")
-    numel, sets = min(numel // 4, 64 * MI), 4
+    numel, sets, repeats = min(numel // 4, 64 * MI), 4, 5
     planes = [
         {
             "weights": torch.randn(numel, device="cuda").mul_(0.02).bfloat16(),
@@ -221,14 +221,15 @@ def gpu(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
     for _ in range(rounds + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for tensors in planes:
+        for tensors in planes * repeats:
             kernel.update(**tensors, scalars=SCALARS)
         end.record()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)
     case = Case(
-        system="gpu", dtype="bfloat16", tile=numel, threads=0, numel=sets * numel, bytes_each=26, run=lambda: None
-    )
+        system="gpu", dtype="bfloat16", tile=numel, threads=0, numel=repeats * sets * numel,
+        bytes_each=TRAFFIC["bfloat16"], run=lambda: None,
+    )  # fmt: skip
     yield _row(case, seconds[2:]) | {"device": torch.cuda.get_device_name()}
 
 

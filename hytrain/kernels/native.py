@@ -3,9 +3,10 @@
 Built by build.py at first use. ctypes lets go of the GIL for the length of a call. Call from one thread
 only, since OpenMP keeps a pool of threads for each caller. Needs no torch.
 
-libgomp's threads spin for a while after each call, then sleep. Measured on two cores: they spin for 10 ms, for 2 ms with
-GOMP_SPINCOUNT=20000, not at all with OMP_WAIT_POLICY=passive. A call that finds them spinning costs a few us more than
-its work, one that has to wake them 40 us. With fewer `threads` than before the others end; with more, new ones start.
+libgomp's threads spin for a while after each call, then sleep. Measured on two cores: they spin for 10 ms, with
+GOMP_SPINCOUNT=20000 for 2 ms, with OMP_WAIT_POLICY=passive not at all. A call that finds them spinning costs a few us
+more than its work, one that has to wake them 40 us. With fewer `threads` than before the others end; with more, new
+ones start.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""The kernel benchmark measures what it says: whole passes, the bytes of the update, ratios of like with like."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernel, kernel_rows
+from hytrain.kernels.backend import load
+from hytrain.update_queue import TILE_NUMEL
+from protocol.handles import PLANES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def row(system: str, seconds: list[float], **others: object) -> dict[str, object]:
+    usual = {"dtype": "bfloat16", "tile": TILE_NUMEL, "threads": 2, "numel": 1_000_000_000, "bytes_each": 26}
+    return {"system": system, **usual, **others, "seconds": seconds}
+
+
+def test_median_over_all_processes() -> None:
+    errors = [{"system": "torch", "error": "first"}, {"system": "torch", "error": "second"}]
+    found = kernel.medians([row("native", [1.0, 9.0]), *errors, row("native", [2.0]), row("native", [4.0], tile=1)])
+    assert [(r["system"], r.get("gparam_s"), r.get("gb_s")) for r in found] == [
+        ("native", 0.5, 13.0),
+        ("native", 0.25, 6.5),
+        ("torch", None, None),
+    ]
+    assert found[0]["spread"] == 9.0
+
+
+def test_summary_compares_like_with_like() -> None:
+    rows = kernel.medians(
+        [
+            row("native", [0.2]),
+            row("native", [0.1], tile=1),
+            row("native", [0.4], threads=1),
+            row("native", [0.05], dtype="float32"),
+            row("stream", [0.18]),
+            row("deepspeed with casts", [0.4], tile=1),  # its best
+            row("deepspeed with casts", [0.5], tile=2),
+            row("gpu", [0.01], threads=0),
+            {"system": "torch", "error": "none here"},
+        ]
+    )
+    assert kernel.summary(rows, threads=2) == pytest.approx(
+        {
+            "native / stream": 0.9,
+            "native / DeepSpeed's operator with casts, at its best tile": 2.0,
+            "alpha, the GPU's time / the CPU's": 0.05,
+        }
+    )
+
+
+@pytest.mark.parametrize("numel", [1, 4096, 3 * 4096 + 77])
+def test_stream_reads_and_writes_every_element(numel: int) -> None:
+    planes = kernel_rows.Planes(numel, "bfloat16", load("native", 2)[0])
+    before = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
+    kernel_rows.Stream().over(planes, tile=4096, threads=2).run()
+    after = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
+    assert after["grads"] == before["grads"]
+    for plane, width in (("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
+        assert flipped(before[plane], after[plane], width) == [1] * numel
+    signs = [high >> 7 for high in before["grads"][1::2]]
+    assert flipped(before["weights"], after["weights"], 2) == signs
+    planes.arena.close()
+
+
+def flipped(before: bytes, after: bytes, width: int) -> list[int]:
+    """The exclusive or of two arrays of little-endian numbers."""
+    pieces = range(0, len(before), width)
+    return [
+        int.from_bytes(before[i : i + width], "little") ^ int.from_bytes(after[i : i + width], "little") for i in pieces
+    ]
+
+
+def test_copy_copies_all() -> None:
+    planes = kernel_rows.Planes(1001, "bfloat16", load("native", 2)[0])
+    kernel_rows.Stream().copy(planes, threads=3).run()
+    assert bytes(planes.buffer("exp_avg")) == bytes(planes.buffer("exp_avg_sq"))
+    planes.arena.close()
+
+
+@pytest.mark.spawns
+def test_command(tmp_path: Path) -> None:
+    """All of it on few elements, but for the systems that bring torch."""
+    command = [sys.executable, "-m", "benchmarks.kernel", "--threads", "2", "--numel", "65536", "--rounds", "1"]
+    command += ["--skip", "deepspeed", "torch", "gpu", "--json", str(tmp_path / "kernel.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    result = json.loads((tmp_path / "kernel.json").read_text())
+    cases = {(r["system"], r["dtype"], r["threads"]) for r in result["rows"]}
+    assert cases >= {
+        ("copy", "float32", 2),
+        ("native", "float32", 2),
+        ("native", "bfloat16", 1),
+        ("stream", "bfloat16", 1),
+    }
+    assert all(r["gparam_s"] > 0 for r in result["rows"])
+    assert result["machine"]["cpu"] in done.stdout and "| native | bfloat16 |" in done.stdout
+
+
+@pytest.mark.spawns
+def test_a_system_that_fails_is_a_row(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.kernel", "--threads", "2", "--numel", "65536", "--cores", "9999"]
+    command += ["--skip", "deepspeed", "torch", "gpu", "threads", "--passes", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert "| native | failed: " in done.stdout and "9999" in done.stdout
