@@ -347,7 +347,7 @@ def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
 
 
 def test_a_move_must_repay_its_cost_within_the_horizon() -> None:
-    profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=0.1, h2d_s=0.1)
+    profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=1.0, h2d_s=1.0)
     brief = choose("deadline", profile, horizon_steps=1)
     assert not brief.changed and brief.gpu_lids == NONE and "k=0.00 stays" in brief.reason
     assert choose("deadline", profile, horizon_steps=100).changed
@@ -362,7 +362,7 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
     assert least < len(shrunk.gpu_lids) < least + 12 and "saves" in shrunk.reason
     slower = Profile(layers=tuple(replace(x, cpu_update_s=1.1 * x.cpu_update_s) for x in profile.layers))
     assert simulate(slower, shrunk.gpu_lids).stall_s < 0.01 * simulate(slower, slower.lids).step_s
-    assert not choose("deadline", profile, horizon_steps=1, **plenty).changed
+    assert not choose("deadline", profile, horizon_steps=0, **plenty).changed
     for little in (least + 1, len(shrunk.gpu_lids) + 1):
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 

@@ -2,25 +2,20 @@
 
 trainer, optimizer                coordinator, at a step boundary
 measured times ──▶ MeasurementBook ──profile()──▶ decide() ──▶ Decision ──▶ plan
-                    (profile.py)                   │  (policies.py)
-                                     formulas.py ◀─┤  a first guess
+                    (book.py)                      │  (policies.py, deadline.py)
+rates alone ──▶ first_lids() ──▶ the first plan    │
+                (first.py)           formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
 """
 
 from __future__ import annotations
 
+from hytrain.planner.book import Ewma, MeasurementBook, Rates
+from hytrain.planner.first import first_lids
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for, twin_flow_k
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.policies import POLICIES, Decision, decide
-from hytrain.planner.profile import (
-    Ewma,
-    LayerFacts,
-    LayerProfile,
-    Limits,
-    MeasurementBook,
-    Profile,
-    Rates,
-)
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
@@ -40,6 +35,7 @@ __all__ = [
     "cotrain_k",
     "deadline_k",
     "decide",
+    "first_lids",
     "prefix_for",
     "simulate",
     "twin_flow_k",

@@ -46,17 +46,18 @@ def deadline_k(profile: Profile) -> float:
     (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, layers counted by rank from 1. That is linear in l,
     so the last and the first CPU-owned layer decide. The last gives, n being the number of layers,
     k >= (t_U - (1 - 1/n)(t_B + t_F)) / ((1 + alpha) t_U); it is the first, with no slack of its own,
-    that feels the copies: c + d2h + h2d <= k (t_b + t_f + g).
+    that feels the copies: c + d2h + h2d <= k (t_b + t_f + g). What the loop does between backward and
+    forward is slack for both.
     """
     t_u = profile.cpu_update_s
     if not t_u:
         return 0.0
     count = len(profile.layers)
     work_s = profile.backward_s + profile.forward_s
-    for_the_last = (t_u - (1 - 1 / count) * work_s) / ((1 + profile.alpha) * t_u)
+    for_the_last = (t_u - (1 - 1 / count) * work_s - profile.other_s) / ((1 + profile.alpha) * t_u)
     trips_s = sum(layer.trip_s for layer in profile.layers)
     hiding_s = work_s + profile.gpu_update_s
-    for_the_first = trips_s / hiding_s / count if hiding_s else 1.0
+    for_the_first = (trips_s / count - profile.other_s) / hiding_s if hiding_s else 1.0
     return _clamped(max(for_the_last, for_the_first))
 
 

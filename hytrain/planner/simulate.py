@@ -7,8 +7,9 @@ Owns the model of the pipeline; the policies ask it how long a step would take i
     CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         lowest rank first
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
 
-Every layer's forward waits for its own update, so when a backward begins, both links and the CPU are idle:
-each step is the same as the one before, and one step is the steady state.
+Between backward and forward lies what else the loop does. Every layer's forward waits for its own update, so
+when a backward begins, both links and the CPU are idle: each step is the same as the one before, and one step is
+the steady state.
 
 The CPU looks at its queue after each tile, so a layer of lower rank that arrives meanwhile starts at the
 running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
@@ -64,6 +65,7 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     }
     stalls_s = {}
     gpu_busy_s = now
+    now += profile.other_s
     for layer in profile.layers:
         due_s, now = now, max(now, ready_s.get(layer.lid, 0.0))
         if now > due_s:

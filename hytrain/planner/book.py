@@ -1,0 +1,274 @@
+"""Measured times, smoothed: what the coordinator feeds with reports and asks for a profile when it plans.
+
+Owns what is believed of each layer's times, and when to stop believing it.
+
+    calibrate: seconds a parameter ──▶ Rates ──────────────────────┐ until a role was measured
+    {lid: seconds} of one step ──▶ one Ewma per role and layer ────┼──▶ Profile
+                                    outlier?      not measured     │
+                                    set aside     any more? goes   │
+                                                  with the others  │
+    step time, stalls ──▶ what the layers' times do not explain ───┘
+    cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from statistics import median
+from types import MappingProxyType
+from typing import Final
+
+from hytrain.planner.profile import LayerFacts, LayerProfile, Profile
+
+_NOTHING: Mapping[int, float] = MappingProxyType({})
+
+ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
+#: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
+#: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
+THREADS_EXPONENT: Final = 0.6
+
+
+@dataclass(slots=True, kw_only=True)
+class Ewma:
+    """A smoothed time that a hiccup does not move and a new level does.
+
+    The first samples are averaged, later ones count with `weight`. `spread` follows their mean distance from
+    `value`. A sample further away than four spreads (and than 30 % of the value, so that a quiet clock does not
+    make every wobble an outlier) is set aside. Three in a row on the same side are no outliers but a new level, say
+    another job on the machine: the value jumps to their median. Fewer were outliers: dropped, but they widen the
+    spread a little, so they stay out while they are rare (less than one in four), else they are how the machine is.
+    """
+
+    weight: float = 0.2  # of a new sample
+    value: float | None = None
+    count: int = 0  # samples that the value rests on
+    spread: float = 0.0
+    suspects: list[float] = field(default_factory=list)
+
+    def add(self, sample: float) -> None:
+        """Take in a time in seconds. ValueError if it is negative or not finite."""
+        if not 0 <= sample < inf:
+            raise ValueError(f"a measured time must be finite and not negative, got {sample!r}")
+        if self.value is None or not self.count:
+            self.value, self.count = sample, 1
+            return
+        offset = sample - self.value
+        band = max(4 * self.spread, 0.3 * self.value)
+        inside = abs(offset) <= band
+        if inside or (self.suspects and (self.suspects[0] > self.value) != (offset > 0)):
+            self.spread += self.weight * len(self.suspects) * (band - self.spread)
+            self.suspects.clear()
+        if inside:
+            self.count += 1
+            weight = max(self.weight, 1 / self.count)
+            self.value += weight * offset
+            self.spread += weight * (abs(offset) - self.spread)
+            return
+        self.suspects.append(sample)
+        if len(self.suspects) == 3:
+            self.value, self.count = median(self.suspects), 3
+            self.spread = (max(self.suspects) - min(self.suspects)) / 2
+            self.suspects.clear()
+
+    def scale(self, factor: float) -> None:
+        """The machine is known to take so many times as long."""
+        if self.value is not None:
+            self.value *= factor
+        self.spread *= factor
+        self.suspects.clear()
+
+    def check(self) -> None:
+        assert self.value is None or 0 <= self.value < inf
+        assert 0 <= self.spread < inf
+        assert len(self.suspects) < 3
+
+
+@dataclass(slots=True)
+class _Role:
+    """One kind of time, by lid. A round is the reports of about one step: it ends when a layer is reported again."""
+
+    means: dict[int, Ewma] = field(default_factory=dict)
+    before: dict[int, float] = field(default_factory=dict)  # the values when the round began
+    seen: set[int] = field(default_factory=set)  # in this round
+
+    @property
+    def values(self) -> dict[int, float]:
+        return {lid: mean.value for lid, mean in self.means.items() if mean.value is not None}
+
+    def observe(self, times: Mapping[int, float]) -> None:
+        if not self.seen.isdisjoint(times):
+            self._end_round()
+        for lid, time_s in times.items():
+            self.means.setdefault(lid, Ewma()).add(time_s)
+        self.seen.update(times)
+
+    def _end_round(self) -> None:
+        """What was not measured goes the way of what was.
+
+        Else the layers that the GPU took over while the CPU was slow would look slow on the CPU for ever.
+        """
+        known = self.seen & self.before.keys()
+        values = self.values
+        then_s, now_s = sum(self.before[lid] for lid in known), sum(values[lid] for lid in known)
+        if then_s and now_s:
+            for lid in self.means.keys() - self.seen:
+                self.means[lid].scale(now_s / then_s)
+        self.before, self.seen = self.values, set()
+
+    def scale(self, factor: float) -> None:
+        """All times are expected to change so, and the next samples replace what is expected."""
+        for mean in self.means.values():
+            mean.scale(factor)
+            mean.count = 0
+        self.before, self.seen = self.values, set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Seconds per parameter in each role, before anything was measured in it.
+
+    The defaults are those of one PCIe 5 card with bf16 copies beside 16 cores; they only have to last for the
+    first steps. Where the "GPU" is a CPU, say so here: `gpu_update_s` is then the CPU's.
+    """
+
+    d2h_s: float = 2 / 50e9
+    h2d_s: float = 2 / 50e9
+    cpu_update_s: float = 1 / 4e9
+    gpu_update_s: float = 1 / 100e9
+
+
+class MeasurementBook:
+    """Everything measured so far, by role and layer.
+
+    A layer that was never measured in a role (the CPU's update of a layer that the GPU owns) gets the
+    measured time per parameter of those that were, or else that of `rates`. Forward and backward are
+    different: all layers are timed there, so one without a time has no work of its own (a piece of a split
+    embedding, a module that did not run) and counts as 0, the careful side: less time to hide an update in.
+    """
+
+    def __init__(self, layers: Iterable[LayerFacts], *, rates: Rates | None = None) -> None:
+        self._layers: Sequence[LayerFacts] = tuple(layers)
+        self._rank_of = {layer.lid: layer.rank for layer in self._layers}
+        self._rates = rates or Rates()
+        self._roles = {role: _Role() for role in ROLES}
+        self._busy_s = Ewma()  # a step without its stalls and the GPU's updates
+
+    @property
+    def rates(self) -> Rates:
+        return self._rates
+
+    def calibrate(
+        self,
+        *,
+        d2h_s: float | None = None,
+        h2d_s: float | None = None,
+        cpu_update_s: float | None = None,
+        gpu_update_s: float | None = None,
+    ) -> None:
+        """Rates measured before the first step replace assumed ones; measured layers replace both.
+
+        ValueError unless they are finite and above 0.
+        """
+        given = {"d2h_s": d2h_s, "h2d_s": h2d_s, "cpu_update_s": cpu_update_s, "gpu_update_s": gpu_update_s}
+        measured = {role: rate_s for role, rate_s in given.items() if rate_s is not None}
+        for role, rate_s in measured.items():
+            if not 0 < rate_s < inf:
+                raise ValueError(f"a rate must be finite and above 0, got {role}={rate_s!r}")
+        self._rates = replace(self._rates, **measured)
+
+    def cpu_changed(self, ratio: float) -> None:
+        """The CPU works with `ratio` times as many threads from now on. ValueError unless finite and above 0.
+
+        Its update times are scaled by what that usually brings (`THREADS_EXPONENT`), those of the GPU's layers too,
+        and the next samples replace them, so the next plan is close and the one after is right.
+        """
+        if not 0 < ratio < inf:
+            raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
+        factor = ratio**-THREADS_EXPONENT
+        self._roles["cpu_update_s"].scale(factor)
+        self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
+
+    def observe_trainer(
+        self,
+        *,
+        forward_s: Mapping[int, float] = _NOTHING,
+        backward_s: Mapping[int, float] = _NOTHING,
+        d2h_s: Mapping[int, float] = _NOTHING,
+        h2d_s: Mapping[int, float] = _NOTHING,
+        gpu_update_s: Mapping[int, float] = _NOTHING,
+    ) -> None:
+        """One step's times by lid. ValueError for an unknown layer or an impossible time."""
+        self._observe("forward_s", forward_s)
+        self._observe("backward_s", backward_s)
+        self._observe("d2h_s", d2h_s)
+        self._observe("h2d_s", h2d_s)
+        self._observe("gpu_update_s", gpu_update_s)
+
+    def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
+        """One step's times by lid. ValueError for an unknown layer or an impossible time."""
+        self._observe("cpu_update_s", cpu_update_s)
+
+    def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int]) -> None:
+        """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
+
+        What a step takes beyond its stalls and its layers' times is the loop's own: loss, data, `step()`. Stalls are
+        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in.
+        """
+        gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
+        self._busy_s.add(max(0.0, step_s - stall_s - sum(gpu_update_s[lid] for lid in gpu_lids)))
+
+    def rerank(self, rank_of: Mapping[int, int]) -> None:
+        """Take over newly learned ranks. ValueError unless they name exactly the layers of the book."""
+        if rank_of.keys() != self._rank_of.keys():
+            raise ValueError("new ranks must name every layer of the book and no other")
+        self._rank_of = dict(rank_of)
+
+    @property
+    def ready(self) -> bool:
+        """Forward and backward have been measured."""
+        return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
+
+    def profile(self) -> Profile | None:
+        """The present estimate, or None before forward and backward are known."""
+        if not self.ready:
+            return None
+        times = {role: self._in_role(role, getattr(self._rates, role, None)) for role in ROLES}
+        work_s = sum(times["forward_s"].values()) + sum(times["backward_s"].values())
+        layers = (
+            LayerProfile(
+                lid=layer.lid,
+                rank=self._rank_of[layer.lid],
+                numel=layer.numel,
+                gpu_state_bytes=layer.gpu_state_bytes,
+                host_bytes=layer.host_bytes,
+                **{role: times[role][layer.lid] for role in ROLES},
+            )
+            for layer in sorted(self._layers, key=lambda layer: self._rank_of[layer.lid])
+        )
+        return Profile(layers=tuple(layers), other_s=max(0.0, (self._busy_s.value or 0.0) - work_s))
+
+    def check(self) -> None:
+        self._busy_s.check()
+        for role in self._roles.values():
+            assert role.means.keys() <= self._rank_of.keys()
+            assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()
+            for mean in role.means.values():
+                mean.check()
+                assert mean.value is not None
+
+    def _observe(self, role: str, times: Mapping[int, float]) -> None:
+        if unknown := times.keys() - self._rank_of.keys():
+            raise ValueError(f"{role} was measured for layer {min(unknown)}, which is not in the layer table")
+        self._roles[role].observe(times)
+
+    def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
+        """Each layer's time; without one, by its size at the rate of the layers that have one, or else the default."""
+        measured = self._roles[role].values
+        numel = sum(layer.numel for layer in self._layers if layer.lid in measured)
+        if default_s is None:
+            rate_s = 0.0
+        else:
+            rate_s = sum(measured.values()) / numel if numel else default_s
+        return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}

@@ -1,0 +1,185 @@
+"""What policy "deadline" aims at, and whether to go there.
+
+Owns the choice between speed and memory. The layers are a rung of the ladder (ladder.py), for
+
+    speed          the least GPU memory among the rungs within 1 % of the fastest
+    gpu-memory     the least GPU memory of all that host memory allows, at any speed
+    host-memory    the least host memory of all that GPU memory allows, at any speed
+
+and a target that is better than the layers owned now is still not worth every move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, Steps, build_ladder, gb, search
+from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.simulate import simulate
+
+CLEAR_SAVING = 0.05  # of all optimizer state: what a move must save if it brings no speed
+CPU_SLACK = 0.1  # how much slower the CPU may become without making such a move regretted
+MEMORY_PRICE = 0.1  # of the horizon: what such a move may cost once, in steps
+LEAVE_OUT_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    gpu_lids: frozenset[int]
+    reason: str
+
+
+def aim(objective: str, profile: Profile, limits: Limits) -> Target:
+    """The layers that serve the objective best, wherever they are now. Raises Infeasible if nothing fits."""
+    if objective == "gpu-memory":
+        return _least_on_the_gpu(profile, limits)
+    if objective == "host-memory":
+        return _most_on_the_gpu(profile, limits)
+    return _fastest(profile, limits)
+
+
+def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
+    ladder = build_ladder(profile, limits, profile.layers)
+    lids = ladder.rung(ladder.lowest)
+    for layer in _largest_first(ladder.layers[: ladder.lowest]):
+        if limits.allow(profile, lids - {layer.lid}):  # a larger one after it has made it needless
+            lids -= {layer.lid}
+    why = "is the least that host memory allows" if lids else "and host memory holds everything"
+    return Target(gpu_lids=lids, reason=f"GPU memory is to be saved: k={profile.k_of(lids):.2f} {why}")
+
+
+def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
+    """By rank or large layers first, whichever fills the GPU better."""
+    by_rank = build_ladder(profile, limits, profile.layers)
+    by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
+    choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
+    lids = min(choices, key=profile.host_bytes)
+    why = "is all that GPU memory has room for" if lids != profile.lids else "and GPU memory holds everything"
+    return Target(gpu_lids=lids, reason=f"host memory is to be saved: k={profile.k_of(lids):.2f} {why}")
+
+
+def _largest_first(layers: Iterable[LayerProfile]) -> list[LayerProfile]:
+    return sorted(layers, key=lambda layer: -layer.gpu_state_bytes)
+
+
+def _fastest(profile: Profile, limits: Limits) -> Target:
+    ladder = build_ladder(profile, limits, profile.layers)
+    steps = Steps(profile, ladder)
+    j = search(steps)
+    full = steps[len(ladder.layers)]
+    memory_bound = len(ladder.layers) < len(profile.layers) and full.stall_s > SAME_SPEED * full.step_s
+    if memory_bound:
+        for other in _leaving_one_out(profile, limits, ladder):
+            other_steps = Steps(profile, other)
+            if other_steps[len(other.layers)].step_s < (1 - SAME_SPEED) * steps[j].step_s:
+                steps, j = other_steps, search(other_steps)
+    return Target(gpu_lids=steps.ladder.rung(j), reason=_why(steps, j))
+
+
+def _leaving_one_out(profile: Profile, limits: Limits, ladder: Ladder) -> list[Ladder]:
+    """With little GPU memory, one large layer can take the room of several that would do more good."""
+    others = []
+    for large in _largest_first(ladder.layers)[:LEAVE_OUT_TRIES]:
+        try:
+            others.append(build_ladder(profile, limits, [layer for layer in profile.layers if layer is not large]))
+        except Infeasible:
+            continue
+    return others
+
+
+def _why(steps: Steps, j: int) -> str:
+    profile, ladder = steps.profile, steps.ladder
+    k = f"k={profile.k_of(ladder.rung(j)):.2f}"
+    chosen = steps[j]
+    late = chosen.stall_s > SAME_SPEED * chosen.step_s
+    if late and j == len(ladder.layers) < len(profile.layers):
+        return f"CPU finishes {_ms(chosen.stall_s)} late at {k}, and GPU memory has no room for more"
+    if late:
+        return f"CPU finishes {_ms(chosen.stall_s)} late at {k}, but no other k is clearly faster"
+    if j == 0:
+        return f"CPU is in time at {k}"
+    if j == ladder.lowest:
+        return f"{k} is the least that host memory allows"
+    below = steps[j - 1]
+    before = f"CPU finishes {_ms(below.stall_s)} late at k={profile.k_of(ladder.rung(j - 1)):.2f}"
+    return f"{before}; {k} is the least {'with next to no' if chosen.stalls_s else 'without'} stalls"
+
+
+# --- whether to move ---
+
+
+def worth_moving(
+    objective: str,
+    profile: Profile,
+    limits: Limits,
+    current: frozenset[int],
+    target: Target,
+    horizon_steps: int,
+    min_gain: float,
+) -> Target:
+    """The target if it serves the objective clearly better than what is owned now; else a better one; else that."""
+    if objective == "gpu-memory":
+        saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
+        return target if saved > 0 else _stay(profile, current, target, "would save nothing")
+    if objective == "host-memory":
+        saved = profile.host_bytes(current) - profile.host_bytes(target.gpu_lids)
+        if saved > CLEAR_SAVING * profile.host_bytes(frozenset()):
+            return target
+        return _stay(profile, current, target, f"would save {gb(saved)} of host memory, too little for a move")
+    return _if_it_pays(profile, limits, current, target, horizon_steps, min_gain)
+
+
+def _stay(profile: Profile, current: frozenset[int], target: Target, why: str) -> Target:
+    here, there = profile.k_of(current), profile.k_of(target.gpu_lids)
+    return Target(gpu_lids=current, reason=f"k={here:.2f} stays: moving to k={there:.2f} {why}")
+
+
+def _if_it_pays(
+    profile: Profile,
+    limits: Limits,
+    current: frozenset[int],
+    target: Target,
+    horizon_steps: int,
+    min_gain: float,
+) -> Target:
+    """The target if it is faster; else fewer layers than now if that saves memory; else what is."""
+    now_s = simulate(profile, current).step_s
+    gain_s, cost_s = _trade(profile, current, target)
+    if gain_s > min_gain * now_s and gain_s * horizon_steps > cost_s:
+        return target
+    if _saving(profile, current, target):
+        # Layers given back because the CPU happens to look fast would be taken again a few steps later.
+        fewer = _fastest(_with_slower_cpu(profile), limits)
+        fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
+        saved = _saving(profile, current, fewer)
+        price_s = MEMORY_PRICE * horizon_steps * now_s
+        if saved and fewer_gain_s >= -SAME_SPEED * now_s and fewer_cost_s <= price_s:
+            k = profile.k_of(fewer.gpu_lids)
+            reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {CPU_SLACK:.0%} slower"
+            return replace(fewer, reason=reason)
+    price = f"changes a step by {-1e3 * gain_s:+.1f} ms and costs {_ms(cost_s)} once"
+    return _stay(profile, current, target, price)
+
+
+def _trade(profile: Profile, current: frozenset[int], target: Target) -> tuple[float, float]:
+    """What every step gains by going to the target, and what going there costs once, in seconds."""
+    gain_s = simulate(profile, current).step_s - simulate(profile, target.gpu_lids).step_s
+    moving = current ^ target.gpu_lids
+    return gain_s, sum(layer.move_s for layer in profile.layers if layer.lid in moving)
+
+
+def _saving(profile: Profile, current: frozenset[int], target: Target) -> int:
+    """Bytes of GPU memory that the target saves, 0 if they are not worth a move."""
+    saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
+    return saved if saved > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids) else 0
+
+
+def _with_slower_cpu(profile: Profile) -> Profile:
+    slower = 1 + CPU_SLACK
+    layers = (replace(layer, cpu_update_s=layer.cpu_update_s * slower) for layer in profile.layers)
+    return replace(profile, layers=tuple(layers))
+
+
+def _ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.1f} ms" if time_s < 0.01 else f"{1e3 * time_s:.0f} ms"
