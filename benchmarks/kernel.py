@@ -83,8 +83,7 @@ def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         found += run(system)
     found += run("threads")
     if arguments.variants:
-        for _ in range(arguments.passes):
-            found += run("variants")
+        found += run("variants")
     return found
 
 
