@@ -2,7 +2,7 @@
 
 Owns the choice between speed and memory. The layers are a rung of the ladder (ladder.py), for
 
-    speed          the least GPU memory among the rungs within 1 % of the fastest
+    speed          the least GPU memory among the rungs within 1 % of the fastest; of few layers, among all sets
     gpu-memory     the least GPU memory of all that host memory allows, at any speed
     host-memory    the least host memory of all that GPU memory allows, at any speed
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, Steps, build_ladder, gb, search
 from hytrain.planner.profile import LayerProfile, Limits, Profile
@@ -22,6 +23,7 @@ CLEAR_SAVING = 0.05  # of all optimizer state: what a move must save if it bring
 CPU_SLACK = 0.1  # how much slower the CPU may become without making such a move regretted
 MEMORY_PRICE = 0.1  # of the horizon: what such a move may cost once, in steps
 LEAVE_OUT_TRIES = 4
+FEW = 8  # layers of which all sets can be looked at: 256 simulated steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,26 @@ def _fastest(profile: Profile, limits: Limits) -> Target:
             other_steps = Steps(profile, other)
             if other_steps[len(other.layers)].step_s < (1 - SAME_SPEED) * steps[j].step_s:
                 steps, j = other_steps, search(other_steps)
-    return Target(gpu_lids=steps.ladder.rung(j), reason=_why(steps, j))
+    target = Target(gpu_lids=steps.ladder.rung(j), reason=_why(steps, j))
+    if len(profile.layers) > FEW:
+        return target
+    return _best_set(profile, limits, target, steps[j].step_s)
+
+
+def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float) -> Target:
+    """Where all sets of layers can be looked at, the best of them, if it is clearly better than the target.
+
+    It does not have to be a prefix: few layers, unequal ones, are like luggage that has to fit a boot.
+    """
+    lids = [layer.lid for layer in profile.layers]
+    sets = (frozenset(some) for count in range(len(lids) + 1) for some in combinations(lids, count))
+    steps_s = {some: simulate(profile, some).step_s for some in sets if limits.allow(profile, some)}
+    enough_s = (1 + SAME_SPEED) * min(steps_s.values())
+    best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
+    if target_s <= enough_s and not _saving(profile, target.gpu_lids, best):
+        return target
+    why = f"is the best of all sets: steps of {_ms(steps_s[best])}, where the lowest ranks bring {_ms(target_s)}"
+    return Target(gpu_lids=best, reason=f"k={profile.k_of(best):.2f} {why}")
 
 
 def _leaving_one_out(profile: Profile, limits: Limits, ladder: Ladder) -> list[Ladder]:
@@ -148,11 +169,11 @@ def _if_it_pays(
     gain_s, cost_s = _trade(profile, current, target)
     if gain_s > min_gain * now_s and gain_s * horizon_steps > cost_s:
         return target
-    if _saving(profile, current, target):
+    if _saving(profile, current, target.gpu_lids):
         # Layers given back because the CPU happens to look fast would be taken again a few steps later.
         fewer = _fastest(_with_slower_cpu(profile), limits)
         fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
-        saved = _saving(profile, current, fewer)
+        saved = _saving(profile, current, fewer.gpu_lids)
         price_s = MEMORY_PRICE * horizon_steps * now_s
         if saved and fewer_gain_s >= -SAME_SPEED * now_s and fewer_cost_s <= price_s:
             k = profile.k_of(fewer.gpu_lids)
@@ -169,9 +190,9 @@ def _trade(profile: Profile, current: frozenset[int], target: Target) -> tuple[f
     return gain_s, sum(layer.move_s for layer in profile.layers if layer.lid in moving)
 
 
-def _saving(profile: Profile, current: frozenset[int], target: Target) -> int:
+def _saving(profile: Profile, current: frozenset[int], target: frozenset[int]) -> int:
     """Bytes of GPU memory that the target saves, 0 if they are not worth a move."""
-    saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
+    saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target)
     return saved if saved > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids) else 0
 
 
