@@ -27,7 +27,7 @@ def identity() -> str:
 
     Copies of one virtual machine share all of that, so a random mark in the temporary folder is part of it.
     """
-    mark = Path(tempfile.gettempdir()) / f"hytrain-benchmarks-host-{os.getuid()}"
+    mark = Path(tempfile.gettempdir()) / f"benchmarks-host-{os.getuid()}"
     if not mark.exists():
         mark.write_text(secrets.token_hex(16))
     parts = [_text("/proc/sys/kernel/random/boot_id"), _text("/etc/machine-id"), cpu_model(), mark.read_text()]

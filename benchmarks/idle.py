@@ -5,8 +5,8 @@
 Busy is the union of all kernels' intervals, on whatever stream; copies run on engines of their own and do not count.
 A gap between two busy stretches gets one of four causes:
 
-weights      a copy into the GPU ended in the gap, and the kernel that ends the gap was launched before: it waited
-launch       the kernel that ends the gap was launched only when the GPU had run dry: the host was late
+weights      a copy into the GPU ended in the gap, when the kernel that ends the gap was launched: it waited for it
+launch       else, if that kernel was launched only when the GPU had run dry: the host was late
 turnaround   shorter than 5 µs, and the next kernel was there: the GPU going from one kernel to the next
 other        the next kernel was there and waited for something else: a stream, a gradient's copy
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,15 +40,15 @@ class Trace:
         """Out of a Chrome trace's events. A kernel whose launch is unknown counts as launched in time."""
         events = [event for event in events if event.get("ph") == "X"]
         launches = {
-            event["args"]["correlation"]: event["ts"] + event["dur"]
+            event["args"]["correlation"]: _end(event)
             for event in events
             if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
         }
         trace = cls()
         for event in events:
-            start, end = event["ts"], event["ts"] + event["dur"]
+            start, end = event["ts"], _end(event)
             if event.get("cat") == "kernel":
-                launched = launches.get(event.get("args", {}).get("correlation"), start - TURNAROUND_US)
+                launched = launches.get(event.get("args", {}).get("correlation"), -math.inf)
                 trace.kernels.append((start, end, launched))
             elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
                 trace.copies_in_end.append(end)
@@ -58,6 +59,10 @@ class Trace:
     def after(self, moment: float) -> Trace:
         """Without the kernels that began before."""
         return Trace([kernel for kernel in self.kernels if kernel[0] >= moment], self.copies_in_end)
+
+
+def _end(event: dict[str, Any]) -> float:
+    return float(event["ts"]) + float(event.get("dur", 0.0))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -92,11 +97,11 @@ def idle_shares(trace: Trace) -> dict[str, float]:
 
 def _cause(gap: Interval, launched: float, copies_in_end: Sequence[float]) -> str:
     start, end = gap
+    index = bisect.bisect_right(copies_in_end, end) - 1
+    if index >= 0 and copies_in_end[index] >= max(start, launched):
+        return "weights"
     if launched > start:
         return "launch"
-    index = bisect.bisect_right(copies_in_end, end) - 1
-    if index >= 0 and copies_in_end[index] >= start:
-        return "weights"
     return "turnaround" if end - start < TURNAROUND_US else "other"
 
 

@@ -91,10 +91,10 @@ def policies(template: Job) -> list[Job]:
     segments = []
     for batch in BATCHES:
         for policy in ("deadline", "balance", "cotrain", "fixed"):
-            command = ("k", "0.5") if policy == "fixed" else ("policy", policy)
+            commands = (("k", "0.5"),) if policy == "fixed" else (("k", "auto"), ("policy", policy))
             measure = 5 if batch > 8 else 8
             segments.append(
-                Segment(batch=batch, label=policy, settle=12, measure=measure, patience=12, commands=(command,))
+                Segment(batch=batch, label=policy, settle=12, measure=measure, patience=12, commands=commands)
             )
     return [job(template, "hytrain:auto", *segments)]
 

@@ -1,6 +1,7 @@
 """The result set: JSON lines, one a row, in `rows*.jsonl` of a folder; and the questions that tables ask of it.
 
-Only rows of one host are ever put beside each other: `Rows.of_part` picks the host, the rest works on what it gives.
+Only rows of one host and one commit are ever put beside each other: `Rows.of_part` picks the pair, and the rest works
+on what it gives.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def append(folder: Path, row: Row) -> None:
 def key(row: Row) -> tuple[Any, ...]:
     """As `Job.key`: rows with one key, of one host and commit, are repeats."""
     return tuple(row[name] for name in ("system", "shape", "batch", "sequence", "dtype", "clip", "label"))
+
+
+def group(row: Row) -> tuple[str, str]:
+    """What two rows must share to be compared."""
+    return row["host"], row["commit"]
 
 
 class Rows:
@@ -52,19 +58,17 @@ class Rows:
         return Rows(row for row in self._rows if all(row.get(name) in values for name, values in wanted.items()))
 
     def of_part(self, part: str) -> Rows:
-        """A part's rows from one host: the one with most rows that did not fail, of several such the newest."""
+        """A part's rows of one host and commit: the pair with most rows that did not fail, of several the newest."""
         mine = self.where(part=part)
-        good: dict[str, int] = {row["host"]: 0 for row in mine}
-        for row in mine:
-            good[row["host"]] += "error" not in row
-        newest = {row["host"]: row["at"] for row in mine}
-        best = max(good, key=lambda host: (good[host], newest[host]), default=None)
-        return mine.where(host=best)
+        newest = {group(row): row["at"] for row in mine}
+        good = {pair: sum(group(row) == pair and "error" not in row for row in mine) for pair in newest}
+        best = max(good, key=lambda pair: (good[pair], newest[pair]), default=None)
+        return Rows(row for row in mine if group(row) == best)
 
     def beside(self, all_rows: Rows) -> Rows:
-        """These, and what else was measured on their host for comparison."""
-        hosts = tuple({row["host"] for row in self._rows})
-        return all_rows.where(host=hosts)
+        """These, and all else that was measured on their host at their commit."""
+        groups = {group(row) for row in self._rows}
+        return Rows(row for row in all_rows if group(row) in groups)
 
     def values(self, field: str) -> list[float]:
         return [row[field] for row in self._rows if row.get(field) is not None]

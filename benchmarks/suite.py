@@ -87,8 +87,13 @@ def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
 
 
 def _plan(arguments: argparse.Namespace) -> list[tuple[str, Job]]:
+    """Part by part, round by round; what several parts have in common is once in a round."""
     wanted = [*arguments.parts, *([""] if arguments.systems else [])]
-    return [(part, job) for _ in range(arguments.rounds) for part in wanted for job in _jobs(arguments, part)]
+    once: dict[Job, str] = {}
+    for part in wanted:
+        for job in _jobs(arguments, part):
+            once.setdefault(job, part)
+    return [(part, job) for job, part in once.items()] * arguments.rounds
 
 
 def _listed(plan: list[tuple[str, Job]]) -> list[str]:
@@ -137,7 +142,7 @@ class Run:
     def _take_done(self, job: Job) -> bool:
         """Whether the result set has this job already; each repeat is taken once."""
         keys = [job.key(segment) for segment in job.segments]
-        if not all(self._done.get(key) for key in keys):
+        if any(len(self._done.get(key, ())) < keys.count(key) for key in keys):
             return False
         self._rows += [self._done[key].pop() for key in keys]
         return True
@@ -190,7 +195,7 @@ def _counted(known: rows.Rows) -> dict[tuple[Any, ...], list[rows.Row]]:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 if __name__ == "__main__":

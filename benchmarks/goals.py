@@ -1,0 +1,213 @@
+"""What HyTrain is to reach, as numbers, and what was measured. Pure: rows in, sentences out.
+
+Every ratio is of two medians of one host. A goal that nothing was measured for says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.rows import Rows, ratio
+from benchmarks.words import MISSING, share
+
+AUTO: Final = "hytrain:auto"
+OUR_BATCH: Final = 8
+#: What a number that a ratio is called the same as may differ by.
+SAME: Final = 0.01
+REACHED_STEPS: Final = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured, in words, and whether that meets the bar; None if it can't be said."""
+
+    text: str
+    met: bool | None
+
+
+NOT_MEASURED: Final = Verdict("not measured", None)
+
+
+@dataclass(frozen=True)
+class Goal:
+    what: str
+    bar: str
+    judge: Callable[[Rows], Verdict]
+
+
+def of(rows: Rows, system: str, batch: int = OUR_BATCH, label: str = "") -> Rows:
+    return rows.where(system=system, batch=batch, label=label)
+
+
+def step_ratio(rows: Rows, above: str, below: str, batch: int = OUR_BATCH, field: str = "step_s") -> float | None:
+    return ratio(of(rows, above, batch).median(field), of(rows, below, batch).median(field))
+
+
+def at_most(value: float | None, bar: float, text: str = "") -> Verdict:
+    return NOT_MEASURED if value is None else Verdict(text or f"{value:.3f}", value <= bar)
+
+
+def at_least(value: float | None, bar: float) -> Verdict:
+    return NOT_MEASURED if value is None else Verdict(f"{value:.2f} ×", value >= bar)
+
+
+def beside_no_offload(part: str, batch: int, time_bar: float, memory_bar: float) -> Callable[[Rows], Verdict]:
+    """Step time and GPU memory beside everything on the GPU."""
+
+    def judge(rows: Rows) -> Verdict:
+        here = rows.of_part(part).beside(rows)
+        time = step_ratio(here, AUTO, "no-offload", batch)
+        memory = step_ratio(here, AUTO, "no-offload", batch, "gpu_peak_gb")
+        if time is None or memory is None:
+            return NOT_MEASURED
+        return Verdict(f"{time:.3f} at {share(memory)}", time <= time_bar and memory <= memory_bar)
+
+    return judge
+
+
+def beside(other: str, bar: float) -> Callable[[Rows], Verdict]:
+    return lambda rows: at_most(step_ratio(rows.of_part("main").beside(rows), AUTO, other), bar)
+
+
+def faster_than(peer: str, part: str, bar: float, batch: int = OUR_BATCH) -> Callable[[Rows], Verdict]:
+    def judge(rows: Rows) -> Verdict:
+        here = rows.of_part(part).beside(rows)
+        if error := of(here, peer, batch).error():
+            return Verdict(f"failed: {error}", None)
+        return at_least(step_ratio(here, peer, AUTO, batch), bar)
+
+    return judge
+
+
+def best_static(rows: Rows, prefix: str = "k=") -> float | None:
+    """The shortest step of a sweep over k: of each k's median over its repeats."""
+    labels = [label for label in rows.labels() if label.startswith(prefix)]
+    medians = [value for label in labels if (value := rows.where(label=label).median("step_s")) is not None]
+    return min(medians, default=None)
+
+
+def near_the_best_static(rows: Rows) -> Verdict:
+    """The planner's k beside the best of the sweep, ten steps after a cold start and at rest."""
+    sweep = rows.of_part("sweep")
+    best = best_static(sweep)
+    cold = ratio(sweep.where(label="auto from the start").median("step_s"), best)
+    rest = ratio(sweep.where(label="auto").median("step_s"), best)
+    if cold is None or rest is None:
+        return NOT_MEASURED
+    return Verdict(f"{cold:.3f} in steps 11 to 20, {rest:.3f} at rest", cold <= 1.05)
+
+
+def reaction(rows: Rows, label: str, statics: str) -> tuple[int | None, float | None, float | None]:
+    """After a command: steps until five in a row are within 10 % of the best static k, k before, k after.
+
+    As many steps as there were, plus one, if that never happened.
+    """
+    row = rows.where(label=label).last()
+    best = best_static(rows, f"{statics}, k=")
+    if row is None or best is None or not row.get("ks"):
+        return None, None, None
+    times = [*row["settling_s"], *row["steps_s"]]
+    windows = (index for index in range(len(times) - 4) if statistics.median(times[index : index + 5]) <= 1.1 * best)
+    return next(windows, len(times)) + 1, row["ks"][0], row["ks"][-1]
+
+
+def follows_the_threads(rows: Rows) -> Verdict:
+    threads, texts, met = rows.of_part("threads"), list[str](), True
+    for label in ("halved", "given back"):
+        steps, before, after = reaction(threads, label, label)
+        if steps is None or before is None or after is None:
+            return NOT_MEASURED
+        texts.append(f"{label}: k {before:.2f} to {after:.2f}, step {steps}")
+        met = met and steps <= REACHED_STEPS and before != after
+    return Verdict("; ".join(texts), met)
+
+
+def prediction(rows: Rows) -> Verdict:
+    """The worst of all measured steady states of the planner's own choices."""
+    found = [abs(row["predicted_step_s"] / row["step_s"] - 1) for row in predicted(rows)]
+    return at_most(max(found, default=None), 0.1, f"at worst {share(max(found, default=None))} off, {len(found)} rows")
+
+
+def predicted(rows: Rows) -> Rows:
+    """Rows with a prediction, of parts in which the planner had the time to settle."""
+    auto = (row for row in rows.where(part=("main", "sweep", "batches", "policies")) if row.get("predicted_step_s"))
+    return Rows(row for row in auto if row.get("policy") == "deadline")
+
+
+def against_formulas(rows: Rows) -> Verdict:
+    """`deadline` beside `balance` and `cotrain` at each batch size: the worst ratio, and where it takes less memory."""
+    here, ratios, less, compared = rows.of_part("policies"), list[float](), 0, 0
+    for batch in sorted({row["batch"] for row in here}):
+        ours = here.where(batch=batch, label="deadline")
+        others = here.where(batch=batch, label=("balance", "cotrain"))
+        if (time := ours.median("step_s")) is None or not others.values("step_s"):
+            continue
+        ratios.append(time / min(others.values("step_s")))
+        compared += 1
+        less += (ours.median("gpu_peak_gb") or 0.0) < min(others.values("gpu_peak_gb"))
+    worst = max(ratios, default=None)
+    text = "" if worst is None else f"at worst {worst:.3f}; less GPU memory at {less} of {compared} batch sizes"
+    return at_most(worst, 1 + SAME, text)
+
+
+def idle_share(rows: Rows) -> Verdict:
+    row = rows.of_part("idle").where(system=AUTO).last()
+    measured = (row or {}).get("idle")
+    return at_most(measured["share"], 0.03, share(measured["share"])) if measured else NOT_MEASURED
+
+
+def same_bits(rows: Rows) -> Verdict:
+    """Equal checksums of all weights, however much overlapped and whoever owned the layers."""
+    digests = [row.get("digest") for row in rows.of_part("identical")]
+    if len(digests) < 2 or None in digests:
+        return NOT_MEASURED
+    same = len(set(digests)) == 1
+    return Verdict(f"{len(digests)} runs, {'the same bits' if same else 'different bits'}", same)
+
+
+GOALS: Final = (
+    Goal(
+        "batch 8: step / no offload, GPU memory / no offload",
+        "≤ 1.00 at ≤ 40 %",
+        beside_no_offload("main", 8, 1.0, 0.4),
+    ),
+    Goal("batch 8: step / HyTrain with k = 1, all on the GPU", "≤ 1.01", beside("hytrain:1", 1.01)),
+    Goal("batch 8: step / forward and backward only", "≤ 1.06", beside("forward-backward", 1.06)),
+    Goal("faster than torchao, fp32", "≥ 2.2 ×", faster_than("torchao-fp32", "peers-torchao", 2.2)),
+    Goal("faster than DeepSpeed ZeRO-2 offload", "≥ 3.0 ×", faster_than("deepspeed-zero2", "peers-deepspeed", 3.0)),
+    Goal("faster than FSDP2 CPU offload", "≥ 3.4 ×", faster_than("fsdp2", "peers-fsdp", 3.4)),
+    Goal(
+        "batch 1: step / no offload, GPU memory / no offload",
+        "≤ 1.10 at ≤ 75 %",
+        beside_no_offload("batches", 1, 1.1, 0.75),
+    ),
+    Goal("batch 1: faster than torchao, fp32", "≥ 5 ×", faster_than("torchao-fp32", "batches", 5.0, batch=1)),
+    Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),
+    Goal(
+        "threads halved, then given back: k moves, within 10 % of the new best",
+        "within 20 steps",
+        follows_the_threads,
+    ),
+    Goal("predicted / measured step time", "within 10 %", prediction),
+    Goal("deadline / the better of balance and cotrain, batch 1 to 16", "≤ 1.01, less memory", against_formulas),
+    Goal("GPU idle at batch 8", "≤ 3 %", idle_share),
+    Goal("overlapped or not, 200 steps", "the same bits", same_bits),
+)
+
+
+def table(rows: Rows, kernel: dict[str, float]) -> Iterable[tuple[str, str, str, str]]:
+    """Each goal, its bar, what was measured, and whether that is enough. `kernel`: `benchmarks.kernel`'s summary."""
+    for goal in GOALS:
+        verdict = goal.judge(rows)
+        yield goal.what, goal.bar, verdict.text, _word(verdict.met)
+    for what, bar in (("native / stream", 0.9), ("native / DeepSpeed's operator with casts", 1.3)):
+        value = next((value for name, value in kernel.items() if name.startswith(what)), None)
+        verdict = NOT_MEASURED if value is None else Verdict(f"{value:.2f}", value >= bar)
+        yield f"CPU kernel: {what}", f"≥ {bar}", verdict.text, _word(verdict.met)
+
+
+def _word(met: bool | None) -> str:
+    return MISSING if met is None else "yes" if met else "**no**"

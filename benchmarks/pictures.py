@@ -1,0 +1,168 @@
+"""Pictures of a result set, with matplotlib: systems, the sweep over k, policies, the change of threads.
+
+`report` calls `draw`; a picture whose part was not measured is not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot  # noqa: E402
+
+from benchmarks.goals import AUTO  # noqa: E402
+from benchmarks.rows import Rows  # noqa: E402
+
+OURS: Final = "#c8553d"
+THEIRS: Final = "#8d99ae"
+LIMIT: Final = "#2b2d42"
+POLICY_COLOURS: Final = {"deadline": OURS, "balance": "#588b8b", "cotrain": "#e0a458", "fixed": THEIRS}
+WIDTH_IN: Final = 9.0
+
+
+def draw(rows: Rows, folder: Path) -> Iterator[str]:
+    """Write each picture that there are rows for, as bench-NAME.png; its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    for name, (make, _) in PICTURES.items():
+        figure = make(rows)
+        if figure is not None:
+            figure.savefig(folder / f"bench-{name}.png", dpi=130, bbox_inches="tight")
+            pyplot.close(figure)
+            yield name
+
+
+def systems(rows: Rows) -> Any:
+    """Step time beside no offload on the same host, and GPU memory: bars, the shortest step on top."""
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part == "main" or part.startswith("peers-")]
+    bars: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        here = rows.of_part(part).beside(rows).where(batch=8, label="")
+        base = here.where(system="no-offload").median("step_s")
+        for name in rows.of_part(part).systems():
+            mine = here.where(system=name)
+            step_s, memory = mine.median("step_s"), mine.median("gpu_peak_gb")
+            if base and step_s is not None and memory is not None:
+                bars.setdefault(name, (step_s / base, memory))
+    if not bars:
+        return None
+    names = sorted(bars, key=lambda name: -bars[name][0])
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH_IN, 0.6 + 0.34 * len(names)), sharey=True)
+    colours = [_colour(name) for name in names]
+    for axes, index, title, form in (
+        (left, 0, "step time, no offload = 1", "{:.2f}"),
+        (right, 1, "GPU peak, GB", "{:.0f}"),
+    ):
+        found = axes.barh(names, [bars[name][index] for name in names], color=colours)
+        axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
+        axes.set_title(title, loc="left")
+        axes.margins(x=0.12)
+    left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":")
+    figure.tight_layout()
+    return figure
+
+
+def _colour(name: str) -> str:
+    return OURS if name.startswith("hytrain") else LIMIT if name in ("no-offload", "forward-backward") else THEIRS
+
+
+def sweep(rows: Rows) -> Any:
+    """Step time and GPU memory over static k, with what the planner chose."""
+    here = rows.of_part("sweep")
+    static = sorted(_points(here, [label for label in here.labels() if label.startswith("k=")]))
+    chosen = _points(here, ["auto"]) or _points(here, ["auto from the start"])
+    if not static:
+        return None
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(WIDTH_IN, 6), sharex=True)
+    ks = [point[0] for point in static]
+    for axes, index, title in ((top, 1, "seconds a step"), (bottom, 2, "GPU peak, GB")):
+        axes.plot(ks, [point[index] for point in static], "o-", color=LIMIT, label="static k")
+        for point in chosen:
+            axes.plot(point[0], point[index], "*", color=OURS, markersize=17, label="the planner's choice")
+        axes.set_title(title, loc="left")
+        axes.grid(alpha=0.25)
+    bottom.set_xlabel("k, the fraction of the parameters that the GPU owns")
+    top.legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
+    """(k, seconds, GB) of each label."""
+    found = []
+    for label in labels:
+        mine = rows.where(label=label)
+        point = (mine.median("k"), mine.median("step_s"), mine.median("gpu_peak_gb"))
+        if point[0] is not None and point[1] is not None and point[2] is not None:
+            found.append((point[0], point[1], point[2]))
+    return found
+
+
+def policies(rows: Rows) -> Any:
+    """Policies over batch sizes: step time beside no offload at the same batch (where the host has it), GPU memory."""
+    here = rows.of_part("policies")
+    sizes = sorted({row["batch"] for row in here})
+    labels = [label for label in here.labels() if here.where(label=label).values("step_s")]
+    if not labels:
+        return None
+    base = {size: here.beside(rows).where(system="no-offload", batch=size).median("step_s") for size in sizes}
+    relative = all(base.values())
+    units = [(base[size] or 1.0) if relative else 1.0 for size in sizes]
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(WIDTH_IN, 6.4), sharex=True)
+    width = 0.8 / len(labels)
+    for index, label in enumerate(labels):
+        places = [place + (index - (len(labels) - 1) / 2) * width for place in range(len(sizes))]
+        mine = [here.where(label=label, batch=size) for size in sizes]
+        times = [(found.median("step_s") or 0.0) / unit for found, unit in zip(mine, units, strict=True)]
+        memory = [found.median("gpu_peak_gb") or 0.0 for found in mine]
+        for axes, values, form in ((top, times, "{:.2f}"), (bottom, memory, "{:.0f}")):
+            found = axes.bar(places, values, width * 0.92, color=POLICY_COLOURS.get(label, LIMIT), label=label)
+            axes.bar_label(found, [form.format(value) for value in values], padding=2, fontsize=7.5)
+    if relative:
+        top.axhline(1.0, color=LIMIT, linewidth=0.8, linestyle=":")
+    top.set_title("step time, no offload = 1" if relative else "seconds a step", loc="left")
+    bottom.set_title("GPU peak, GB", loc="left")
+    bottom.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
+    top.legend(frameon=False, ncols=len(labels))
+    figure.tight_layout()
+    return figure
+
+
+def threads(rows: Rows) -> Any:
+    """Step by step: the optimizer loses half of its threads and gets them back."""
+    here = rows.of_part("threads").where(system=tuple(name for name in rows.systems() if name.startswith(AUTO)))
+    found = [here.where(label=label).last() for label in ("all threads", "halved", "given back")]
+    moments = [row for row in found if row is not None and row.get("ks")]
+    if len(moments) < 3:
+        return None
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(WIDTH_IN, 5), sharex=True)
+    start = 0
+    for row in moments:
+        times, ks = [*row["settling_s"], *row["steps_s"]], row["ks"]
+        steps = range(start, start + len(times))
+        top.plot(steps, times, ".-", color=LIMIT)
+        bottom.step(steps, ks, where="mid", color=OURS)
+        for axes in (top, bottom):
+            axes.axvline(start, color=THEIRS, linewidth=0.8)
+        top.text(start + 0.6, 0.02, row["label"], transform=top.get_xaxis_transform())
+        start += len(times)
+    top.set_title("seconds a step (the static sweeps between are left out)", loc="left", pad=12)
+    bottom.set_title("k", loc="left")
+    bottom.set_xlabel("step")
+    top.set_ylim(bottom=0)
+    bottom.set_ylim(0, 1)
+    figure.tight_layout()
+    return figure
+
+
+#: by the block of the page that shows it: what draws it, and what it shows
+PICTURES: Final[dict[str, tuple[Callable[[Rows], Any], str]]] = {
+    "systems": (systems, "step time and GPU memory of each system"),
+    "sweep": (sweep, "step time and GPU memory over k, with the planner's choice"),
+    "policies": (policies, "step time and GPU memory of the policies at each batch size"),
+    "threads": (threads, "step time and k while threads are taken and given back"),
+}

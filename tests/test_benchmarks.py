@@ -1,0 +1,384 @@
+"""The benchmarks' own arithmetic, bookkeeping and watchfulness. No time that is measured here is looked at."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up_rows import made_up, row
+
+from benchmarks import goals, guard, host, idle, parts, report, rows, suite, tables
+from benchmarks.goals import GOALS, NOT_MEASURED
+from benchmarks.job import Job, Segment
+from benchmarks.rows import Rows
+from benchmarks.words import NOTHING
+
+GB = 10**9
+UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
+
+
+# ---------------------------------------------------------------- idle
+
+
+def test_union_joins_what_touches_or_overlaps() -> None:
+    assert idle.union([(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == [(0, 4), (5, 6)]
+    assert idle.gaps([(0, 4), (5, 6), (9, 10)]) == [(4, 5), (6, 9)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1))
+def test_union_and_gaps_are_the_whole(pairs: list[tuple[int, int]]) -> None:
+    """As counted microsecond by microsecond."""
+    intervals = [(float(start), float(start + length)) for start, length in pairs]
+    busy = idle.union(intervals)
+    covered = {moment for start, length in pairs for moment in range(start, start + length)}
+    assert sum(end - start for start, end in busy) == len(covered)
+    lost = sum(end - start for start, end in idle.gaps(busy))
+    assert lost == max(covered) + 1 - min(covered) - len(covered)
+
+
+def kernel(start: float, end: float, correlation: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "k",
+        "ts": start,
+        "dur": end - start,
+        "args": {"correlation": correlation},
+    }
+
+
+def launch(returned: float, correlation: int) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cuda_runtime", "ts": returned - 1, "dur": 1, "args": {"correlation": correlation}}
+
+
+def copy(name: str, end: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": "gpu_memcpy", "name": name, "ts": end - 5, "dur": 5}
+
+
+def shares(*events: dict[str, Any]) -> dict[str, float]:
+    """Of a trace with a kernel from 0 to 100, these events, and a kernel from 200 to 300."""
+    return idle.idle_shares(
+        idle.Trace.read([kernel(0, 100, 1), *events, kernel(200, 300, 2), {"ph": "M", "name": "x"}])
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "cause"),
+    [
+        ([launch(50, 2), copy("Memcpy HtoD (Pinned -> Device)", 199)], "weights"),
+        ([launch(150, 2), copy("Memcpy HtoD (Pinned -> Device)", 199)], "weights"),
+        ([launch(150, 2), copy("Memcpy HtoD (Pinned -> Device)", 120)], "launch"),
+        ([launch(195, 2)], "launch"),
+        ([launch(50, 2), copy("Memcpy HtoD (Pinned -> Device)", 90)], "other"),
+        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 199)], "other"),
+        ([], "other"),
+    ],
+)
+def test_a_gap_has_a_cause(events: list[dict[str, Any]], cause: str) -> None:
+    found = shares(*events)
+    assert found[cause] == found["share"] == pytest.approx(1 / 3)
+
+
+def test_short_gaps_are_turnaround_and_overlap_is_busy() -> None:
+    found = shares(kernel(50, 198, 3))
+    assert found["turnaround"] == found["share"] == pytest.approx(2 / 300)
+    assert idle.idle_shares(idle.Trace()) == {}
+
+
+# ---------------------------------------------------------------- guard
+
+
+def child(program: str) -> list[str]:
+    """A program that writes rows with `say`."""
+    head = "import os, subprocess, sys, time\nsay = lambda text: os.write(int(sys.argv[-1]), text.encode())\n"
+    return [sys.executable, "-c", head + program]
+
+
+@pytest.mark.spawns
+def test_rows_arrive_whole_and_output_goes_to_the_log(tmp_path: Path) -> None:
+    log, got = tmp_path / "log.txt", list[str]()
+    program = "print('to the log'); say('{\"a\": 1}\\n{\"b\"'); say(': 2}\\nhalf a line')"
+    outcome = guard.watch(child(program), UNBOUNDED, log, lambda line, peak: got.append(line))
+    assert outcome.error is None
+    assert [json.loads(line) for line in got] == [{"a": 1}, {"b": 2}]
+    assert log.read_text() == "to the log\n"
+
+
+@pytest.mark.spawns
+def test_a_failure_is_told_by_its_last_exception(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("OldError: of another child\n")
+    program = "raise ModuleNotFoundError(\"No module named 'torchao'\")"
+    assert guard.watch(child(program), UNBOUNDED, log, print).error == "ModuleNotFoundError: No module named 'torchao'"
+    assert guard.watch(child("sys.exit(3)"), UNBOUNDED, log, print).error == "exit status 3"
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("bounds", "error"),
+    [
+        (guard.Bounds(timeout_s=100.0, floor_bytes=10**18), "stopped: host memory"),
+        (guard.Bounds(timeout_s=100.0, floor_bytes=8 * GB, total=GB), "stopped: host memory"),
+        (guard.Bounds(timeout_s=0.0, floor_bytes=0), "stopped: took longer than 0 s"),
+    ],
+)
+def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
+    tmp_path: Path, bounds: guard.Bounds, error: str
+) -> None:
+    program = "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True); time.sleep(1000)"
+    log = tmp_path / "log.txt"
+    outcome = guard.watch(child(program), bounds, log, print)
+    assert outcome.error is not None and outcome.error.startswith(error)
+    assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
+
+
+def test_last_meaningful_line() -> None:
+    told = guard.last_meaningful_line
+    assert told("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n[W] cleaning up\n\n") == (
+        "OutOfMemoryError: CUDA out of memory"
+    )
+    assert told("benchmarks.loop.Unavailable: needs a GPU\n") == "needs a GPU"
+    assert told("[rank0]: RuntimeError: no\n") == "RuntimeError: no"
+    assert told("one\ntwo\n\n") == "two" and told("") == ""
+
+
+# ---------------------------------------------------------------- host
+
+
+def test_a_control_group_bounds_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "a/b"
+    group.mkdir(parents=True)
+    texts = {"/proc/self/cgroup": "0::/a/b\n", "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 80 kB\n"}
+    (group / "memory.max").write_text("51200\n")
+    (group / "memory.current").write_text("40960\n")
+    (group / "memory.stat").write_text("anon 1\ninactive_file 10240\n")
+    monkeypatch.setattr(host, "_MEMORY_CGROUPS", tmp_path)
+    read = host._text
+    monkeypatch.setattr(host, "_text", lambda path: texts.get(str(path)) or read(path))
+    assert host.used_bytes() == 20 * 1024
+    assert host.left_bytes() == 20 * 1024  # 50 - (40 - 10)
+    (group / "memory.max").write_text("max\n")
+    assert host.left_bytes() == 80 * 1024
+    assert host.left_bytes(total=200 * 1024) == 180 * 1024
+
+
+def test_a_machine_knows_itself_until_its_mark_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
+    first = host.identity()
+    assert host.identity() == first and len(first) == 12
+    next(tmp_path.iterdir()).unlink()
+    assert host.identity() != first
+
+
+# ---------------------------------------------------------------- jobs, parts, rows
+
+
+def test_every_part_names_known_systems_and_survives_the_command_line() -> None:
+    from benchmarks.systems import SYSTEMS
+
+    assert set(SYSTEMS) == set(parts.KNOWN)
+    for make in parts.PARTS.values():
+        for job in make(Job(system="", segments=())):
+            assert job.system.partition(":")[0] in SYSTEMS
+            assert job.segments and Job.from_json(job.to_json()) == job
+
+
+def test_a_part_fits_into_nine_minutes() -> None:
+    for name, make in parts.PARTS.items():
+        assert sum(job.expected_s for job in make(Job(system="", segments=()))) < 540, name
+
+
+def test_options_of_hytrain() -> None:
+    from benchmarks.systems import parse_options
+
+    assert parse_options("") == {}
+    assert parse_options("auto") == {"k": "auto"}
+    assert parse_options("0.2,serial") == {"k": 0.2, "serial": True}
+    assert parse_options("policy=balance,threads=7,k=1") == {"policy": "balance", "threads": 7, "k": 1.0}
+
+
+def test_rows_are_read_once_and_in_order(tmp_path: Path) -> None:
+    for folder in ("one", "copy"):
+        (tmp_path / folder).mkdir()
+        for found in made_up("main"):
+            rows.append(tmp_path / folder, found)
+    assert list(Rows.read(tmp_path / "one", tmp_path / "copy")) == list(made_up("main"))
+
+
+def test_hosts_are_never_mixed() -> None:
+    """The fullest host speaks for a part, of several the newest; and nothing is divided by another host's time."""
+    old, new = made_up("main", host="old", at="2026-01"), made_up("main", host="new", at="2026-02")
+    assert {found["host"] for found in Rows([*old, *new]).of_part("main")} == {"new"}
+    assert {found["host"] for found in Rows([*old, *list(new)[:2]]).of_part("main")} == {"old"}
+    apart = Rows([*made_up("peers-fsdp", host="here").where(system="fsdp2"), *made_up("main", host="there")])
+    assert goals.faster_than("fsdp2", "peers-fsdp", 1.0)(apart) == NOT_MEASURED
+    assert "| fsdp2 | 8 | – | 2.1000 | – |" in tables.all_systems(apart)
+
+
+# ---------------------------------------------------------------- goals, tables, page
+
+
+def verdicts(found: Rows) -> dict[str, bool | None]:
+    return {goal.what: goal.judge(found).met for goal in GOALS}
+
+
+def test_goals_are_judged_by_the_rows() -> None:
+    assert all(met for what, met in verdicts(made_up()).items() if "balance" not in what and "torchao" not in what)
+    assert set(verdicts(Rows([])).values()) == {None}
+
+
+def slower(found: Rows, factor: float, **fields: Any) -> Rows:
+    chosen = [id(one) for one in found.where(**fields)]
+    assert chosen
+    return Rows({**one, "step_s": one["step_s"] * factor} if id(one) in chosen else one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("batch 8: step / no offload", {"system": "hytrain:auto", "label": "", "factor": 1.3}),
+        ("k = 1, all on the GPU", {"part": "main", "system": "hytrain:1", "factor": 0.9}),
+        ("forward and backward only", {"system": "forward-backward", "factor": 0.9}),
+        ("than DeepSpeed ZeRO-2", {"system": "deepspeed-zero2", "factor": 0.7}),
+        ("than FSDP2", {"system": "fsdp2", "factor": 0.7}),
+        ("batch 1: step / no offload", {"part": "batches", "system": "hytrain:auto", "batch": 1, "factor": 2.0}),
+        ("best static k's", {"label": "auto from the start", "factor": 1.1}),
+        ("threads halved", {"label": ("halved, k=0.2", "halved, k=0.3"), "factor": 0.5}),
+        ("predicted / measured", {"part": "sweep", "label": "auto", "factor": 1.2}),
+        ("the better of balance", {"part": "policies", "label": "deadline", "batch": 4, "factor": 1.02}),
+    ],
+)
+def test_a_goal_can_be_missed(words: str, change: dict[str, Any]) -> None:
+    changed = verdicts(slower(made_up(), **change))
+    assert [met for what, met in changed.items() if words in what] == [False]
+
+
+def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:
+    found = list(made_up("identical", "idle"))
+    found[0]["digest"] = "beef"
+    next(one for one in found if one["part"] == "idle")["idle"]["share"] = 0.04
+    assert [met for met in verdicts(Rows(found)).values() if met is not None] == [False, False]
+
+
+def test_reaction_counts_from_the_command() -> None:
+    found = made_up("threads")
+    steps, before, after = goals.reaction(found, "halved", "halved")
+    assert (steps, before, after) == (
+        9,
+        0.25,
+        0.6,
+    )  # half of the settling's twenty steps are slow: five in a row from 9
+
+
+def test_a_peer_that_failed_is_a_row_with_its_error() -> None:
+    found = [*made_up("peers-zenflow")]
+    found[-1] = {name: found[-1][name] for name in found[-1] if not name.startswith(("step", "k", "tflops", "gpu"))}
+    found[-1]["error"] = "stopped: host memory, 7.9 GB were left"
+    text = tables.all_systems(Rows(found))
+    assert "| deepspeed-zenflow | 8 | – | failed: stopped: host memory, 7.9 GB were left |" in text
+
+
+def test_every_table_can_be_made_and_says_when_nothing_was_measured() -> None:
+    full, empty = report.blocks(made_up(), {}), report.blocks(Rows([]), {})
+    assert [name for name, text in full.items() if text == NOTHING] == ["kernel"]
+    assert [name for name, text in empty.items() if text != NOTHING] == ["goals"]
+    for name, text in full.items():
+        widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| ")}
+        assert name in ("machines", "kernel") or len(widths) == 1, f"ragged table {name}"
+
+
+def test_the_page_has_every_block_and_filling_it_twice_changes_nothing() -> None:
+    page, texts = report.PAGE.read_text(), report.blocks(made_up(), {})
+    once = report.fill(page, texts)
+    assert all(text in once for text in texts.values())
+    assert report.fill(once, texts) == once
+    with pytest.raises(KeyError):
+        report.fill("<!-- begin: nobody -->\n<!-- end: nobody -->", texts)
+
+
+def test_pictures_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
+    pictures = pytest.importorskip("benchmarks.pictures", exc_type=ImportError)
+    assert list(pictures.draw(made_up("sweep"), tmp_path)) == ["sweep"]
+    assert list(pictures.draw(made_up(), tmp_path)) == list(pictures.PICTURES)
+    assert all((tmp_path / f"bench-{name}.png").stat().st_size > 5000 for name in pictures.PICTURES)
+
+
+# ---------------------------------------------------------------- suite
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Jobs that the suite started; each answers with rows at once, but systems called fsdp2 fail."""
+    started: list[Job] = []
+
+    def watch(command: list[str], bounds: Any, log: Path, on_line: Callable[[str, int], None]) -> guard.Outcome:
+        job = Job.from_json(command[-1])
+        started.append(job)
+        for segment in job.segments if job.system != "fsdp2" else ():
+            on_line(json.dumps(child_row(job, segment)), 3 * GB)
+        return guard.Outcome("boom" if job.system == "fsdp2" else None, 0, 4 * GB, 0.1)
+
+    clock = itertools.count()
+    monkeypatch.setattr(suite, "_now", lambda: f"2026-01-01T{next(clock):09}")
+    monkeypatch.setattr(guard, "watch", watch)
+    return started
+
+
+def child_row(job: Job, segment: Segment) -> dict[str, Any]:
+    """What a child says; the rest is the suite's."""
+    found = row("", job, segment)
+    own = ("batch", "label", "step_s", "steps_s", "settling_s", "tflops", "gpu_peak_gb", "k", "ks")
+    return {name: found[name] for name in own if name in found} | {"torch": "9.9", "cuda": None}
+
+
+def run_suite(folder: Path, *words: str) -> None:
+    assert suite.main(["--results", str(folder), "--commit", "c0ffee", *words]) == 0
+
+
+def test_a_host_measures_nothing_twice(tmp_path: Path, watched: list[Job]) -> None:
+    run_suite(tmp_path, "main")
+    run_suite(tmp_path, "main", "peers-fsdp")
+    assert [job.system for job in watched][-2:] == ["hytrain:0", "fsdp2"]
+    assert len(watched) == 6
+    run_suite(tmp_path, "--again", "peers-fsdp")
+    assert len(watched) == 9
+    failed = Rows.read(tmp_path).where(system="fsdp2").last()
+    assert failed is not None and (failed["error"], failed["exact"], failed["host_peak_gb"]) == ("boom", "yes", 4.0)
+
+
+def test_rounds_are_repeats(tmp_path: Path, watched: list[Job]) -> None:
+    run_suite(tmp_path, "--rounds", "2", "--systems", "no-offload")
+    run_suite(tmp_path, "--rounds", "3", "--systems", "no-offload")
+    assert len(watched) == 3
+
+
+def test_a_budget_starts_nothing_that_would_end_late(
+    tmp_path: Path, watched: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cheap = min(job.expected_s for job in parts.PARTS["main"](Job(system="", segments=())))
+    run_suite(tmp_path, "main", "--budget-s", str(cheap + suite.MARGIN_S + 5))
+    assert [job.system for job in watched] == ["no-offload", "forward-backward"]
+    assert "not started" in capsys.readouterr().out
+    run_suite(tmp_path, "main")
+    assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
+
+
+@pytest.mark.spawns
+def test_one_system_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real child on a CPU; and one that can't run there, which is a row with a sentence."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it when it is imported
+    monkeypatch.setattr(host, "identity", lambda: "here")  # its mark would stay
+    small = ["--device", "cpu", "--dtype", "float32", "--shape", "demo", "--sequence", "8", "--batch", "1"]
+    run_suite(tmp_path, *small, "--threads", "1", "--systems", "forward-backward", "torchao-fp32")
+    good, bad = Rows.read(tmp_path)
+    assert len(good["steps_s"]) == 10 and len(good["settling_s"]) == 4 and good["parameters"] > 10**6
+    assert good["versions"]["torch"] and good["hardware"]["cores"] and good["command"].startswith("python -m")
+    assert bad["error"].startswith("torchao-fp32 needs a CUDA device")
