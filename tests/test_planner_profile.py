@@ -105,6 +105,80 @@ def test_defaults_hold_until_something_is_measured() -> None:
     assert (layer.d2h_s, layer.h2d_s, layer.cpu_update_s, layer.gpu_update_s) == (100, 200, 300, 400)
 
 
+def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None:
+    book = book_of(100, 300, rates=Rates(d2h_s=1.0, h2d_s=2.0, cpu_update_s=3.0, gpu_update_s=4.0))
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    book.calibrate(cpu_update_s=0.5, gpu_update_s=None)
+    book.calibrate(d2h_s=0.25)
+    assert book.rates == Rates(d2h_s=0.25, h2d_s=2.0, cpu_update_s=0.5, gpu_update_s=4.0)
+    assert profile_from(book)[11].cpu_update_s == 150.0
+    book.observe_optimizer(cpu_update_s={10: 10.0})
+    book.calibrate(cpu_update_s=9.0)
+    assert (profile_from(book)[10].cpu_update_s, profile_from(book)[11].cpu_update_s) == (10.0, 30.0)
+    for rate_s in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="h2d_s"):
+            book.calibrate(h2d_s=rate_s)
+
+
+def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once() -> None:
+    book = book_of(100, 100, 100)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0}, d2h_s={10: 1.0})
+    for _ in range(5):
+        book.observe_optimizer(cpu_update_s={10: 1.0, 11: 2.0})
+    book.cpu_changed(0.5)
+    layers = profile_from(book)
+    assert layers[11].cpu_update_s == 2 * layers[10].cpu_update_s and 1.3 < layers[10].cpu_update_s < 2.0
+    assert layers[10].d2h_s == 1.0
+    book.observe_optimizer(cpu_update_s={10: 1.9})
+    assert profile_from(book)[10].cpu_update_s == 1.9
+    book.cpu_changed(2.0)
+    assert 1.0 < profile_from(book)[10].cpu_update_s < 1.5
+    for ratio in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="ratio"):
+            book.cpu_changed(ratio)
+
+
+def test_a_known_change_scales_rates_too() -> None:
+    book = book_of(100)
+    book.cpu_changed(0.5)
+    book.cpu_changed(2.0)
+    assert book.rates.cpu_update_s == pytest.approx(Rates().cpu_update_s)
+
+
+def test_what_is_not_measured_any_more_goes_with_what_is() -> None:
+    book = book_of(100, 100, 100)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    for _ in range(6):
+        book.observe_optimizer(cpu_update_s={10: 1.0, 11: 2.0})
+        book.observe_optimizer(cpu_update_s={12: 4.0})  # the same step's second report
+    for _ in range(5):
+        book.observe_optimizer(cpu_update_s={10: 3.0})
+        book.observe_optimizer(cpu_update_s={11: 6.0})
+    layers = profile_from(book)
+    assert (layers[10].cpu_update_s, layers[11].cpu_update_s) == (3.0, 6.0)
+    assert layers[12].cpu_update_s == pytest.approx(12.0), "and keeps its own proportion"
+
+
+def test_what_layers_do_not_explain_is_the_loop_s_own_time_but_not_stalls() -> None:
+    book = book_of(100, 300)
+    book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 2.0, 11: 2.0}, gpu_update_s={10: 0.5})
+
+    def other_s() -> float:
+        book.check()
+        profile = book.profile()
+        assert profile is not None
+        return profile.other_s
+
+    assert other_s() == 0.0
+    book.observe_step(step_s=9.0, stall_s=1.5, gpu_lids=(10,))
+    assert other_s() == pytest.approx(1.0)
+    book.observe_step(step_s=60.0, stall_s=1.5, gpu_lids=(10,))
+    assert other_s() == pytest.approx(1.0), "an evaluation between two steps"
+    for _ in range(9):
+        book.observe_step(step_s=5.0, stall_s=0.0, gpu_lids=())
+    assert other_s() == 0.0, "never negative"
+
+
 def test_layers_come_by_rank_and_ranks_can_be_learned_again() -> None:
     book = book_of(1, 1, 1)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})

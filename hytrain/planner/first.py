@@ -30,7 +30,7 @@ def first_lids(
     the least for a step whose forward and backward last as long as the CPU's updates of everything. Longer
     steps need less, and it is soon given back. In shorter ones the CPU is late at any small k. What the rates
     do tell is in it: a slow link or few large layers need more, since the first layer's trip has to hide behind
-    the layers below it; and where the GPU updates no faster than the CPU does, it is left none. It takes at most
+    the layers below it; and where the GPU updates no faster than the CPU does, it gets next to none. It takes at most
     `FIRST_SHARE` of the memory for state, unless the host could not hold the rest.
 
     Objective "gpu-memory" begins with the least that the host allows, "host-memory" with all of that share.

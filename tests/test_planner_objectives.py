@@ -1,0 +1,191 @@
+"""What is to be saved beside time: objectives, and the first plan, before any step has run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain.planner import Infeasible, LayerFacts, LayerProfile, Limits, Profile, Rates, decide, first_lids
+from hytrain.planner.policies import Decision
+from protocol.messages import OBJECTIVES
+
+NONE: frozenset[int] = frozenset()
+
+
+def sized(*numels: int, cpu_update_s: float = 5.0) -> Profile:
+    """Ten bytes of state and fourteen on the host for each parameter; the CPU is late without help."""
+    return Profile(
+        layers=tuple(
+            LayerProfile(
+                lid=rank,
+                rank=rank,
+                numel=numel,
+                forward_s=1.0,
+                backward_s=2.0,
+                d2h_s=0.01,
+                h2d_s=0.01,
+                cpu_update_s=cpu_update_s,
+                gpu_update_s=0.1,
+                gpu_state_bytes=10 * numel,
+                host_bytes=14 * numel,
+            )
+            for rank, numel in enumerate(numels)
+        )
+    )
+
+
+def choose(objective: str, profile: Profile, limits: Limits, current: frozenset[int] = NONE) -> Decision:
+    return decide(
+        "deadline",
+        profile,
+        limits,
+        fixed_k=None,
+        current=current,
+        horizon_steps=10**6,
+        min_gain=0.01,
+        objective=objective,
+    )
+
+
+def facts(*numels: int) -> list[LayerFacts]:
+    """Lids run against ranks."""
+    count = len(numels)
+    return [
+        LayerFacts(lid=count - 1 - rank, rank=rank, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
+        for rank, n in enumerate(numels)
+    ]
+
+
+# --- objectives ---
+
+
+def test_each_objective_without_limits() -> None:
+    ten = sized(*[100] * 10)
+    assert 0 < choose("speed", ten, Limits()).k < 1
+    least, most = choose("gpu-memory", ten, Limits(), current=ten.lids), choose("host-memory", ten, Limits())
+    assert least.k == 0 and "host memory holds everything" in least.reason
+    assert most.k == 1 and "GPU memory holds everything" in most.reason
+    assert least.predicted_step_s > choose("speed", ten, Limits()).predicted_step_s
+
+
+def test_memory_objectives_go_to_the_limits() -> None:
+    ten = sized(*[100] * 10)
+    limits = Limits(gpu_state_bytes=7500, host_bytes=9900)
+    least, most = choose("gpu-memory", ten, limits), choose("host-memory", ten, limits)
+    assert least.gpu_lids == frozenset(range(3)) and "the least that host memory allows" in least.reason
+    assert most.gpu_lids == frozenset(range(7)) and "all that GPU memory has room for" in most.reason
+
+
+def test_layers_that_a_larger_one_makes_needless_go_back() -> None:
+    """The third brings the host below its limit by itself, and the first two are no longer needed."""
+    profile = sized(10, 20, 300, 50)
+    assert choose("gpu-memory", profile, Limits(host_bytes=14 * 100)).gpu_lids == frozenset({2})
+
+
+def test_large_layers_first_where_they_fill_the_gpu_better() -> None:
+    profile = sized(30, 60, 70)
+    assert choose("host-memory", profile, Limits(gpu_state_bytes=1000)).gpu_lids == frozenset({0, 2})
+
+
+sizes = st.lists(st.integers(1, 100), min_size=1, max_size=7)
+
+
+@given(sizes, st.integers(0, 10**4), st.integers(0, 10**4), st.data())
+def test_objectives_respect_limits_and_settle(numels: list[int], gpu: int, host: int, data: st.DataObject) -> None:
+    profile, limits = sized(*numels), Limits(gpu_state_bytes=gpu, host_bytes=host)
+    current = data.draw(st.frozensets(st.sampled_from(range(len(numels)))))
+    found: dict[str, frozenset[int]] = {}
+    for objective in OBJECTIVES:
+        try:
+            decision = choose(objective, profile, limits, current)
+        except Infeasible:
+            return
+        assert limits.allow(profile, decision.gpu_lids)
+        assert decision.reason and "\n" not in decision.reason
+        again = choose(objective, profile, limits, decision.gpu_lids)
+        if objective != "speed":
+            assert not again.changed
+        found[objective] = choose(objective, profile, limits).gpu_lids
+    if limits.allow(profile, NONE):
+        assert found["gpu-memory"] == NONE
+    assert profile.gpu_state_bytes(found["gpu-memory"]) <= profile.gpu_state_bytes(found["speed"])
+    assert profile.host_bytes(found["host-memory"]) <= profile.host_bytes(found["gpu-memory"])
+
+
+def test_a_little_more_room_on_the_gpu_moves_nothing() -> None:
+    """Free memory wobbles from step to step; layers do not have to."""
+    profile = sized(*[100] * 100)
+    owned = choose("host-memory", profile, Limits(gpu_state_bytes=50_000)).gpu_lids
+    little = choose("host-memory", profile, Limits(gpu_state_bytes=53_000), owned)
+    assert not little.changed and "too little for a move" in little.reason
+    assert choose("host-memory", profile, Limits(gpu_state_bytes=60_000), owned).changed
+    assert len(choose("host-memory", profile, Limits(gpu_state_bytes=49_000), owned).gpu_lids) == 49
+
+
+@pytest.mark.parametrize("policy", ["fixed", "cotrain", "balance", "random"])
+def test_other_policies_say_that_they_do_not_heed_the_objective(policy: str) -> None:
+    profile = sized(100, 100)
+
+    def by(objective: str) -> Decision:
+        return decide(
+            policy,
+            profile,
+            Limits(),
+            fixed_k=0.5,
+            current=NONE,
+            horizon_steps=100,
+            min_gain=0.01,
+            objective=objective,
+        )
+
+    assert by("host-memory").gpu_lids == by("speed").gpu_lids
+    assert 'only policy "deadline" heeds objective "host-memory"' in by("host-memory").reason
+    assert "objective" not in by("speed").reason
+    with pytest.raises(ValueError, match="unknown objective 'fun', choose one of speed, gpu-memory, host-memory"):
+        by("fun")
+
+
+# --- the first plan ---
+
+FAST_LINK = Rates(d2h_s=2 / 50e9, h2d_s=2 / 50e9, cpu_update_s=1 / 5e9, gpu_update_s=1 / 140e9)
+
+
+def test_the_first_plan_is_a_few_layers_and_more_behind_a_slow_link() -> None:
+    blocks = facts(*[10**8] * 28)
+    few = first_lids(blocks, FAST_LINK, Limits(), None)
+    assert 1 <= len(few) <= 4 and few == frozenset(range(28 - len(few), 28)), "the lowest ranks"
+    slow_link = Rates(d2h_s=2 / 9e9, h2d_s=2 / 9e9, cpu_update_s=1 / 5e9, gpu_update_s=1 / 140e9)
+    assert len(first_lids(blocks, slow_link, Limits(), None)) > len(few) + 3
+
+
+def test_where_the_gpu_is_no_faster_it_gets_next_to_nothing() -> None:
+    """A layer of the GPU costs its update in every step, one of the CPU a stall of its trip at most."""
+    for copy_s, most in ((4 / 5e9, 1), (4 / 50e9, 0)):
+        no_faster = Rates(d2h_s=copy_s, h2d_s=copy_s, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+        assert len(first_lids(facts(*[10**6] * 20), no_faster, Limits(), None)) <= most
+
+
+def test_the_first_plan_keeps_to_memory() -> None:
+    blocks = facts(*[10**8] * 10)
+    no_room = Limits(gpu_state_bytes=10**9)
+    assert first_lids(blocks, FAST_LINK, no_room, None) == NONE, "one would fit, and nothing else after it"
+    assert len(first_lids(blocks, FAST_LINK, Limits(host_bytes=7 * 10**9), None)) == 5
+    assert len(first_lids(blocks, FAST_LINK, Limits(gpu_state_bytes=5 * 10**9, host_bytes=7 * 10**9), None)) == 5
+    with pytest.raises(Infeasible, match="host memory"):
+        first_lids(blocks, FAST_LINK, Limits(gpu_state_bytes=10**9, host_bytes=7 * 10**9), None)
+
+
+def test_a_given_k_is_the_first_plan() -> None:
+    blocks = facts(*[10**8] * 10)
+    assert first_lids(blocks, FAST_LINK, Limits(), 0.3) == frozenset({9, 8, 7})
+    assert first_lids(blocks, FAST_LINK, Limits(gpu_state_bytes=2 * 10**9), 0.3) == frozenset({9, 8})
+    assert len(first_lids(blocks, FAST_LINK, Limits(), 1.0)) == 10
+    with pytest.raises(ValueError, match="k must be"):
+        first_lids(blocks, FAST_LINK, Limits(), 1.5)
+
+
+def test_the_first_plan_by_objective() -> None:
+    blocks, limits = facts(*[10**8] * 10), Limits(gpu_state_bytes=8 * 10**9, host_bytes=12 * 10**9)
+    assert len(first_lids(blocks, FAST_LINK, limits, None, objective="gpu-memory")) == 2
+    assert len(first_lids(blocks, FAST_LINK, limits, None, objective="host-memory")) == 4
