@@ -161,9 +161,8 @@ def test_the_first_plan_is_a_few_layers_and_more_behind_a_slow_link() -> None:
 
 def test_where_the_gpu_is_no_faster_it_gets_next_to_nothing() -> None:
     """A layer of the GPU costs its update in every step, one of the CPU a stall of its trip at most."""
-    for copy_s, most in ((4 / 5e9, 1), (4 / 50e9, 0)):
-        no_faster = Rates(d2h_s=copy_s, h2d_s=copy_s, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
-        assert len(first_lids(facts(*[10**6] * 20), no_faster, Limits(), None)) <= most
+    no_faster = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+    assert len(first_lids(facts(*[10**6] * 20), no_faster, Limits(), None)) <= 1
 
 
 def test_the_first_plan_keeps_to_memory() -> None:
