@@ -4,7 +4,7 @@
 #   make test       linters, types and the tests that need no GPU
 #   make test-gpu   the tests that need one, with $(PYTHON) as it is
 #   make bench      seconds a step on the CPU, beside a one-process loop
-#   make bench-gpu  the same on a GPU, beside training without offload, with $(PYTHON) as it is
+#   make bench-gpu  the same on a GPU, beside training without offload, with $(PYTHON) as it is; more: benchmarks/
 #
 # On a machine with a GPU, install the torch of your choice, then `make setup SYSTEM_TORCH=1`: .venv borrows
 # the torch that $(PYTHON) imports, from an active environment too, installs none, and remembers that.
@@ -60,9 +60,8 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 bench: setup
-	$(IN_VENV) -m benchmarks.step compare --device cpu --dtype float32 --threads 2 --shape demo --sequence 256 \
-	    --steps 20 --rounds 3 torch hytrain:0 hytrain:auto
+	$(IN_VENV) -m benchmarks.suite --device cpu --dtype float32 --threads 2 --shape demo --sequence 256 \
+	    --rounds 3 --again cpu
 
 bench-gpu:
-	$(PYTHON) -m benchmarks.step compare --shape 3b --steps 10 --warm-up 10 \
-	    no-offload forward-backward hytrain:0 hytrain:0.1 hytrain:0.2 hytrain:0.3 hytrain:1 hytrain:auto
+	$(PYTHON) -m benchmarks.suite --again main

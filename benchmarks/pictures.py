@@ -58,10 +58,12 @@ def systems(rows: Rows) -> Any:
         (right, 1, "GPU peak, GB", "{:.0f}"),
     ):
         found = axes.barh(names, [bars[name][index] for name in names], color=colours)
-        axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
+        labels = axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
+        for label in labels:
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         axes.set_title(title, loc="left")
         axes.margins(x=0.12)
-    left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":")
+    left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":", zorder=0)
     figure.tight_layout()
     return figure
 
@@ -85,6 +87,9 @@ def sweep(rows: Rows) -> Any:
             axes.plot(point[0], point[index], "*", color=OURS, markersize=17, label="the planner's choice")
         axes.set_title(title, loc="left")
         axes.grid(alpha=0.25)
+    for name, style in (("no-offload", ":"), ("forward-backward", "--")):
+        if (step_s := here.beside(rows).where(system=name, batch=8, label="").median("step_s")) is not None:
+            top.axhline(step_s, color=THEIRS, linestyle=style, label=name)
     bottom.set_xlabel("k, the fraction of the parameters that the GPU owns")
     top.legend(frameon=False)
     figure.tight_layout()
@@ -127,7 +132,7 @@ def policies(rows: Rows) -> Any:
     top.set_title("step time, no offload = 1" if relative else "seconds a step", loc="left")
     bottom.set_title("GPU peak, GB", loc="left")
     bottom.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
-    top.legend(frameon=False, ncols=len(labels))
+    top.legend(frameon=False, ncols=len(labels), loc="lower right", bbox_to_anchor=(1, 1.0))
     figure.tight_layout()
     return figure
 

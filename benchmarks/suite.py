@@ -93,7 +93,8 @@ def _plan(arguments: argparse.Namespace) -> list[tuple[str, Job]]:
     for part in wanted:
         for job in _jobs(arguments, part):
             once.setdefault(job, part)
-    return [(part, job) for job, part in once.items()] * arguments.rounds
+    rounds: int = arguments.rounds
+    return [(part, job) for job, part in once.items()] * rounds
 
 
 def _listed(plan: list[tuple[str, Job]]) -> list[str]:
