@@ -79,12 +79,12 @@ def test_memory_objectives_go_to_the_limits() -> None:
 
 def test_layers_that_a_larger_one_makes_needless_go_back() -> None:
     """The third brings the host below its limit by itself, and the first two are no longer needed."""
-    profile = sized(10, 20, 300, 50)
+    profile = sized(10, 20, 300, *[10] * 7)
     assert choose("gpu-memory", profile, Limits(host_bytes=14 * 100)).gpu_lids == frozenset({2})
 
 
 def test_large_layers_first_where_they_fill_the_gpu_better() -> None:
-    profile = sized(30, 60, 70)
+    profile = sized(30, 60, 70, *[200] * 6)
     assert choose("host-memory", profile, Limits(gpu_state_bytes=1000)).gpu_lids == frozenset({0, 2})
 
 

@@ -42,23 +42,33 @@ def aim(objective: str, profile: Profile, limits: Limits) -> Target:
 
 
 def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
+    """The lowest rung without what it does not need; of few layers, the best of all sets."""
     ladder = build_ladder(profile, limits, profile.layers)
     lids = ladder.rung(ladder.lowest)
     for layer in _largest_first(ladder.layers[: ladder.lowest]):
         if limits.allow(profile, lids - {layer.lid}):  # a larger one after it has made it needless
             lids -= {layer.lid}
+    lids = min([lids, *_all_sets(profile, limits)], key=profile.gpu_state_bytes)
     why = "is the least that host memory allows" if lids else "and host memory holds everything"
     return Target(gpu_lids=lids, reason=f"GPU memory is to be saved: k={profile.k_of(lids):.2f} {why}")
 
 
 def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
-    """By rank or large layers first, whichever fills the GPU better."""
+    """By rank or large layers first, whichever fills the GPU better; of few layers, the best of all sets."""
     by_rank = build_ladder(profile, limits, profile.layers)
     by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
     choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
-    lids = min(choices, key=profile.host_bytes)
+    lids = min([*choices, *_all_sets(profile, limits)], key=profile.host_bytes)
     why = "is all that GPU memory has room for" if lids != profile.lids else "and GPU memory holds everything"
     return Target(gpu_lids=lids, reason=f"host memory is to be saved: k={profile.k_of(lids):.2f} {why}")
+
+
+def _all_sets(profile: Profile, limits: Limits) -> list[frozenset[int]]:
+    """All that the limits allow if layers are few, else none: too many to look at."""
+    lids = [layer.lid for layer in profile.layers]
+    counts = range(len(lids) + 1) if len(lids) <= FEW else range(0)
+    sets = (frozenset(some) for count in counts for some in combinations(lids, count))
+    return [some for some in sets if limits.allow(profile, some)]
 
 
 def _largest_first(layers: Iterable[LayerProfile]) -> list[LayerProfile]:
@@ -87,9 +97,7 @@ def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float)
 
     It does not have to be a prefix: few layers, unequal ones, are like luggage that has to fit a boot.
     """
-    lids = [layer.lid for layer in profile.layers]
-    sets = (frozenset(some) for count in range(len(lids) + 1) for some in combinations(lids, count))
-    steps_s = {some: simulate(profile, some).step_s for some in sets if limits.allow(profile, some)}
+    steps_s = {some: simulate(profile, some).step_s for some in _all_sets(profile, limits)}
     enough_s = (1 + SAME_SPEED) * min(steps_s.values())
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
     if target_s <= enough_s and not _saving(profile, target.gpu_lids, best):
