@@ -83,6 +83,11 @@ def test_layers_that_a_larger_one_makes_needless_go_back() -> None:
     assert choose("gpu-memory", profile, Limits(host_bytes=14 * 100)).gpu_lids == frozenset({2})
 
 
+def test_of_few_layers_the_least_of_all_sets_is_found() -> None:
+    """Three small ones will do, where the lowest ranks would bring the large one along."""
+    assert choose("gpu-memory", sized(1, 1, 5, 1), Limits(host_bytes=14 * 5)).gpu_lids == frozenset({0, 1, 3})
+
+
 def test_large_layers_first_where_they_fill_the_gpu_better() -> None:
     profile = sized(30, 60, 70, *[200] * 6)
     assert choose("host-memory", profile, Limits(gpu_state_bytes=1000)).gpu_lids == frozenset({0, 2})
