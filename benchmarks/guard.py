@@ -24,6 +24,7 @@ import psutil
 from benchmarks import host
 
 TICK_S: Final = 0.1
+GRACE_S: Final = 2.0
 END_S: Final = 30.0
 #: a line, and the most memory in use until then beside what was before
 OnLine = Callable[[str, int], None]
@@ -116,11 +117,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         tree = psutil.Process(child.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
-    for process in tree:
+    child.wait()
+    _, alive = psutil.wait_procs(tree, timeout=GRACE_S)  # HyTrain's launcher sees the death and tidies up
+    for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    child.wait()
-    psutil.wait_procs(tree, timeout=END_S)
+    psutil.wait_procs(alive, timeout=END_S)
 
 
 def _tail(log: Path, start: int, most: int = 200_000) -> str:
