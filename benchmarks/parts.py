@@ -146,15 +146,15 @@ def idle(template: Job) -> list[Job]:
     """The GPU's idle share and its causes."""
     return [
         job(template, system, Segment(batch=8, label="profiled", settle=settle, measure=7, profile=True))
-        for system, settle in (("hytrain:auto", 14), ("hytrain:1", 6), ("no-offload", 4), ("forward-backward", 4))
+        for system, settle in (("hytrain:auto", 14), ("no-offload", 4), ("forward-backward", 4))
     ]
 
 
 def identical(template: Job) -> list[Job]:
-    """200 steps with everything overlapped and layers moving, and with nothing overlapped: the same bits?"""
+    """200 steps with everything overlapped and the planner moving layers, and with nothing overlapped: the same bits?"""
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, deterministic=True)
     steps = Segment(batch=2, label="200 steps", settle=190, measure=10, digest=True)
-    systems = ("hytrain:auto", "hytrain:0,serial", "hytrain:policy=random")
+    systems = ("hytrain:auto", "hytrain:0,serial")
     return [replace(job(small, system, steps), step_s=0.6) for system in systems]
 
 
