@@ -151,7 +151,7 @@ def idle(template: Job) -> list[Job]:
 
 
 def identical(template: Job) -> list[Job]:
-    """200 steps with everything overlapped and the planner moving layers, and with nothing overlapped: the same bits?"""
+    """200 steps, overlapped with layers moving as the planner likes, and with nothing overlapped: the same bits?"""
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, deterministic=True)
     steps = Segment(batch=2, label="200 steps", settle=190, measure=10, digest=True)
     systems = ("hytrain:auto", "hytrain:0,serial")
