@@ -100,7 +100,7 @@ class Boundary:
         self._plans.plan = plan
         began_s = time.monotonic()
         self._handover.start(plan)
-        self._applied(plan, step=0, applied=True, moved=0, began_s=began_s)
+        self._applied(plan, step=0, moved=0, began_s=began_s)
 
     def on_plan(self, plan: Plan) -> None:
         """Acknowledge a proposal (called on the link's thread)."""
@@ -111,13 +111,8 @@ class Boundary:
         self._plans.on_reassign(reassign)
 
     def plan_due(self, step: int) -> Plan | None:
-        """The plan to apply before `step` begins. One that was for an earlier step is postponed (I3)."""
-        plan = self._plans.due(step)
-        if plan is None or plan.step == step:
-            return plan
-        self._plans.settle()
-        self._applied(plan, step=step, applied=False, moved=0, began_s=time.monotonic())
-        return None
+        """The plan to apply before `step` begins: one for this step, or one that was postponed (I3)."""
+        return self._plans.due(step)
 
     def apply(self, plan: Plan, step: int) -> None:
         """Hand layers over, which must be CURRENT. A GPU without room for one leaves the rest where they are."""
@@ -134,13 +129,12 @@ class Boundary:
             torch.cuda.empty_cache()
         self._plans.settle()
         self.statistics.moved += moved
-        self._applied(plan, step=step, applied=True, moved=moved, began_s=began_s)
+        self._applied(plan, step=step, moved=moved, began_s=began_s)
 
-    def _applied(self, plan: Plan, *, step: int, applied: bool, moved: int, began_s: float) -> None:
+    def _applied(self, plan: Plan, *, step: int, moved: int, began_s: float) -> None:
         message = PlanApplied(
             plan_id=plan.plan_id,
             step=step,
-            applied=applied,
             gpu_lids=self.gpu_lids,
             moved=moved,
             handover_s=time.monotonic() - began_s,

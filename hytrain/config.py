@@ -36,6 +36,8 @@ class ClusterConfig(BaseModel):
     run_name: str | None = None
     #: steps between two looks of the planner
     replan_every: int = Field(default=4, ge=1)
+    #: whether each process writes its part of the timeline, `trace.json`
+    trace: bool = False
     #: seconds a process may take to start
     start_timeout_s: float = Field(default=120.0, gt=0)
 
@@ -78,6 +80,7 @@ class Cluster(BaseModel):
     coordinator_pid: int
     optimizer_pid: int
     host_memory_limit: int | None = None
+    trace: bool = False
 
     def write(self) -> None:
         """Write the file, readable for this user only, complete or not at all."""

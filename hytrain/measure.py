@@ -4,23 +4,49 @@ Hooks leave marks: CUDA events on the stream where the work is, or readings of t
 are turned into seconds in a later step, when the device has passed them all.
 
     pre-hook  arrive ──(stall)── go ──(forward)── next arrive …      backward: one mark as each layer completes
+
+    marks ─ passed? ─▶ intervals ─┬─▶ LayerTimes, for the coordinator
+                                  └─▶ spans of the timeline, on the monotonic clock (only if there is one)
+
+Marks that were given to a `Meter` are its own: it leaves them to the clock to be used again.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from hytrain.trace import TraceWriter
 from protocol.messages import LayerTimes
 
 Mark = Any
 Span = tuple[Mark, Mark]
 #: Steps whose marks may still be in flight before their measurement is given up.
 MAX_OPEN_STEPS: Final = 8
+#: The device's clock drifts against the host's by some 10 us a second.
+ANCHOR_EVERY_S: Final = 1.0
+ANCHOR_TRIES: Final = 4
+ANCHOR_PATIENCE_S: Final = 2e-4
+#: A new anchor moves the device's times by less than this.
+MAX_JUMP_S: Final = 1e-4
+#: Two marks without any work in between are not a stall.
+MIN_STALL_S: Final = 2e-5
+#: Field of `LayerTimes` -> track and name in the timeline.
+TRACKS: Final = {
+    "forward_s": ("compute", "forward"),
+    "stall_s": ("compute", "stall"),
+    "backward_s": ("compute", "backward"),
+    "gpu_update_s": ("compute", "update"),
+    "d2h_s": ("D2H", "D2H"),
+    "h2d_s": ("H2D", "H2D"),
+}
 
 
 class Clock(Protocol):
@@ -30,12 +56,21 @@ class Clock(Protocol):
 
     def seconds(self, span: Span) -> float: ...
 
+    def anchor(self) -> None:
+        """Tie marks to the monotonic clock, now and then, without waiting for work under way."""
+
+    def at(self, mark: Mark) -> float:
+        """When a mark was passed, in seconds of the monotonic clock."""
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        """Nobody will ask about these marks again."""
+
 
 class HostClock:
     """Marks are readings of the monotonic clock, in seconds."""
 
     def mark(self) -> Mark:
-        return time.perf_counter()
+        return time.monotonic()
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -43,15 +78,27 @@ class HostClock:
     def seconds(self, span: Span) -> float:
         return float(span[1] - span[0])
 
+    def anchor(self) -> None:
+        """Marks are on the monotonic clock already."""
+
+    def at(self, mark: Mark) -> float:
+        return float(mark)
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        """Numbers need no pool."""
+
 
 class CudaClock:
-    """Marks are timing events on the device's current stream."""
+    """Marks are timing events on the device's current stream, from a pool: no allocation in steady state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pool: deque[Mark] = deque()
+        self._idle: torch.cuda.Stream | None = None
+        self._anchor: tuple[Mark, float] | None = None
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -61,26 +108,105 @@ class CudaClock:
     def seconds(self, span: Span) -> float:
         return float(span[0].elapsed_time(span[1])) / 1e3
 
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        self._pool.extend(marks)
+
+    def _event(self) -> Mark:
+        try:
+            return self._pool.pop()
+        except IndexError:  # asked for by two threads, so not looked at before
+            return torch.cuda.Event(enable_timing=True)
+
+    def anchor(self) -> None:
+        """An event on a stream with no work of its own is passed at once: between two readings of the host's clock.
+
+        The narrowest of some tries counts. If none is passed in time, the last anchor stays.
+        """
+        if self._anchor is not None and time.monotonic() - self._anchor[1] < ANCHOR_EVERY_S:
+            return
+        self._idle = self._idle or torch.cuda.Stream(self._device)
+        tries = [found for _ in range(ANCHOR_TRIES) if (found := self._try_anchor(self._idle)) is not None]
+        if tries:
+            _, event, at_s = min(tries, key=lambda found: found[0])
+            self._pool.extend(other for _, other, _ in tries if other is not event)
+            if self._anchor is not None:
+                self._pool.append(self._anchor[0])
+            self._anchor = event, at_s
+
+    def _try_anchor(self, idle: torch.cuda.Stream) -> tuple[float, Mark, float] | None:
+        """The width of the bracket, the event and the bracket's middle."""
+        event = self._event()
+        event.record(idle)  # the first record of an event makes it, which takes longer
+        before_s = time.monotonic()
+        event.record(idle)
+        while not event.query():
+            if time.monotonic() - before_s > ANCHOR_PATIENCE_S:
+                self._pool.append(event)
+                return None
+        after_s = time.monotonic()
+        return after_s - before_s, event, (before_s + after_s) / 2
+
+    def at(self, mark: Mark) -> float:
+        assert self._anchor is not None, "anchor() comes first"
+        event, at_s = self._anchor
+        return at_s + self.seconds((event, mark))
+
 
 @dataclass(slots=True)
 class StepMarks:
-    """The marks of one step: `forward` and `backward` in the order they were left."""
+    """The marks of one step: `forward` and `backward` in the order they were left.
+
+    `spans` are copies and device updates: kind, layer, the step that they belong to.
+    """
 
     step: int
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     backward: list[tuple[int, Mark]] = field(default_factory=list)
-    spans: list[tuple[str, int, Span]] = field(default_factory=list)
+    spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
     end: Mark = None
+
+    def marks(self) -> Iterator[Mark]:
+        """All of them, the first one of the step's own work first, then those of copies, the end at last."""
+        for _, span in self.forward:
+            yield from span
+        for _, mark in self.backward:
+            yield mark
+        for *_, span in self.spans:
+            yield from span
+        if self.end is not None:
+            yield self.end
+
+
+class Interval(NamedTuple):
+    """What layers `lids` were at, as a field of `LayerTimes`; seconds from the first of the step's marks."""
+
+    kind: str
+    lids: tuple[int, ...]
+    step: int
+    began_s: float
+    ended_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return max(self.ended_s - self.began_s, 0.0)
 
 
 class Meter:
-    """Collects marks and turns them into `LayerTimes`, a step or more later."""
+    """Collects marks and turns them into `LayerTimes`, a step or more later; and into a timeline, if asked to."""
 
-    def __init__(self, clock: Clock, numels: list[int]) -> None:
+    def __init__(
+        self, clock: Clock, numels: list[int], *, trace: TraceWriter | None = None, names: Sequence[str] = ()
+    ) -> None:
         self._clock, self._numels = clock, numels
+        self._trace, self._names = trace, names
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
+        self._turning = threading.Lock()  # copies are reported by another thread
+        self._left_in: dict[int, int] = {}
+        self._drawn_until: dict[str, float] = {}
         self.stall_s = 0.0
+        if trace is not None:
+            clock.anchor()
 
     def forward(self, lids: tuple[int, ...], span: Span) -> None:
         """A module that needs layers `lids` is entered: it arrived, and (after a stall) went on."""
@@ -89,6 +215,7 @@ class Meter:
     def restart(self) -> None:
         """A forward begins. The one before, if no backward came of it, is no part of the step."""
         if not self._now.backward:
+            self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._now.forward.clear()
 
     def backward(self, lid: int) -> None:
@@ -96,48 +223,101 @@ class Meter:
 
     def span(self, kind: str, lid: int, span: Span) -> None:
         """A copy or a device update of a layer; `kind` names the field of `LayerTimes`."""
-        self._now.spans.append((kind, lid, span))
+        with self._turning:
+            step = self._now.step
+            if kind == "d2h_s":
+                self._left_in[lid] = step
+            elif kind == "h2d_s":  # weights come back when the next step may have begun
+                step = self._left_in.get(lid, step)
+            self._now.spans.append((kind, lid, step, span))
 
     def end_step(self, step: int) -> tuple[LayerTimes, ...]:
         """Close this step's marks; the times of the oldest step that the device has passed, if any."""
         self._now.end = self._clock.mark()
-        self._open.append(self._now)
-        self._now = StepMarks(step + 1)
-        if not self._clock.passed(self._open[0].end):
+        with self._turning:
+            self._open.append(self._now)
+            self._now = StepMarks(step + 1)
+        if not self._passed(self._open[0]):
             return ()
         marks = self._open.popleft()
-        if not all(self._clock.passed(span[1]) for _, _, span in marks.spans):
-            return ()
-        return self._times(marks)
+        intervals = self._intervals(marks)
+        if self._trace is not None:
+            self._draw(marks, intervals, self._trace)
+            self._trace.flush()
+            self._clock.anchor()
+        self._clock.recycle(marks.marks())
+        return self._times(intervals)
 
-    def _times(self, marks: StepMarks) -> tuple[LayerTimes, ...]:
-        times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        seconds = self._clock.seconds
-        self.stall_s = 0.0
-        for lids, span in marks.forward:
-            stall = seconds(span)
-            self.stall_s += stall
-            times[lids[0]]["stall_s"] += stall
-        for (lids, (_, went)), (_, (arrived, _)) in zip(marks.forward, marks.forward[1:], strict=False):
-            self._share(times, lids, "forward_s", seconds((went, arrived)))
+    def close(self) -> None:
+        """Draw what is left, of the steps that the device has passed."""
+        if self._trace is not None:
+            for marks in (*self._open, self._now):
+                if self._passed(marks):
+                    self._draw(marks, self._intervals(marks), self._trace)
+            self._trace.close()
+
+    def _passed(self, marks: StepMarks) -> bool:
+        """Whether all of the step's work is done; copies of it may take longer than its end."""
+        return all(self._clock.passed(mark) for mark in reversed(list(marks.marks())))
+
+    def _intervals(self, marks: StepMarks) -> list[Interval]:
+        """The step's marks, pairwise. What is measured at a module's entry is the stall of its first layer."""
+        first = next(marks.marks(), None)
+
+        def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
+            return Interval(kind, lids, step, self._clock.seconds((first, began)), self._clock.seconds((first, ended)))
+
+        found = [interval("stall_s", lids[:1], *span) for lids, span in marks.forward]
+        for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
+            found.append(interval("forward_s", lids, went, arrived))
         if marks.forward and marks.backward:
-            self._turn(times, marks)
-        for (_, before), (lid, mark) in zip(marks.backward, marks.backward[1:], strict=False):
-            times[lid]["backward_s"] += seconds((before, mark))
-        for kind, lid, span in marks.spans:
-            times[lid][kind] += seconds(span)
+            found += _turn(interval("forward_s", marks.forward[-1][0], marks.forward[-1][1][1], marks.backward[0][1]))
+            found[-1] = found[-1]._replace(lids=(marks.backward[0][0],))
+        # A device update follows its layer's mark on the same stream.
+        updated = {lid: span[1] for kind, lid, _, span in marks.spans if kind == "gpu_update_s"}
+        for (before, mark), (lid, ended) in pairwise(marks.backward):
+            found.append(interval("backward_s", (lid,), updated.get(before, mark), ended))
+        return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
+
+    def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
+        """By layer. A module's time is shared by the layers it consists of, by size."""
+        times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for interval in intervals:
+            total = sum(self._numels[lid] for lid in interval.lids)
+            for lid in interval.lids:
+                times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
+        self.stall_s = sum(interval.duration_s for interval in intervals if interval.kind == "stall_s")
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
 
-    def _turn(self, times: dict[int, dict[str, float]], marks: StepMarks) -> None:
-        """From the last module's entry to the first finished gradient lie forward and backward: one to two."""
-        lids, (_, went) = marks.forward[-1]
-        first, mark = marks.backward[0]
-        turn_s = max(self._clock.seconds((went, mark)), 0.0)
-        self._share(times, lids, "forward_s", turn_s / 3)
-        times[first]["backward_s"] += turn_s * 2 / 3
+    # ------------------------------------------------------------ the timeline
 
-    def _share(self, times: dict[int, dict[str, float]], lids: tuple[int, ...], kind: str, seconds: float) -> None:
-        """One module's time over the layers it consists of, by size."""
-        total = sum(self._numels[lid] for lid in lids)
-        for lid in lids:
-            times[lid][kind] += max(seconds, 0.0) * self._numels[lid] / total
+    def _draw(self, marks: StepMarks, intervals: list[Interval], trace: TraceWriter) -> None:
+        first = next(marks.marks(), None)
+        if first is None:
+            return
+        zero_s = self._clock.at(first)
+        if marks.end is not None:
+            self._draw_span("step", f"step {marks.step}", zero_s, self._clock.at(marks.end), trace, step=marks.step)
+        for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
+            if kind == "stall_s" and ended_s - began_s < MIN_STALL_S:
+                continue
+            track, what = TRACKS[kind]
+            layer = self._names[lids[0]] if self._names else str(lids[0])
+            name, lid = f"{what} {layer}", lids[0]
+            self._draw_span(track, name, zero_s + began_s, zero_s + ended_s, trace, kind=what, lid=lid, step=step)
+
+    def _draw_span(
+        self, track: str, name: str, began_s: float, ended_s: float, trace: TraceWriter, **args: Any
+    ) -> None:
+        """Draw a span, but not into the one before because the clock was anchored anew in between."""
+        before_s = self._drawn_until.get(track, began_s)
+        if before_s - began_s < MAX_JUMP_S:
+            began_s = max(began_s, before_s)
+        self._drawn_until[track] = max(ended_s, began_s)
+        trace.span(track, name, began_s, ended_s, **args)
+
+
+def _turn(whole: Interval) -> list[Interval]:
+    """From the last module's entry to the first finished gradient lie its forward and backward: one to two."""
+    turned_s = whole.began_s + whole.duration_s / 3
+    return [whole._replace(ended_s=turned_s), whole._replace(kind="backward_s", began_s=turned_s)]

@@ -8,8 +8,8 @@
       settled ◀── PlanApplied ───────────┴──────────────────────────── PlanApplied ──▶ settled
 
 A plan for step s holds only if both sides acknowledged it before the trainer begins backward s (I3). One that
-comes too late is postponed: the trainer says so, and the coordinator may propose again. Only the trainer is told
-to go ahead: the optimizer learns it from the trainer, on the channel that also brings its gradients, in order.
+comes too late, or whose memory is not there yet, is postponed: it holds from a later step on. Only the trainer is
+told to go ahead: the optimizer learns it from the trainer, on the channel that also brings its gradients, in order.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class PlanBook:
         self.holds = True
 
     def due(self, step: int) -> Plan | None:
-        """The plan to apply before step `step` begins, or to report as postponed if it was for an earlier one."""
+        """The plan to apply before step `step` begins, if there is one for this step or an earlier one."""
         return self.plan if self.holds and self.plan is not None and self.plan.step <= step else None
 
     def settle(self) -> None:
-        """The plan has been applied or postponed: room for the next."""
+        """The plan has been applied: room for the next."""
         if not self.holds:
             raise OwnershipError(f"{self.role}: nothing to settle")
         assert self.plan is not None, "what holds is a plan"
@@ -128,13 +128,12 @@ class PlanLedger:
         self._committed = True
         return Reassign(plan_id=ack.plan_id)
 
-    def on_applied(self, applied: PlanApplied) -> bool:
-        """The trainer has applied the committed plan (True), or it came too late (False)."""
+    def on_applied(self, applied: PlanApplied) -> None:
+        """The trainer has applied the committed plan. Raises `OwnershipError` for any other."""
         if self._open is None or not self._committed or applied.plan_id != self._open.plan_id:
             raise OwnershipError(f"PlanApplied({applied.plan_id}) of a plan that was not committed")
         self.gpu_lids = applied.gpu_lids
         self._open = None
-        return applied.applied
 
     def check(self) -> None:
         assert not self._committed or self._open is None or self._acks == set(PARTIES), "committed by both"

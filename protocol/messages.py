@@ -268,14 +268,14 @@ class Reassign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanApplied:
-    """The trainer to both: `gpu_lids` are the GPU's from step `step` on; `applied` is False for a late plan.
+    """The trainer to both: `gpu_lids` are the GPU's from step `step` on, the plan's own step or a later one.
 
-    A plan that finds the GPU without room for one of its layers holds for the others.
+    A plan that finds the GPU without room for one of its layers holds for the others. `handover_s` is what the
+    training loop had to wait for it.
     """
 
     plan_id: int
     step: int
-    applied: bool
     gpu_lids: tuple[int, ...]
     moved: int
     handover_s: float

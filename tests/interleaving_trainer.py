@@ -80,13 +80,9 @@ class Trainer:
 
     def boundary(self, step: int) -> Waiting:
         plan = self.book.due(step)
-        if plan is None:
-            return
-        if plan.step == step:
+        if plan is not None:
+            self.world.postponed += plan.step < step
             yield from self.apply(plan, step)
-        else:
-            self.settle(plan, step, applied=False, moved=0)
-            self.world.postponed += 1
 
     def gradient(self, lid: int, step: int, filled: list[bool]) -> None:
         """Backward reaches a layer: the gradient, then its way out, or the update on the device."""
@@ -144,7 +140,7 @@ class Trainer:
 
     def apply(self, plan: m.Plan, step: int) -> Waiting:
         """Hand layers over. What I3 says of a plan that holds is looked at here, from the record."""
-        require(plan.step == step > self.world.backward, "I3: a plan holds from its step on, else it is postponed")
+        require(plan.step <= step, "I3: a plan holds from its step on")
         require(self.world.accepted.get(plan.plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
         owners = ["gpu" if lid in plan.gpu_lids else "cpu" for lid in range(len(self.lives))]
         changing = [life.lid for life, owner in zip(self.lives, owners) if life.owner != owner]
@@ -156,17 +152,17 @@ class Trainer:
         for owner in (owners[lid] for lid in changing):
             if owner == "cpu":
                 yield lambda: bool(self.world.descriptors)
-                yield from self.to_cpu(*self.world.descriptors.popleft(), plan)
+                yield from self.to_cpu(*self.world.descriptors.popleft(), plan, step)
         for lid in changing:
             if owners[lid] == "gpu":
-                yield from self.to_gpu(lid, plan)
+                yield from self.to_gpu(lid, plan, step)
         self.world.moved += len(changing)
-        self.settle(plan, step, applied=True, moved=len(changing))
+        self.settle(plan, step, moved=len(changing))
 
     def finish_update(self, lid: int) -> Waiting:
         yield from self.await_layer(lid)
 
-    def to_cpu(self, lid: int, arena: Arena, plan: m.Plan) -> Waiting:
+    def to_cpu(self, lid: int, arena: Arena, plan: m.Plan, step: int) -> Waiting:
         memory = self.world.memories[lid]
         yield from self.synchronize(self.compute)
         self.check_handover(lid, memory.master)
@@ -175,9 +171,9 @@ class Trainer:
         arena.master, memory.master = memory.master, None
         self.arenas[lid] = arena
         self.change_owner(lid, "cpu")
-        self.post("optimizer", m.TakeOver(plan_id=plan.plan_id, lid=lid, step=plan.step))
+        self.post("optimizer", m.TakeOver(plan_id=plan.plan_id, lid=lid, step=step))
 
-    def to_gpu(self, lid: int, plan: m.Plan) -> Waiting:
+    def to_gpu(self, lid: int, plan: m.Plan, step: int) -> Waiting:
         memory, arena = self.world.memories[lid], self.arenas[lid]
         yield from self.synchronize(self.compute)
         self.check_handover(lid, arena.master)
@@ -185,7 +181,7 @@ class Trainer:
         memory.master, arena.master = arena.master, None
         self.change_owner(lid, "gpu")
         del self.arenas[lid]
-        self.post("optimizer", m.GiveUp(plan_id=plan.plan_id, lid=lid, step=plan.step))
+        self.post("optimizer", m.GiveUp(plan_id=plan.plan_id, lid=lid, step=step))
 
     def check_handover(self, lid: int, master: list[int] | None) -> None:
         memory = self.world.memories[lid]
@@ -199,7 +195,7 @@ class Trainer:
         self.lives[lid].change_owner(owner)
         self.world.handing.add(lid)
 
-    def settle(self, plan: m.Plan, step: int, *, applied: bool, moved: int) -> None:
+    def settle(self, plan: m.Plan, step: int, *, moved: int) -> None:
         self.book.settle()
         gpu_lids = tuple(life.lid for life in self.lives if life.owner == "gpu")
         for role in ("optimizer", "coordinator"):
@@ -208,7 +204,6 @@ class Trainer:
                 m.PlanApplied(
                     plan_id=plan.plan_id,
                     step=step,
-                    applied=applied,
                     gpu_lids=gpu_lids,
                     moved=moved,
                     handover_s=0.0,

@@ -12,7 +12,6 @@ from protocol import messages as m
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import (
     LOG_PATIENCE_STEPS,
-    WARM_UP_STEPS,
     Answer,
     Command,
     CoordinatorState,
@@ -115,11 +114,10 @@ def ack(role: str, plan_id: int, accepted: bool = True, reason: str = "") -> m.P
     return m.PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason=reason)
 
 
-def applied(plan: m.Plan, done: bool = True, gpu_lids: tuple[int, ...] | None = None) -> m.PlanApplied:
+def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None) -> m.PlanApplied:
     return m.PlanApplied(
         plan_id=plan.plan_id,
         step=plan.step,
-        applied=done,
         gpu_lids=plan.gpu_lids if gpu_lids is None else gpu_lids,
         moved=2,
         handover_s=0.25,
@@ -218,18 +216,6 @@ def test_the_owners_are_those_that_the_trainer_names(driver: Driver) -> None:
     driver.agree(plan)
     driver.handle(applied(plan, gpu_lids=(3,)))
     assert driver.status().gpu_lids == (3,)
-
-
-def test_a_late_plan_is_noted_and_another_follows(driver: Driver) -> None:
-    first = driver.start()
-    plan = driver.next_plan()
-    assert plan is not None and plan.step == WARM_UP_STEPS + 2 and plan.plan_id == 1
-    driver.agree(plan)
-    driver.handle(applied(plan, done=False, gpu_lids=first.gpu_lids))
-    assert driver.notes == "plan 1 came too late"
-    assert driver.status().gpu_lids == first.gpu_lids
-    following = driver.next_plan(plan.step)
-    assert following is not None and following.plan_id == 2 and following.step > plan.step
 
 
 def test_while_a_plan_is_under_way_there_is_no_other(driver: Driver) -> None:

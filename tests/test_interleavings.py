@@ -154,11 +154,10 @@ class HandsOverWhileUpdatingUnguarded(HandsOverWhileUpdating):
     life_type = NeverRefusesAHandover
 
 
-class AppliesLatePlans(Trainer):
+class AppliesPlansEarly(Trainer):
     def boundary(self, step: int) -> Waiting:
-        plan = self.book.due(step)
-        if plan is not None:
-            yield from self.apply(plan, step)
+        if self.book.holds and self.book.plan is not None:
+            yield from self.apply(self.book.plan, step)
 
 
 class OneIsEnough(PlanLedger):
@@ -197,7 +196,7 @@ class ForgetfulOptimizer(Optimizer):
         ({"trainer": CopiesWeightsUnasked}, Violation, "I1|I2"),
         ({"trainer": HandsOverWhileUpdating}, InvalidTransition, "handover to .pu while"),
         ({"trainer": HandsOverWhileUpdatingUnguarded}, Violation, "I3: .* in the middle of an update"),
-        ({"trainer": AppliesLatePlans}, Violation, "I3: a plan holds from its step on"),
+        ({"trainer": AppliesPlansEarly}, Violation, "I3: a plan holds from its step on"),
         ({"coordinator": HastyPlanner}, Violation, "I3: both acknowledge"),
         ({"optimizer": ForgetfulOptimizer}, OwnershipError, "cannot go to"),
     ],

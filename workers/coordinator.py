@@ -1,6 +1,7 @@
 """The coordinator process: the I/O around `coordinator_state`.
 
     inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
+                                                                           └─▶ timeline, if there is one
 
 It sleeps on its inbox, and leaves when the launcher is gone.
 """
@@ -13,9 +14,11 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final
 
+from hytrain.trace import TraceWriter
 from protocol import messages as m
 from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
 from protocol.handshake import HandshakeError
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
+    parser.add_argument("--trace", metavar="RUN_DIR")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     arguments = parser.parse_args()
@@ -51,7 +55,8 @@ def main() -> int:
         metrics_path.open("a", buffering=1) as metrics,
         Network(arguments.socket_dir, token=token, name="coordinator") as network,
     ):
-        coordinator = Coordinator(network, state, metrics)
+        trace = None if arguments.trace is None else TraceWriter(arguments.trace, "coordinator")
+        coordinator = Coordinator(network, state, metrics, trace)
         coordinator.watch(arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         status = coordinator.run()
@@ -62,8 +67,10 @@ def main() -> int:
 class Coordinator:
     """Carries out what the state decides."""
 
-    def __init__(self, network: Network, state: CoordinatorState, metrics: IO[str]) -> None:
-        self._network, self._state, self._metrics = network, state, metrics
+    def __init__(
+        self, network: Network, state: CoordinatorState, metrics: IO[str], trace: TraceWriter | None = None
+    ) -> None:
+        self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
         self._inbox = network.inbox("coordinator")
         self._publisher: Publisher = network.publisher()
         self._outboxes: dict[str, Outbox] = {}
@@ -88,10 +95,13 @@ class Coordinator:
         """Take in what was sent before the end: the last records."""
         while (incoming := self._inbox.receive(LAST_WORDS_S)) is not None:
             self._handle(incoming)
+        if self._trace is not None:
+            self._trace.close()
 
     def _handle(self, incoming: Incoming) -> None:
+        now_s = time.monotonic()
         try:
-            commands = self._state.handle(incoming.message, time.monotonic())
+            commands = self._state.handle(incoming.message, now_s)
         except HandshakeError as error:
             _log.warning("refused %s: %s", incoming.sender, error)
             return
@@ -100,6 +110,8 @@ class Coordinator:
             self._network.drop(outbox)
         for command in commands:
             self._carry_out(command, incoming)
+        if self._trace is not None:
+            _draw(self._trace, incoming.message, commands, now_s)
 
     def _carry_out(self, command: Command, incoming: Incoming) -> None:
         match command:
@@ -118,6 +130,22 @@ class Coordinator:
         if role not in self._outboxes:
             self._outboxes[role] = self._network.outbox(role)
         return self._outboxes[role]
+
+
+def _draw(trace: TraceWriter, message: m.Message, commands: Sequence[Command], now_s: float) -> None:
+    """What the timeline shows of a message and of what followed from it: steps, and the life of plans."""
+    for command in commands:
+        if isinstance(command, Send) and command.role == "trainer" and isinstance(plan := command.message, m.Plan):
+            facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s", "gpu_lids")}
+            trace.instant("plans", f"plan {plan.plan_id} proposed", now_s, step=plan.step, **facts)
+    match message:
+        case m.PlanApplied():
+            facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "gpu_lids")}
+            trace.instant("plans", f"plan {message.plan_id} holds", now_s, **facts)
+        case m.TrainerReport():
+            trace.counter("k", message.at_s, k=message.k)
+            trace.counter("step, ms", message.at_s, step=message.step_s * 1e3, stall=message.stall_s * 1e3)
+            trace.flush()
 
 
 if __name__ == "__main__":

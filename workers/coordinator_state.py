@@ -89,7 +89,6 @@ class _Session:
     planned_at: int = -1
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     cpu_busy_s: dict[int, float] = field(default_factory=dict)
-    postponed: int = 0
     moved: int = 0
 
     @property
@@ -239,11 +238,9 @@ class CoordinatorState:
         return [] if ack.accepted else [Note(f"{ack.role} refuses plan {ack.plan_id}: {ack.reason}")]
 
     def _on_applied(self, session: _Session, applied: m.PlanApplied) -> list[Command]:
-        if session.ledger.on_applied(applied):
-            session.moved += applied.moved
-            return [Note(f"plan {applied.plan_id} holds: {applied.moved} layers in {applied.handover_s * 1e3:.0f} ms")]
-        session.postponed += 1
-        return [Note(f"plan {applied.plan_id} came too late")]
+        session.ledger.on_applied(applied)
+        session.moved += applied.moved
+        return [Note(f"plan {applied.plan_id} holds: {applied.moved} layers in {applied.handover_s * 1e3:.0f} ms")]
 
     def _replan(self, session: _Session) -> list[Command]:
         """Decide anew, if it is time and no plan is under way."""

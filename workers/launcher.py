@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, Self
 
+from hytrain import trace
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from workers import affinity, process
@@ -71,6 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core")
     parser.add_argument("--run-dir", help="the run's folder")
     parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="most host memory for planes")
+    parser.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
     parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -82,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> int:
     """A recipe or a program, in the foreground."""
     program = Path(arguments.program)
-    flags = {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit")}
+    flags = {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit", "trace")}
     if program.suffix in (".yaml", ".yml"):
         return _run_recipe(program, arguments, flags)
     if not program.is_file():
@@ -107,6 +109,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]
     ):
         key = name[2:].replace("-", "_")
         rest.add_argument(name, type=kind, default=flags[key])
+    rest.add_argument("--trace", action="store_true", default=flags["trace"])
     late = rest.parse_args(arguments.arguments)
     flags = {name: getattr(late, name) for name in flags}
     recipe = recipes.load(path, late.set)
@@ -176,6 +179,8 @@ class Supervisor:
     def __enter__(self) -> Self:
         """Start coordinator and optimizer. Raises `ClusterError` if one does not become ready, leaving nothing."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        if self._config.trace:
+            trace.clear(self.run_dir)
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
         try:
             os.set_blocking(self._wake_write, False)
@@ -189,7 +194,7 @@ class Supervisor:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
 
@@ -200,6 +205,8 @@ class Supervisor:
         token_path.touch(mode=0o600)
         token_path.write_text(token)
         sockets = ["--socket-dir", str(self.socket_dir)]
+        if self._config.trace:
+            sockets += ["--trace", str(self.run_dir)]
         coordinator = self._start_worker(
             "coordinator",
             [
@@ -223,6 +230,7 @@ class Supervisor:
             coordinator_pid=coordinator.process.pid,
             optimizer_pid=optimizer.process.pid,
             host_memory_limit=self._config.host_memory_limit,
+            trace=self._config.trace,
         ).write()
 
     def _start_worker(self, role: str, arguments: Sequence[str]) -> Child:
@@ -305,10 +313,19 @@ class Supervisor:
 
     def _end(self) -> None:
         process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
+        self._merge_traces()
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
         shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+    def _merge_traces(self) -> None:
+        """However the run ended: the timeline shows what came before."""
+        if self._config.trace:
+            try:
+                trace.merge(self.run_dir)
+            except OSError as error:
+                print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
 
 
 class Tee:

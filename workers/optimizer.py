@@ -1,7 +1,8 @@
 """The optimizer process: AdamW in host memory over the layers that it owns.
 
     pin cores ─▶ join ─▶ READY
-    inbox ─▶ Session.handle ─▶ UpdateQueue ─▶ one tile ─▶ look at the inbox again ─▶ … ─▶ WeightsReady
+    inbox ─▶ Session._handle ─▶ UpdateQueue ─▶ one tile ─▶ look at the inbox again ─▶ … ─▶ WeightsReady
+                    └─▶ Arenas ─▶ one piece of new memory after each tile ─▶ … ─▶ its descriptor
 
 Nothing imported here loads OpenMP: the kernel does when it is loaded, after the cores have been pinned, and reads
 the affinity mask only then. One thread calls the kernel; ZeroMQ's own threads were started before OpenMP bound this
@@ -15,27 +16,28 @@ import argparse
 import logging
 import os
 import socket
-import struct
 import sys
 import time
 import traceback
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from hytrain.arena import HostArena, send_arena
 from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend, load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 from hytrain.ownership import OwnershipError, PlanBook
+from hytrain.trace import TraceWriter
 from hytrain.update_queue import Tile, UpdateQueue
 from protocol import messages as m
 from protocol.channel import Inbox, Network, Outbox, PeerDied
-from protocol.handles import layout
 from protocol.handshake import WorkerHandshake
 from workers import affinity
+from workers.arenas import Arenas, accept
+from workers.calibration import seconds_per_parameter
 from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
+from workers.progress import Progress
 
 ACCEPT_TIMEOUT_S: Final = 30.0
 WELCOME_TIMEOUT_S: Final = 60.0
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--cores", required=True)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--trace", metavar="RUN_DIR")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     arguments = parser.parse_args()
@@ -57,10 +60,11 @@ def main() -> int:
     pinning = affinity.choose(arguments.cores, arguments.threads)
     affinity.pin(pinning)
     _log.info("pinned: %s", pinning.describe())
-    return serve(arguments.socket_dir, pinning, ready_fd=arguments.ready_fd, life_fd=arguments.life_fd)
+    trace = None if arguments.trace is None else TraceWriter(arguments.trace, "optimizer")
+    return serve(arguments.socket_dir, pinning, trace, ready_fd=arguments.ready_fd, life_fd=arguments.life_fd)
 
 
-def serve(socket_dir: str, pinning: affinity.Pinning, *, ready_fd: int, life_fd: int) -> int:
+def serve(socket_dir: str, pinning: affinity.Pinning, trace: TraceWriter | None, *, ready_fd: int, life_fd: int) -> int:
     """Join the run and serve its trainers, one after the other."""
     token = read_token(socket_dir)
     with Network(socket_dir, token=token, name="optimizer-0") as network:
@@ -72,7 +76,7 @@ def serve(socket_dir: str, pinning: affinity.Pinning, *, ready_fd: int, life_fd:
                 _join(inbox, coordinator, pinning)
                 say_ready(ready_fd, pinning.describe())
                 while True:
-                    _serve_trainer(network, inbox, coordinator, arenas, pinning, token)
+                    _serve_trainer(network, inbox, coordinator, arenas, pinning, token, trace)
         except PeerDied as death:
             _log.info("%s is gone, leaving", death.name)
             return 0
@@ -103,18 +107,22 @@ def _serve_trainer(
     arenas: socket.socket,
     pinning: affinity.Pinning,
     token: str,
+    trace: TraceWriter | None,
 ) -> None:
     """One trainer, from its layer table to its Goodbye. Whatever fails is told to both before it is raised."""
     incoming = inbox.receive(None)
     if incoming is None or not isinstance(incoming.message, m.LayerTable):
         _log.warning("no trainer is here: dropped %s", incoming)
         return
+    table = incoming.message
     trainer = network.outbox("trainer")
     session: Session | None = None
     try:
-        backend, reason = load(incoming.message.backend, pinning.threads)
+        backend, reason = load(table.backend, pinning.threads)
         _log.info("backend %s", reason)
-        session = Session(incoming.message, backend, pinning.threads, trainer, coordinator, arenas, token)
+        threads = len(pinning.cores)
+        session = Session(table, backend, trainer, coordinator, arenas, token=token, max_threads=threads, trace=trace)
+        _log.info("%.3g s a parameter", seconds_per_parameter(backend, table.layers))
         session.run(inbox)
         coordinator.send(m.SessionEnded(rank=0))
     except Exception as error:
@@ -139,40 +147,28 @@ def _serve_trainer(
         network.drop(trainer)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """What has been done since the last report."""
-
-    busy_s: float = 0.0
-    update_s: dict[int, float] = field(default_factory=dict)
-    arrived_s: dict[int, float] = field(default_factory=dict)
-    queued_s: dict[int, float] = field(default_factory=dict)
-
-
 class Session:
-    """The optimizer's part in one trainer's run."""
+    """The optimizer's part in one trainer's run. At most `max_threads` update at a time."""
 
     def __init__(
         self,
         table: m.LayerTable,
         backend: Backend,
-        threads: int,
         trainer: Outbox,
         coordinator: Outbox,
         arenas: socket.socket,
+        *,
         token: str,
+        max_threads: int,
+        trace: TraceWriter | None,
     ) -> None:
-        from hytrain.update_queue import UpdateQueue
-
-        self._table, self._backend, self._threads = table, backend, threads
+        self._backend, self._max_threads = backend, max_threads
         self._trainer, self._coordinator = trainer, coordinator
-        self._queue: UpdateQueue = UpdateQueue(table.layers)
+        self._queue = UpdateQueue(table.layers)
         self._plans = PlanBook("optimizer", len(table.layers))
-        self._arenas: dict[int, HostArena] = {}
-        self._listener, self._token = arenas, token
         # The trainer connected before it sent its table. Accepted now, lest the next one's arenas go to this one.
-        self._descriptors = self._accept()
-        self._progress = _Progress()
+        self._arenas = Arenas(table.layers, backend, accept(arenas), token=token)
+        self._progress = Progress(trace, [layer.name for layer in table.layers])
         self._working_on: int | None = None
 
     @property
@@ -183,7 +179,8 @@ class Session:
     def run(self, inbox: Inbox) -> None:
         """Serve until the trainer says Goodbye."""
         while True:
-            incoming = inbox.receive(None if self._queue.idle else 0.0)
+            idle = self._queue.idle and self._arenas.pending is None
+            incoming = inbox.receive(None if idle else 0.0)
             if incoming is None:
                 self._work()
             elif isinstance(incoming.message, m.Goodbye):
@@ -193,27 +190,32 @@ class Session:
 
     def _handle(self, message: m.Message) -> None:
         match message:
-            case m.GradReady():
+            case m.GradReady(lid=lid):
                 self._queue.grad_ready(message)
-                self._progress.arrived_s[message.lid] = time.monotonic()
+                self._progress.arrived(lid, time.monotonic())
             case m.StepBegin():
                 self._queue.begin(message)
             case m.Plan():
                 self._coordinator.send(self._plans.on_plan(message))
             case m.AllocatePlanes(lid=lid):
-                self._allocate(lid)
+                self._working_on = lid
+                self._arenas.request(lid)
+                self._working_on = None
             case m.TakeOver(lid=lid):
                 self._require_plan(message, "cpu")
                 self._queue.take_over(lid)
             case m.GiveUp(lid=lid):
                 self._require_plan(message, "gpu")
                 self._queue.give_up(lid)
-                self._arenas.pop(lid).close()
+                self._arenas.release(lid)
             case m.RanksLearned(ranks=ranks):
                 self._queue.learn_ranks(ranks)
+            case m.SetThreads(threads=threads):
+                self._backend.threads = min(threads, self._max_threads)
+                _log.info("updating with %d threads", self._backend.threads)
             case m.PlanApplied():
                 self._plans.forget(message.plan_id)
-                _log.info("plan %d %s", message.plan_id, "holds" if message.applied else "came too late")
+                _log.info("plan %d holds from step %d on", message.plan_id, message.step)
             case _:
                 raise TypeError(f"an optimizer has no use for {type(message).__name__}")
 
@@ -225,88 +227,35 @@ class Session:
         if handover.step != self._queue.step + 1:
             raise OwnershipError(f"a handover before step {handover.step}, after step {self._queue.step}")
 
-    def _allocate(self, lid: int) -> None:
-        """Make the layer's planes, touch them under this process's affinity, and hand the descriptor over."""
-
-        if not 0 <= lid < len(self._table.layers) or lid in self._arenas:
-            raise ValueError(f"planes for layer {lid}, which is unknown or has them")
-        self._working_on = lid
-        arena = HostArena(layout(self._table.layers[lid]))
-        self._arenas[lid] = arena
-        self._backend.touch(arena.address, arena.layout.nbytes)
-        send_arena(self._descriptors, arena, token=self._token)
-        self._working_on = None
-
-    def _accept(self) -> socket.socket:
-        """The trainer's connection for descriptors; the kernel vouches for the user behind it."""
-        connection, _ = self._listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, user, _ = struct.unpack("3i", credentials)
-        if user != os.getuid():
-            connection.close()
-            raise PermissionError(f"user {user} asked for the arenas of user {os.getuid()}")
-        return connection
-
     def _work(self) -> None:
-        """One tile of the most urgent update, and what follows from it."""
-        tile = self._queue.next_tile()
-        if tile is None:
-            return
-        self._working_on = tile.lid
-        began_s = time.perf_counter()
-        self._update(tile)
-        took_s = time.perf_counter() - began_s
-        progress = self._progress
-        progress.busy_s += took_s
-        progress.update_s[tile.lid] = progress.update_s.get(tile.lid, 0.0) + took_s
+        """One tile of the most urgent update; and one piece of new memory, which so never holds an update up long."""
+        if (tile := self._queue.next_tile()) is not None:
+            self._working_on = tile.lid
+            self._update(tile)
+        if (lid := self._arenas.pending) is not None:
+            self._working_on = lid
+            began_s = time.monotonic()
+            self._arenas.touch_next()
+            self._progress.touched(lid, began_s, time.monotonic())
         self._working_on = None
-        done = self._queue.tile_done(tile)
-        if done is not None:
-            self._trainer.send(done)
-            progress.queued_s[tile.lid] = time.monotonic() - progress.arrived_s.pop(tile.lid)
-        if self._queue.idle:
-            self._report()
 
     def _update(self, tile: Tile) -> None:
-        arena = self._arenas[tile.lid]
-        segment = self._table.layers[tile.lid].segments[tile.segment]
-
-        def address(plane: str) -> int:
-            handle = arena.layout.handles[plane][tile.segment]
-            if handle is None:
-                return 0
-            return arena.address_of(handle) + tile.start * (handle.nbytes // handle.numel)
-
-        self._backend.update(
-            weights=address("weights"),
-            grads=address("grads"),
-            remainder=address("remainder"),
-            exp_avg=address("exp_avg"),
-            exp_avg_sq=address("exp_avg_sq"),
-            numel=tile.stop - tile.start,
-            weights_dtype=segment.dtype,
-            grads_dtype=segment.grads_dtype,
-            scalars=_scalars(tile.hyper, tile.count),
-        )
-
-    def _report(self) -> None:
-        progress, self._progress = self._progress, _Progress()
-        updates = tuple(
-            m.CpuUpdate(lid=lid, update_s=progress.update_s[lid], queued_s=queued_s)
-            for lid, queued_s in sorted(progress.queued_s.items())
-            if lid in progress.update_s
-        )
-        report = m.OptimizerReport(
-            step=self._queue.step, threads=self._threads, busy_s=progress.busy_s, updates=updates
-        )
-        self._coordinator.send(report)
+        """One tile, and what follows from it."""
+        planes = self._arenas.segments[tile.lid][tile.segment]
+        began_s = time.monotonic()
+        planes.update(self._backend, tile.start, tile.stop, _scalars(tile.hyper, tile.count))
+        self._progress.updated(tile.lid, tile.step, began_s, time.monotonic())
+        if (done := self._queue.tile_done(tile)) is None:
+            return
+        self._trainer.send(done)
+        self._progress.sent(tile.lid, tile.step, time.monotonic())
+        if self._queue.idle:
+            self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
 
     def close(self) -> None:
         """Give all memory back."""
-        self._descriptors.close()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
+        self._arenas.close()
+        self._progress.close()
 
 
 @lru_cache(maxsize=256)

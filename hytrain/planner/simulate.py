@@ -24,7 +24,7 @@ from math import ceil, inf
 
 from hytrain.planner.profile import LayerProfile, Profile
 
-TILE_NUMEL = 4 << 20
+TILE_NUMEL = 16 << 20
 
 # (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
 # The step's backward begins at 0.

@@ -1,0 +1,127 @@
+"""The timeline of a run: each process writes its events as it goes, and the launcher joins them at the end.
+
+    trainer (Meter) ─┐
+    optimizer       ─┼─ TraceWriter ─▶ RUN/traces/ROLE-RANK.jsonl ─▶ merge ─▶ RUN/trace.json ─▶ ui.perfetto.dev
+    coordinator     ─┘
+
+All times are seconds of CLOCK_MONOTONIC, which the processes of a node share. In the file a process is a process, and
+each of its tracks is a thread. Spans of one track that overlap get a lane each, since a viewer would nest them.
+Where tracing is off there is no writer: None stands in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+FOLDER: Final = "traces"
+FILE: Final = "trace.json"
+ROLES: Final = ("trainer", "optimizer", "coordinator")
+#: From top to bottom in the viewer.
+TRACKS: Final = ("step", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
+LANES: Final = 1000
+#: Events that are kept in memory until they are written.
+BUFFERED_EVENTS: Final = 2048
+
+
+class TraceWriter:
+    """One process's events. Not for several threads at once.
+
+    The file is open only while events are written: nothing leaks in a process that ends without `close`.
+    """
+
+    def __init__(self, run_dir: str | Path, role: str, rank: int = 0) -> None:
+        folder = Path(run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._pid = folder / f"{role}-{rank}.jsonl", os.getpid()
+        self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
+        self._events: list[dict[str, Any]] = []
+        self._metadata("process_name", 0, name=f"{role}-{rank}")
+        self._metadata("process_sort_index", 0, sort_index=ROLES.index(role))
+
+    def span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
+        """Something that took a while. Spans of one track come in the order of their ends."""
+        tid = self._thread(track, began_s, ended_s)
+        self._add("X", tid, name, began_s, args, dur=round(max(_us(ended_s) - _us(began_s), 0.0), 3))
+
+    def instant(self, track: str, name: str, at_s: float, **args: Any) -> None:
+        """Something that happened."""
+        self._add("i", self._thread(track, math.inf, -math.inf), name, at_s, args, s="t")
+
+    def counter(self, name: str, at_s: float, **values: float) -> None:
+        """Numbers from here on, drawn as one graph."""
+        self._add("C", 0, name, at_s, values)
+
+    def flush(self) -> None:
+        """Write what is buffered. Each line begins with its newline: one that was never finished spoils no other."""
+        lines = "".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._events)
+        self._events.clear()
+        with self._path.open("a") as file:
+            file.write(lines)
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.flush()
+
+    def _add(self, phase: str, tid: int, name: str, at_s: float, args: dict[str, Any], **more: Any) -> None:
+        event = {"name": name, "ph": phase, "pid": self._pid, "tid": tid, "ts": _us(at_s), **more}
+        self._events.append({**event, "args": args} if args else event)
+        if len(self._events) >= BUFFERED_EVENTS:
+            self.flush()
+
+    def _thread(self, track: str, began_s: float, ended_s: float) -> int:
+        """The first lane of `track` that is free from `began_s` on, as a thread's number; `ended_s` frees it again."""
+        lanes = self._lanes[track]
+        lane = next((lane for lane, busy_until_s in enumerate(lanes) if busy_until_s <= began_s), len(lanes))
+        tid = TRACKS.index(track) * LANES + lane + 1
+        if lane == len(lanes):
+            lanes.append(ended_s)
+            self._metadata("thread_name", tid, name=f"{track} {lane + 1}" if lane else track)
+            self._metadata("thread_sort_index", tid, sort_index=tid)
+        lanes[lane] = max(lanes[lane], ended_s)
+        return tid
+
+    def _metadata(self, kind: str, tid: int, **args: Any) -> None:
+        self._events.append({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": args})
+
+
+def _us(time_s: float) -> float:
+    return round(time_s * 1e6, 3)
+
+
+def clear(run_dir: Path) -> None:
+    """Remove the events of an earlier run in the same folder."""
+    for path in (run_dir / FOLDER).glob("*.jsonl"):
+        path.unlink()
+
+
+def merge(run_dir: Path) -> Path:
+    """Join what the processes wrote into one file, complete or not at all; its path.
+
+    A line that a dying process did not finish is left out.
+    """
+    target = run_dir / FILE
+    temporary = target.with_suffix(".tmp")
+    with temporary.open("w") as out:
+        out.write('{"displayTimeUnit":"ms","traceEvents":[')
+        separator = "\n"
+        for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+            with path.open() as lines:
+                separator = _append(out, lines, separator)
+        out.write("\n]}\n")
+    temporary.replace(target)
+    return target
+
+
+def _append(out: TextIO, lines: TextIO, separator: str) -> str:
+    for line in lines:
+        try:
+            json.loads(line)
+        except ValueError:
+            continue
+        out.write(separator + line.rstrip())
+        separator = ",\n"
+    return separator

@@ -1,0 +1,124 @@
+"""The optimizer process's memory: one arena for each layer that it owns, or is about to.
+
+    AllocatePlanes ─▶ request ─▶ touch_next, piece by piece ─▶ descriptor ─▶ trainer      in the order of requests
+    GiveUp ─▶ release
+
+Memory is touched here, under this process's affinity, since a page lies where it was touched first. That takes
+long, so it is done in pieces between which the optimizer works on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hytrain.arena import HostArena, send_arena
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Scalars
+from protocol.handles import PLANES, layout
+from protocol.messages import Layer, Segment
+
+#: Touched by all threads together in about the time of a tile's update.
+PIECE_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlanes:
+    """Where the planes of one segment lie: address and bytes an element of each, in the order of `PLANES`."""
+
+    segment: Segment
+    planes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
+        handles = [arena.layout.handles[plane][index] for plane in PLANES]
+        places = [(arena.address_of(h), h.nbytes // h.numel) if h is not None else (0, 0) for h in handles]
+        return cls(segment, tuple(places))
+
+    def update(self, backend: Backend, start: int, stop: int, scalars: Scalars) -> None:
+        """Update elements [start, stop) of the segment."""
+        grads, weights, remainder, exp_avg, exp_avg_sq = [base + start * width for base, width in self.planes]
+        backend.update(
+            weights=weights,
+            grads=grads,
+            remainder=remainder,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            numel=stop - start,
+            weights_dtype=self.segment.dtype,
+            grads_dtype=self.segment.grads_dtype,
+            scalars=scalars,
+        )
+
+
+def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:
+    return tuple(SegmentPlanes.of(arena, index, segment) for index, segment in enumerate(layer.segments))
+
+
+class Arenas:
+    """`segments[lid]` are the planes of each layer whose memory is there; `pending` is the layer whose is coming."""
+
+    def __init__(self, layers: Sequence[Layer], backend: Backend, connection: socket.socket, *, token: str) -> None:
+        self.segments: dict[int, tuple[SegmentPlanes, ...]] = {}
+        self._layers, self._backend = layers, backend
+        self._connection, self._token = connection, token
+        self._arenas: dict[int, HostArena] = {}
+        self._coming: deque[HostArena] = deque()
+        self._touched_bytes = 0
+
+    def __contains__(self, lid: int) -> bool:
+        return lid in self.segments
+
+    @property
+    def pending(self) -> int | None:
+        return self._coming[0].layout.lid if self._coming else None
+
+    def request(self, lid: int) -> None:
+        """Make the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
+        if not 0 <= lid < len(self._layers) or lid in self._arenas:
+            raise ValueError(f"planes for layer {lid}, which is unknown or has them")
+        self._arenas[lid] = arena = HostArena(layout(self._layers[lid]))
+        self._coming.append(arena)
+
+    def touch_next(self) -> None:
+        """Touch a piece of the memory that was asked for first; after its last one, hand the descriptor over."""
+        arena = self._coming[0]
+        piece = min(PIECE_BYTES, arena.layout.nbytes - self._touched_bytes)
+        self._backend.touch(arena.address + self._touched_bytes, piece)
+        self._touched_bytes += piece
+        if self._touched_bytes < arena.layout.nbytes:
+            return
+        self._touched_bytes = 0
+        self._coming.popleft()
+        self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
+        send_arena(self._connection, arena, token=self._token)
+
+    def release(self, lid: int) -> None:
+        """Give the layer's memory back, as far as this process holds it."""
+        del self.segments[lid]
+        self._arenas.pop(lid).close()
+
+    def close(self) -> None:
+        """Give all memory back, and leave the trainer's connection."""
+        self._connection.close()
+        self.segments.clear()
+        self._coming.clear()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The trainer's connection for descriptors; the kernel vouches for the user behind it."""
+    connection, _ = listener.accept()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        connection.close()
+        raise PermissionError(f"user {user} asked for the arenas of user {os.getuid()}")
+    return connection

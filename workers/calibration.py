@@ -1,0 +1,53 @@
+"""How long this machine takes to update one parameter, measured before the first step.
+
+On memory of the same kind, in the layout and the dtypes that most of the model has, with the same threads: so the
+coordinator's first plan knows the CPU, before a gradient has come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from hytrain.arena import HostArena
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.update_queue import TILE_NUMEL
+from protocol.handles import layout
+from protocol.messages import Layer, Segment
+from workers.arenas import segments_of
+
+PASSES: Final = 3
+_HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+
+
+def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
+    """One parameter's share of a tile's update: the median of some passes over scratch memory, after a warm-up."""
+    layer = _typical(layers)
+    arena = HostArena(layout(layer))
+    try:
+        backend.touch(arena.address, arena.layout.nbytes)
+        [planes] = segments_of(arena, layer)
+        took_s = []
+        for step in range(1, PASSES + 2):
+            began_s = time.perf_counter()
+            planes.update(backend, 0, layer.numel, scalars(_HYPER, step))
+            took_s.append(time.perf_counter() - began_s)
+        return median(took_s[1:]) / layer.numel
+    finally:
+        arena.close()
+
+
+def _typical(layers: Sequence[Layer]) -> Layer:
+    """A layer of one segment, as large as a tile at most."""
+    numels: Counter[tuple[str, str]] = Counter()
+    for layer in layers:
+        for segment in layer.segments:
+            numels[segment.dtype, segment.grads_dtype] += segment.numel
+    [((dtype, grads_dtype), _)] = numels.most_common(1)
+    numel = min(TILE_NUMEL, max(layer.numel for layer in layers))
+    segment = Segment(name="scratch", numel=numel, dtype=dtype, grads_dtype=grads_dtype, group=0)
+    return Layer(lid=0, rank=0, name="scratch", segments=(segment,))

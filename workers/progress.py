@@ -1,0 +1,85 @@
+"""What the optimizer process has done since its last report, and the timeline of it.
+
+    GradReady ─ arrived ─(waiting)─ updated ─(CPU update)─ updated … ─ sent ─ WeightsReady
+
+`Session` calls in, tile by tile. Tiles of one layer that follow each other are one span; a layer that had to let
+another one pass has several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hytrain.trace import TraceWriter
+from protocol.messages import CpuUpdate, OptimizerReport
+
+
+class Progress:
+    """Times by layer, of the step at work; seconds of the monotonic clock."""
+
+    def __init__(self, trace: TraceWriter | None, names: Sequence[str]) -> None:
+        self._trace, self._names = trace, names
+        self._arrived_s: dict[int, float] = {}
+        self._update_s: dict[int, float] = {}
+        self._updates: list[CpuUpdate] = []
+        self._busy_s = 0.0
+        self._run: tuple[int, int, float, float] | None = None
+
+    def arrived(self, lid: int, at_s: float) -> None:
+        """The layer's GradReady was taken in."""
+        self._arrived_s[lid] = at_s
+
+    def updated(self, lid: int, step: int, began_s: float, ended_s: float) -> None:
+        """A tile of the layer was updated."""
+        self._busy_s += ended_s - began_s
+        if self._trace is not None:
+            self._draw(self._trace, lid, step, began_s, ended_s)
+        self._update_s[lid] = self._update_s.get(lid, 0.0) + ended_s - began_s
+
+    def sent(self, lid: int, step: int, at_s: float) -> None:
+        """The layer's last tile is done, and its WeightsReady sent."""
+        queued_s = at_s - self._arrived_s.pop(lid)
+        self._updates.append(CpuUpdate(lid=lid, update_s=self._update_s.pop(lid), queued_s=queued_s))
+        if self._trace is not None:
+            self._end_run(self._trace)
+            self._trace.instant("messages", f"WeightsReady {self._names[lid]}", at_s, lid=lid, step=step)
+
+    def touched(self, lid: int, began_s: float, ended_s: float) -> None:
+        """A piece of the layer's memory was touched for the first time."""
+        if self._trace is not None:
+            self._end_run(self._trace)
+            self._trace.span("planes", f"touch {self._names[lid]}", began_s, ended_s, lid=lid)
+
+    def report(self, step: int, threads: int) -> OptimizerReport:
+        """All that was done since the last report."""
+        updates = tuple(sorted(self._updates, key=lambda update: update.lid))
+        report = OptimizerReport(step=step, threads=threads, busy_s=self._busy_s, updates=updates)
+        self._updates, self._busy_s = [], 0.0
+        if self._trace is not None:
+            self._trace.flush()
+        return report
+
+    def close(self) -> None:
+        """Write what the timeline still lacks."""
+        if self._trace is not None:
+            self._end_run(self._trace)
+            self._trace.flush()
+
+    # ------------------------------------------------------------ the timeline
+
+    def _draw(self, trace: TraceWriter, lid: int, step: int, began_s: float, ended_s: float) -> None:
+        if self._run is not None and self._run[0] == lid:
+            self._run = (*self._run[:3], ended_s)
+            return
+        self._end_run(trace)
+        self._run = (lid, step, began_s, ended_s)
+        if lid not in self._update_s:
+            name, arrived_s = self._names[lid], self._arrived_s[lid]
+            trace.span("waiting", name, arrived_s, began_s, kind="waiting", lid=lid, step=step)
+
+    def _end_run(self, trace: TraceWriter) -> None:
+        """Draw the tiles of one layer that followed each other."""
+        if self._run is not None:
+            lid, step, began_s, ended_s = self._run
+            trace.span("CPU update", self._names[lid], began_s, ended_s, kind="CPU update", lid=lid, step=step)
+            self._run = None
