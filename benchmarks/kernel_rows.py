@@ -15,7 +15,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from hytrain.arena import HostArena
 from hytrain.kernels.backend import Backend, load
+from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.update_queue import TILE_NUMEL
 from protocol.handles import DTYPE_BYTES, PLANES, layout
@@ -37,30 +37,6 @@ SCALARS: Final = scalars(Hyper(lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_
 
 # Bytes an element that one update reads and writes.
 TRAFFIC: Final = {"bfloat16": 26, "float32": 28}
-
-# name -> what the compiler is told in addition
-VARIANTS: Final[dict[str, str]] = {
-    "as shipped": "",
-    "512-bit vectors": "-mprefer-vector-width=512",
-    "256-bit vectors": "-mprefer-vector-width=256",
-    "interleaved blocks of 4 Ki": "-DHYTRAIN_SCHEDULE=static,1",
-    "interleaved blocks of 16 Ki": "-DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_BLOCK=16384",
-    "interleaved blocks of 64 Ki": "-DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_BLOCK=65536",
-    "prefetch 512 ahead": "-DHYTRAIN_PREFETCH=512",
-    "prefetch 2048 ahead": "-DHYTRAIN_PREFETCH=2048",
-    "prefetch 2048 ahead, non-temporal": "-DHYTRAIN_PREFETCH=2048 -DHYTRAIN_LOCALITY=0",
-    "prefetch 2048 ahead into L2": "-DHYTRAIN_PREFETCH=2048 -DHYTRAIN_LOCALITY=2",
-    "non-temporal moments": "-DHYTRAIN_STREAM=1",
-    "non-temporal everything": "-DHYTRAIN_STREAM=3",
-    "non-temporal everything, prefetch 2048": "-DHYTRAIN_STREAM=3 -DHYTRAIN_PREFETCH=2048",
-    "512-bit, interleaved 4 Ki, prefetch 2048": (
-        "-mprefer-vector-width=512 -DHYTRAIN_SCHEDULE=static,1 -DHYTRAIN_PREFETCH=2048"
-    ),
-    "huge pages": "-DHYTRAIN_HUGE",
-    "huge pages, prefetch 2048": "-DHYTRAIN_HUGE -DHYTRAIN_PREFETCH=2048",
-    "huge pages, interleaved 4 Ki": "-DHYTRAIN_HUGE -DHYTRAIN_SCHEDULE=static,1",
-    "huge pages, non-temporal everything": "-DHYTRAIN_HUGE -DHYTRAIN_STREAM=3",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,16 +89,20 @@ def measure(system: str, *, cores: str, threads: int, numel: int, rounds: int) -
 
 
 def native(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """The native kernel beside streams over the very same pages, for each size of tile."""
+    """The native kernel beside streams over the very same pages: for each size of tile, and without prefetches."""
     backend, stream = load("native", threads)[0], Stream()
     planes = Planes(numel, "bfloat16", backend)
     cases = [stream.copy(planes, threads)]
     for tile in (*(tile for tile in SWEPT_TILES if tile < numel), numel):
         cases += [update(backend, planes, tile, threads), stream.over(planes, tile, threads)]
+    with compiled_with("-DHYTRAIN_PREFETCH=0"):
+        plain, plain_stream = load("native", threads)[0], Stream()
+    cases.append(update(plain, planes, TILE_NUMEL, threads, "native without prefetch"))
+    cases.append(plain_stream.over(planes, TILE_NUMEL, threads, "stream without prefetch"))
     yield from rows(cases, rounds)
     del cases
     planes.arena.close()
-    yield from rows([update(backend, Planes(numel // 4, "float32", backend), TILE_NUMEL, threads)], rounds)
+    yield from rows([update(backend, Planes(numel, "float32", backend), TILE_NUMEL, threads)], rounds)
 
 
 def thread_sweep(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -134,28 +114,6 @@ def thread_sweep(threads: int, numel: int, rounds: int) -> Iterator[dict[str, An
         yield from rows(
             [update(backend, planes, TILE_NUMEL, count), stream.over(planes, TILE_NUMEL, count)], min(rounds, 3)
         )
-
-
-def variants(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """adamw.cpp compiled in different ways, round-robin with the stream."""
-    from hytrain.kernels.build import build, find_compiler
-    from hytrain.kernels.native import SOURCE
-
-    compiler, stream = " ".join(find_compiler(os.environ)), Stream()
-    with ThreadPoolExecutor(threads) as pool:
-        environs = [dict(os.environ) | {"CXX": f"{compiler} {flags}".strip()} for flags in VARIANTS.values()]
-        list(pool.map(lambda environ: build(SOURCE, environ), environs))
-    cases: list[Case] = []
-    planes: dict[bool, Planes] = {}
-    for name, flags in VARIANTS.items():
-        with _environ(CXX=f"{compiler} {flags}".strip()):
-            backend = load("native", threads)[0]
-        huge = "HUGE" in flags
-        if huge not in planes:
-            planes[huge] = Planes(numel, "bfloat16", backend)
-            cases.append(stream.over(planes[huge], TILE_NUMEL, threads, "stream, huge pages" if huge else "stream"))
-        cases.append(update(backend, planes[huge], TILE_NUMEL, threads, f"variant: {name}"))
-    yield from rows(cases, rounds)
 
 
 def other(name: str) -> Callable[[int, int, int], Iterator[dict[str, Any]]]:
@@ -238,7 +196,6 @@ SYSTEMS: Final[dict[str, Callable[[int, int, int], Iterator[dict[str, Any]]]]] =
     "deepspeed": other("deepspeed"),
     "torch": other("torch"),
     "threads": thread_sweep,
-    "variants": variants,
     "gpu": gpu,
 }
 
@@ -262,8 +219,6 @@ class Stream:
     """stream.cpp: what the memory gives without arithmetic."""
 
     def __init__(self) -> None:
-        from hytrain.kernels.build import build
-
         library = ctypes.CDLL(str(build(Path(__file__).with_name("stream.cpp"))))
         self._stream, self._copy = library.hytrain_stream, library.hytrain_copy
         self._stream.argtypes = (*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int)
@@ -326,9 +281,10 @@ def _fill(address: int, nbytes: int, pattern: bytes) -> None:
 
 
 @contextmanager
-def _environ(**variables: str) -> Iterator[None]:
+def compiled_with(flag: str) -> Iterator[None]:
+    """Libraries loaded meanwhile are built with `flag`, too: CXX may name a compiler with arguments."""
     before = dict(os.environ)
-    os.environ.update(variables)
+    os.environ["CXX"] = " ".join((*find_compiler(os.environ), flag))
     try:
         yield
     finally:

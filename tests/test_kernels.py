@@ -209,7 +209,7 @@ def test_matches_torch(name: str, hyper: Hyper, pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_sizes(name: str, pair: tuple[str, str]) -> None:
     update, generator = open_update(name), torch.Generator().manual_seed(1)
-    for numel in (1, 2, 7, 15, 16, 17, 31, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1):
+    for numel in (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1):
         master = torch.randn(numel, generator=generator)
         planes, reference = Planes.of(master, pair[0]), Reference(master, HYPER)
         for step in (1, 2):
@@ -407,6 +407,37 @@ def test_native_brings_no_torch() -> None:
     check = "import sys; from hytrain.kernels.backend import load; load('native', 1); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+# Updates planes that end where the memory does: what is behind them may not be touched.
+UP_TO_THE_END = """
+import ctypes, mmap
+from hytrain.kernels.backend import DTYPES, load
+from hytrain.kernels.scalars import Hyper, scalars
+libc = ctypes.CDLL(None, use_errno=True)
+backend, _ = load("native", 2)
+step = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 1)
+width, memories = {"bfloat16": 2, "float32": 4}, []
+def plane(nbytes):
+    room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memories.append(mmap.mmap(-1, room + mmap.PAGESIZE))
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memories[-1]))
+    assert libc.mprotect(ctypes.c_void_p(base + room), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return base + room - nbytes
+for weights, grads in DTYPES:
+    for numel in (1, 64, 77, 4096, 4096 + 333):
+        moments = {name: plane(4 * numel) for name in ("exp_avg", "exp_avg_sq")}
+        remainder = plane(2 * numel) if weights == "bfloat16" else 0
+        backend.update(
+            weights=plane(width[weights] * numel), grads=plane(width[grads] * numel), remainder=remainder, **moments,
+            numel=numel, weights_dtype=weights, grads_dtype=grads, scalars=step,
+        )
+"""
+
+
+@pytest.mark.spawns
+def test_native_prefetches_beyond_the_end_without_a_fault() -> None:
+    subprocess.run([sys.executable, "-c", UP_TO_THE_END], timeout=60, check=True)
 
 
 # Prints this process's number of threads after updates by 1, 4 and 2 of them. Those let go end by themselves.

@@ -40,7 +40,11 @@ def test_summary_compares_like_with_like() -> None:
             row("native", [0.1], tile=1),
             row("native", [0.4], threads=1),
             row("native", [0.05], dtype="float32"),
-            row("stream", [0.18]),
+            row("native", [0.01], numel=500_000_000),  # the sweep's: half the work, a part of it from the cache
+            row("native without prefetch", [0.25]),
+            row("stream", [0.2]),
+            row("stream", [0.01], numel=500_000_000),
+            row("stream without prefetch", [0.18]),  # the better one
             row("deepspeed with casts", [0.4], tile=1),  # its best
             row("deepspeed with casts", [0.5], tile=2),
             row("gpu", [0.01], threads=0),
@@ -50,17 +54,22 @@ def test_summary_compares_like_with_like() -> None:
     assert kernel.summary(rows, threads=2) == pytest.approx(
         {
             "native / stream": 0.9,
+            "native / native without prefetch": 1.25,
             "native / DeepSpeed's operator with casts, at its best tile": 2.0,
             "alpha, the GPU's time / the CPU's": 0.05,
         }
     )
+    assert kernel.summary([row for row in rows if row["system"] != "native"], threads=2) == {}
 
 
+@pytest.mark.parametrize("flag", ["-DHYTRAIN_PREFETCH=0", "-DHYTRAIN_PREFETCH=512"])
 @pytest.mark.parametrize("numel", [1, 4096, 3 * 4096 + 77])
-def test_stream_reads_and_writes_every_element(numel: int) -> None:
+def test_stream_reads_and_writes_every_element(numel: int, flag: str) -> None:
     planes = kernel_rows.Planes(numel, "bfloat16", load("native", 2)[0])
     before = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
-    kernel_rows.Stream().over(planes, tile=4096, threads=2).run()
+    with kernel_rows.compiled_with(flag):
+        stream = kernel_rows.Stream()
+    stream.over(planes, tile=4096, threads=2).run()
     after = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
     assert after["grads"] == before["grads"]
     for plane, width in (("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
@@ -98,6 +107,8 @@ def test_command(tmp_path: Path) -> None:
         ("native", "float32", 2),
         ("native", "bfloat16", 1),
         ("stream", "bfloat16", 1),
+        ("native without prefetch", "bfloat16", 2),
+        ("stream without prefetch", "bfloat16", 2),
     }
     assert all(r["gparam_s"] > 0 for r in result["rows"])
     assert result["machine"]["cpu"] in done.stdout and "| native | bfloat16 |" in done.stdout
