@@ -1,8 +1,8 @@
 // The memory traffic of the AdamW update without its arithmetic: what adamw.cpp is measured against.
 //
 // Same planes, same blocks, same static schedule, same prefetches. Each plane is read and written back with one bit
-// flipped, the least that a compiler cannot leave out; a gradient's sign goes into a weight's last bit, so that gradients
-// are read too.
+// flipped, the least that a compiler cannot leave out; a gradient's sign goes into a weight's last bit, so that
+// gradients are read too.
 // No value changes by more than its last bit, so updates may go on from the same planes.
 //
 //   read     grads 2, weights 2, remainder 2, exp_avg 4, exp_avg_sq 4 bytes an element
