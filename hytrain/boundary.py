@@ -1,14 +1,13 @@
 """What happens between two steps: the report to the coordinator, the forward order, and plans that have come due.
 
-engine.step ─▶ TrainerReport ─▶ (once) RanksLearned ─▶ a plan agreed on and due? ─▶ handover ─▶ PlanApplied
+engine.step ─▶ TrainerReport ─▶ (once) RanksLearned ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
+first gradient ─▶ they finish ─▶ PlanApplied
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import torch
 
 from hytrain.handover import Handover
 from hytrain.link import Link
@@ -38,6 +37,7 @@ class Boundary:
         self._plans = PlanBook("trainer", len(layers))
         self._entered: dict[int, None] | None = {}
         self._stepped_s = time.monotonic()
+        self._handover_s = 0.0
 
     @property
     def gpu_lids(self) -> tuple[int, ...]:
@@ -100,44 +100,43 @@ class Boundary:
         self._plans.plan = plan
         began_s = time.monotonic()
         self._handover.start(plan)
-        self._applied(plan, step=0, moved=0, began_s=began_s)
+        self._applied(plan, step=0, moved=0, handover_s=time.monotonic() - began_s)
 
     def on_plan(self, plan: Plan) -> None:
         """Acknowledge a proposal (called on the link's thread)."""
         self._link.post("coordinator", self._plans.on_plan(plan))
 
     def on_reassign(self, reassign: Reassign) -> None:
-        """Both have acknowledged (called on the link's thread)."""
+        """Both have acknowledged: what the plan needs is made ready (called on the link's thread)."""
         self._plans.on_reassign(reassign)
+        assert self._plans.plan is not None, "what holds is a plan"
+        self._handover.prepare(self._plans.plan)
 
-    def plan_due(self, step: int) -> Plan | None:
-        """The plan to apply before `step` begins: one for this step, or one that was postponed (I3)."""
-        return self._plans.due(step)
+    def begin_plan(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
+        """Begin the handovers of the plan for `step`, or of one that was postponed. What is not ready is (I3)."""
+        began_s = time.monotonic()
+        if self._plans.due(step) is not None and self._handover.is_prepared:
+            self._handover.begin(step, await_update)
+            self._handover_s = time.monotonic() - began_s
 
-    def apply(self, plan: Plan, step: int) -> None:
-        """Hand layers over, which must be CURRENT. A GPU without room for one leaves the rest where they are."""
-        began_s, gpu = time.monotonic(), frozenset(plan.gpu_lids)
-        leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
-        coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
-        self._handover.to_cpu(leaving, plan, step)
-        moved = len(leaving)
-        try:
-            for layer in coming:
-                self._handover.to_gpu(layer, plan, step)
-                moved += 1
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+    def finish_plan(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
+        """Before the first gradient of `step`: end what `begin_plan` began."""
+        began_s = time.monotonic()
+        done = self._handover.finish(step, await_update)
+        if done is None:
+            return
+        plan, moved = done
         self._plans.settle()
         self.statistics.moved += moved
-        self._applied(plan, step=step, moved=moved, began_s=began_s)
+        self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
 
-    def _applied(self, plan: Plan, *, step: int, moved: int, began_s: float) -> None:
+    def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
         message = PlanApplied(
             plan_id=plan.plan_id,
             step=step,
             gpu_lids=self.gpu_lids,
             moved=moved,
-            handover_s=time.monotonic() - began_s,
+            handover_s=handover_s,
         )
         for role in ("optimizer", "coordinator"):
             self._link.post(role, message)

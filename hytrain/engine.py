@@ -1,7 +1,7 @@
 """The trainer's engine: takes each gradient from its hook to the weights of the next forward.
 
     backward ─ on_gradient ─ layer full ─┬─ the CPU's: gradients_out ─ GradReady ─▶ optimizer
-                                         └─ the GPU's: update on the device, now
+                                         └─ the GPU's: update on the device, beside backward
     optimizer ─ WeightsReady ─ weights_in ─ before_forward waits for exactly this ─▶ next forward
 
 `hooks` call in from the user's threads, `link` from its own two. `lifecycle` says what each event means for a layer;
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
@@ -30,6 +30,7 @@ from hytrain.link import Link
 from hytrain.measure import Meter
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter
 from hytrain.statistics import Statistics
+from hytrain.trace import TraceWriter
 from hytrain.transfer import Transfers
 from protocol.messages import GradReady, GroupHyper, Message, Plan, Reassign, StepBegin, WeightsReady
 
@@ -50,14 +51,18 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         free_gpu_bytes: Callable[[], int | None],
+        overlap: bool = True,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.layers, self.parameters = layers, parameters
         self.health = Health()
         self._step = self._steps_before = 0
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups = read_groups
-        self._meter = Meter(transfers.clock, [layer.spec.numel for layer in layers])
-        self._handover = Handover(layers, link=link, transfers=transfers)
+        self._overlap = overlap
+        numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
+        self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
+        self._handover = Handover(layers, link=link, transfers=transfers, health=self.health)
         self._boundary = Boundary(
             layers, link=link, handover=self._handover, meter=self._meter, free_gpu_bytes=free_gpu_bytes
         )
@@ -102,11 +107,12 @@ class Engine:
         gate.step = self._step
         if not gate.layers:
             return
-        arrived = self._transfers.clock.mark()
+        measured = not inside_backward and torch.is_grad_enabled()
+        arrived = self._transfers.clock.mark() if measured else None
         for layer in gate.layers:
             if not layer.life.is_current:
                 self._await(layer, inside_backward)
-        if not inside_backward and torch.is_grad_enabled():
+        if measured:
             lids = tuple(layer.lid for layer in gate.layers)
             self._meter.forward(lids, (arrived, self._transfers.clock.mark()))
             self._boundary.entered(gate)
@@ -151,7 +157,7 @@ class Engine:
             layer.filled[index] = layer.segments[index].gradient()
         tensor.grad = parameter.consumed
         for layer, _ in parameter.places:
-            if len(layer.filled) == len(layer.segments):
+            if self._overlap and len(layer.filled) == len(layer.segments):
                 self._dispatch(layer)
 
     def _check_gradient(self, parameter: TrainedParameter, gradient: torch.Tensor) -> None:
@@ -166,6 +172,7 @@ class Engine:
             )
 
     def _begin_step(self) -> None:
+        self._finish_handovers()
         self._import_written()
         self._state_loaded = False
         self._groups = self._read_groups()
@@ -200,12 +207,16 @@ class Engine:
     def _end_backward(self) -> None:
         """Called by autograd when the whole backward has succeeded: layers without all gradients leave too (I5)."""
         self._in_backward, self._backward_done = False, True
-        self._flush()
+        if self._overlap:
+            self._flush()
 
     def _flush(self) -> None:
+        """Send off all layers that have gradients; without overlap, one after the other, each to its end."""
         for layer in self.layers:
             if layer.filled:
                 self._dispatch(layer)
+                if not self._overlap:
+                    self._await(layer, on_host=True)
 
     def _dispatch(self, layer: TrainedLayer) -> None:
         """The layer's gradients are all there: to the optimizer, or straight into the device's update."""
@@ -226,15 +237,18 @@ class Engine:
         )
 
     def _update_on_device(self, layer: TrainedLayer, counts: tuple[int, ...]) -> None:
-        began = self._transfers.clock.mark()
-        for index, gradient in layer.filled.items():
-            segment = layer.segments[index]
-            layer.device.update(
-                index, segment, gradient, scalars(self._hypers[segment.spec.group], counts[index]), self._host
-            )
+        gradients = dict(layer.filled)
+
+        def update() -> None:
+            for index, gradient in gradients.items():
+                segment = layer.segments[index]
+                numbers = scalars(self._hypers[segment.spec.group], counts[index])
+                layer.device.update(index, segment, gradient, numbers, self._host)
+
+        layer.landing = self._transfers.update(gradients.values(), update)
         layer.filled.clear()
         layer.note_writes(counts)
-        self._meter.span("gpu_update_s", layer.lid, (began, self._transfers.clock.mark()))
+        self._meter.span("gpu_update_s", layer.lid, layer.landing.span)
 
     # ------------------------------------------------------------ the step's boundary
 
@@ -258,20 +272,25 @@ class Engine:
         self._boundary.report(self._step, self.steps + 1)
         self._step += 1
         self._boundary.learn_ranks(self._root)
-        if (plan := self._boundary.plan_due(self._step)) is not None:
-            self._hand_over(plan)
+        with self._handing_over():
+            self._boundary.begin_plan(self._step, self._finish_update)
 
-    def _hand_over(self, plan: Plan) -> None:
-        self._import_written()
-        for layer in self.layers:
-            changes = (layer.lid in plan.gpu_lids) != (layer.life.owner == "gpu")
-            if changes and not layer.life.is_current:
-                self._await(layer)
+    def _finish_handovers(self) -> None:
+        with self._handing_over():
+            self._boundary.finish_plan(self._step, self._finish_update)
+
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """A handover that was left half-way ends training: a layer must not have two owners."""
         try:
-            self._boundary.apply(plan, self._step)
+            yield
         except BaseException as error:
             self.health.fail(UsageError(f"a handover of layers was interrupted by {type(error).__name__}: {error}"))
             raise
+
+    def _finish_update(self, layer: TrainedLayer) -> None:
+        if not layer.life.is_current:
+            self._await(layer)
 
     # ------------------------------------------------------------ what arrives (link's threads)
 
@@ -292,6 +311,8 @@ class Engine:
         with self.health.changed:
             layer.note_writes(layer.sent)
             layer.landing = landing
+            if layer.moving is not None:
+                self._handover.state_in(layer)
             self.health.changed.notify_all()
         self._meter.span("h2d_s", layer.lid, landing.span)
 
@@ -322,6 +343,8 @@ class Engine:
         for layer in self.layers:
             if not layer.life.is_current:
                 self._await(layer, on_host=True)
+        self._finish_handovers()
+        self._handover.settle()
         self._synchronized = self._step
 
     def weights_were_written(self) -> None:
@@ -387,8 +410,10 @@ class Engine:
         """Give all planes up, once no copy from or into them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
             self._transfers.settle()
+        self._handover.close()
         for layer in self.layers:
             layer.close()
+        self._meter.close()
 
 
 def _graph_task() -> int:

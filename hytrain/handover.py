@@ -1,59 +1,170 @@
-"""Moves layers between owners, state and all. Called at a step's boundary, when the layers are CURRENT.
+"""Moves layers between owners, state and all, while training goes on.
 
-    to the CPU   AllocatePlanes ─▶ arena ◀─ weights, remainder, moments ─▶ TakeOver
-    to the GPU   weights are there; remainder, moments ◀─ arena ─▶ GiveUp ─▶ arena unpinned and closed
+    agreed      a thread: arenas are made, mapped and pinned; the state planes of layers that leave them are pinned
+    boundary    to the CPU   weights, state ─▶ arena ─(there)─▶ TakeOver          its owner from now on
+                to the GPU   room on the device; state ◀─ arena, once the optimizer is done with the last update
+    backward    to the GPU   its owner from now on ─(there)─▶ GiveUp              before the step's first gradient
+    later       a thread: arenas are closed, state planes unpinned
 
-What moves is every bit of a layer's state, so the result of training does not depend on it.
+What moves is every bit of a layer's state, so the result of training does not depend on it. Copies have a stream of
+their own. Pinning and unpinning take the driver tenths of a second for a large layer: no thread of training does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from hytrain.link import Link
-from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, TrainedLayer, TrainedParameter
-from hytrain.transfer import Copy, Transfers
+from hytrain.errors import ClusterError, HyTrainError
+from hytrain.health import Health
+from hytrain.link import THREAD_PREFIX, Link
+from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, TrainedLayer, TrainedParameter
+from hytrain.transfer import Copy, Transfer, Transfers
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
+
+CLOSE_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Move:
+    """One plan's handovers. `arenas` are there and not yet their layers', `copies` are those to the CPU."""
+
+    plan: Plan
+    leaving: list[TrainedLayer]
+    coming: list[TrainedLayer]
+    arenas: dict[int, ArenaPlanes] = field(default_factory=dict)
+    copies: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
+    prepared: bool = False
+    begun: bool = False
 
 
 class Handover:
-    """Moves layers of one model over one link."""
+    """Moves layers of one model over one link, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers) -> None:
-        self._layers, self._link, self._transfers = layers, link, transfers
+    def __init__(self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers, health: Health) -> None:
+        self._layers, self._link, self._transfers, self._health = layers, link, transfers, health
+        self._move: _Move | None = None
+        self._settling: list[tuple[ArenaPlanes, Transfer]] = []
+        self._thread: threading.Thread | None = None
 
     def start(self, plan: Plan) -> None:
-        """First owners: all state is zero, the parameters' values are the masters."""
+        """First owners: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
         for layer in self._layers:
             if layer.lid in plan.gpu_lids:
                 layer.planes = DevicePlanes(layer.segments)
-        cpu = [layer for layer in self._layers if layer.lid not in plan.gpu_lids]
-        for layer in self._allocate(cpu):
-            self._weights_out(layer)
-            self._give(layer, plan, 0)
+        for layer, arena in self._allocate([layer for layer in self._layers if layer.lid not in plan.gpu_lids]):
+            layer.planes = arena
+            for plane, weights in _weights_copies(layer, arena):
+                plane.copy_(weights)
+            self._give(layer, plan, step=0)
 
-    def to_cpu(self, layers: list[TrainedLayer], plan: Plan, step: int) -> None:
-        """From the GPU to the CPU, which owns the layers from `step` on. Raises `ClusterError`, `CapacityError`."""
-        self._transfers.settle()
-        devices = {layer.lid: layer.device for layer in layers}
-        for layer in self._allocate(layers):
-            self._weights_out(layer)
-            with layer.arena.pinned_state():
-                self._transfers.move(_state_copies(layer.arena, devices.pop(layer.lid)))
-            self._give(layer, plan, step)
+    # ------------------------------------------------------------ before: memory
 
-    def to_gpu(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
-        """From the CPU to the GPU, which owns the layer from `step` on. Raises `torch.OutOfMemoryError` unchanged."""
-        arena, device = layer.arena, DevicePlanes(layer.segments)
-        with arena.pinned_state():
-            self._transfers.move(_state_copies(device, arena))
-        layer.life.change_owner("gpu")
-        layer.planes = device
-        arena.close()
-        self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step))
+    def prepare(self, plan: Plan) -> None:
+        """Make ready what the plan needs, on a thread. The last plan's handovers have finished."""
+        gpu = frozenset(plan.gpu_lids)
+        leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
+        coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
+        self._move = _Move(plan, leaving, coming)
+        self._run(partial(self._prepare, self._move))
+
+    def _prepare(self, move: _Move) -> None:
+        for layer, arena in self._allocate(move.leaving):
+            move.arenas[layer.lid] = arena
+            arena.pin_state()
+        for layer in move.coming:
+            layer.arena.pin_state()
+        move.prepared = True
+
+    def _allocate(self, layers: list[TrainedLayer]) -> Iterable[tuple[TrainedLayer, ArenaPlanes]]:
+        """Ask for the layers' arenas; yields each layer once its own is there, mapped and pinned."""
+        awaited = {layer.lid: layer for layer in layers}
+        for layer in layers:
+            self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
+        while awaited:
+            file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
+            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._move is not None and self._move.prepared
+
+    # ------------------------------------------------------------ at a boundary: copies
+
+    def begin(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
+        """Start the copies of the plan that was prepared; it holds from `step` on. The host waits for nothing.
+
+        `await_update` makes the current stream wait for the device's own updates. A GPU without room for a layer
+        leaves it and those after it where they are.
+        """
+        move = self._move
+        assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
+        move.begun = True
+        for layer in move.leaving:
+            await_update(layer)
+            arena = move.arenas.pop(layer.lid)
+            copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.device)]
+            departure = self._transfers.state_out(copies)
+            layer.planes = arena
+            self._give(layer, move.plan, step, after=departure)
+            move.copies.append((arena, departure))
+        for index, layer in enumerate(move.coming):
+            try:
+                device = DevicePlanes(layer.segments, zeros=False)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                self._run(partial(_unpin, [layer.arena for layer in move.coming[index:]]))
+                del move.coming[index:]
+                break
+            with self._health.changed:
+                layer.moving = Moving(device, self._transfers.room())
+                if layer.landing is not None or layer.life.is_current:
+                    self.state_in(layer)
+
+    def state_in(self, layer: TrainedLayer) -> None:
+        """The optimizer is done with a layer whose state is expected here: start the copy. Holds `health.changed`."""
+        assert layer.moving is not None
+        copies = _state_copies(layer.moving.device, layer.arena)
+        layer.moving.arrival = self._transfers.state_in(copies, layer.moving.room)
+
+    # ------------------------------------------------------------ before the first gradient: owners
+
+    def finish(self, step: int, await_update: Callable[[TrainedLayer], None]) -> tuple[Plan, int] | None:
+        """Make the GPU the owner of what is on its way there; the plan and how many layers moved, if one was begun.
+
+        `await_update` makes a layer CURRENT, should its weights not have been needed in this step's forward.
+        """
+        move = self._move
+        if move is None or not move.begun:
+            return None
+        closing: list[tuple[ArenaPlanes, Transfer]] = []
+        for layer in move.coming:
+            await_update(layer)
+            moving, layer.moving = layer.moving, None
+            assert moving is not None and moving.arrival is not None, "started with the last update, or before"
+            self._transfers.land(moving.arrival)
+            closing.append((layer.arena, moving.arrival))
+            layer.planes = moving.device
+            layer.life.change_owner("gpu")
+            giving = GiveUp(plan_id=move.plan.plan_id, lid=layer.lid, step=step)
+            self._link.post("optimizer", giving, after=moving.arrival)
+        self._move, self._settling = None, move.copies
+        self._run(partial(_clear_up, move.copies, closing))
+        return move.plan, len(move.leaving) + len(move.coming)
+
+    def settle(self) -> None:
+        """Return once planes that were handed over can be read. `finish` comes first."""
+        for _, departure in self._settling:
+            departure.synchronize()
+        self._settling = []
+
+    # ------------------------------------------------------------
 
     def import_weights(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """The values of `parameters` become the masters: exactly, or with the remainders that belong to them."""
@@ -66,24 +177,54 @@ class Handover:
                 if isinstance(layer.planes, ArenaPlanes):
                     _present(layer.planes.weights[index]).copy_(segment.weights)
 
-    def _allocate(self, layers: list[TrainedLayer]) -> Iterable[TrainedLayer]:
-        """Ask for the layers' arenas; yields each layer once it has its own, mapped and pinned."""
-        awaited = {layer.lid: layer for layer in layers}
-        for layer in layers:
-            self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
-        while awaited:
-            file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            layer = awaited.pop(file.layout.lid)
-            layer.planes = ArenaPlanes(file, self._transfers)
-            yield layer
+    def close(self) -> None:
+        """Give up what was prepared and no layer has got. The link is closed already."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._move is not None:
+            for arena in self._move.arenas.values():
+                arena.close()
+            self._move.arenas.clear()
 
-    def _weights_out(self, layer: TrainedLayer) -> None:
-        for segment, plane in zip(layer.segments, layer.arena.weights, strict=True):
-            _present(plane).copy_(segment.weights)
-
-    def _give(self, layer: TrainedLayer, plan: Plan, step: int) -> None:
+    def _give(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
         layer.life.change_owner("cpu")
-        self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step))
+        self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
+
+    def _run(self, task: Callable[[], None]) -> None:
+        """Run a task on a thread of its own, after the one before; what it raises, training raises."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                task()
+            except HyTrainError as error:
+                self._health.fail(error)
+            except Exception as error:
+                self._health.fail(ClusterError(f"a handover failed: {type(error).__name__}: {error}"))
+
+        self._thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
+        self._thread.start()
+
+
+def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:
+    """Unpin the state of layers that went to the CPU, close the arenas of those that came from it."""
+    for arena, departure in copied:
+        departure.synchronize()
+        arena.unpin_state()
+    for arena, arrival in closing:
+        arrival.synchronize()
+        arena.close()
+
+
+def _unpin(arenas: list[ArenaPlanes]) -> None:
+    for arena in arenas:
+        arena.unpin_state()
+
+
+def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
+    return [(_present(plane), s.weights) for s, plane in zip(layer.segments, arena.weights, strict=True)]
 
 
 def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | DevicePlanes) -> list[Copy]:

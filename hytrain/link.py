@@ -9,6 +9,7 @@ overtakes its gradient, and whatever is posted later leaves later.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -28,7 +29,7 @@ from hytrain.transfer import Transfer
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
-from protocol.messages import Failure, Goodbye, LayerTable, Message, Plan, Reassign, Welcome
+from protocol.messages import Calibration, Failure, Goodbye, LayerTable, Message, Plan, Reassign, Welcome
 
 ARENA_SOCKET: Final = "arena"
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -86,11 +87,12 @@ class Link:
         except OSError as error:
             raise ClusterError(f"cannot reach the optimizer process: {error}") from None
 
-    def agree(self, table: LayerTable) -> Plan:
-        """Send the layer table and acknowledge the coordinator's first plan: who owns which layer."""
+    def agree(self, table: LayerTable, calibration: Calibration) -> Plan:
+        """Send the layer table and what was measured; acknowledge the first plan that the coordinator makes of it."""
         book = PlanBook("trainer", len(table.layers))
         try:
             self._outboxes["coordinator"].send(table)
+            self._outboxes["coordinator"].send(calibration)
             plan = self._expect(Plan)
             self._outboxes["coordinator"].send(book.on_plan(plan))
             book.on_reassign(self._expect(Reassign))
@@ -152,6 +154,8 @@ class Link:
         os.close(self._stop_write)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            self._arenas.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for an arena
         self._arenas.close()
         if not any(thread.is_alive() for thread in self._threads):
             self._network.close()

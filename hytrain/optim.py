@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain import hooks, saving
+from hytrain.calibration import calibrate
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import Cluster, ClusterConfig
 from hytrain.engine import Engine
@@ -38,8 +39,9 @@ from hytrain.memory import GpuMemory, require_host_memory
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.planner.policies import POLICIES
 from hytrain.statistics import Statistics
+from hytrain.trace import TraceWriter
 from hytrain.transfer import transfers_for
-from protocol.messages import GroupHyper, LayerTable, Log
+from protocol.messages import OBJECTIVES, GroupHyper, LayerTable, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
 _GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
@@ -57,9 +59,11 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
         k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
         policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
+        objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
+        overlap: False lets `step()` do everything, layer by layer: the same bits, to compare with and to debug.
         backend: the CPU's update: "auto", "native", "torch" or "deepspeed".
         gradient_dtype: the dtype in which gradients of float32 parameters travel; default is theirs.
-        cores, threads, run_dir, host_memory_limit: for the cluster that this call starts when there is none.
+        cores, threads, run_dir, host_memory_limit, trace: for the cluster that this call starts when there is none.
 
     Raises:
         UnsupportedError: a model or practice that HyTrain refuses, with what to do instead.
@@ -80,14 +84,17 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         k: float | str = "auto",
         policy: str = "deadline",
+        objective: str = "speed",
         backend: str = "auto",
         gradient_dtype: torch.dtype | None = None,
+        overlap: bool = True,
         cores: str | None = None,
         threads: int | None = None,
         run_dir: str | None = None,
         host_memory_limit: int | None = None,
+        trace: bool | None = None,
     ) -> None:
-        fixed_k = _check_options(k, policy, backend, gradient_dtype)
+        fixed_k = _check_options(k, policy, objective, backend, gradient_dtype)
         device = _check_model(model)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(_trainable_groups(model, param_groups), defaults)
@@ -104,10 +111,11 @@ class AdamW(torch.optim.Optimizer):
             "threads": threads,
             "run_dir": run_dir,
             "host_memory_limit": host_memory_limit,
+            "trace": trace,
         }
         cluster, place = find_or_start(ClusterConfig.resolve(flags=flags))
         try:
-            self._start(cluster, gates, "fixed" if fixed_k is not None else policy, fixed_k, backend)
+            self._start(cluster, "fixed" if fixed_k is not None else policy, objective, fixed_k, backend, overlap)
         except BaseException:
             place.close()
             raise
@@ -120,10 +128,11 @@ class AdamW(torch.optim.Optimizer):
     def _start(
         self,
         cluster: Cluster,
-        gates: list[tuple[nn.Module, Gate]],
         policy: str,
+        objective: str,
         k: float | None,
         backend: str,
+        overlap: bool,
     ) -> None:
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
@@ -138,6 +147,8 @@ class AdamW(torch.optim.Optimizer):
             host=host,
             read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
+            overlap=overlap,
+            trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
         try:
             self._link.join()
@@ -145,13 +156,13 @@ class AdamW(torch.optim.Optimizer):
                 layers=tuple(layer.spec for layer in self._layers),
                 device=self._device.type,
                 policy=policy,
-                objective="speed",
+                objective=objective,
                 k=k,
                 backend=backend,
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=cluster.host_memory_limit,
             )
-            plan = self._link.agree(table)
+            plan = self._link.agree(table, calibrate(table.layers, self._device, transfers, host))
             self._link.start(self._engine)
             self._engine.start(plan)
         except BaseException:
@@ -324,8 +335,12 @@ def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn
     return gates
 
 
-def _check_options(k: float | str, policy: str, backend: str, gradient_dtype: torch.dtype | None) -> float | None:
+def _check_options(
+    k: float | str, policy: str, objective: str, backend: str, gradient_dtype: torch.dtype | None
+) -> float | None:
     """k as a number, None for "auto". Raises `ConfigError`."""
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective {objective!r} is unknown: choose one of {', '.join(OBJECTIVES)}")
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r} is unknown: choose one of {', '.join(POLICIES)}")
     if backend != "auto" and backend not in backends.BACKENDS:

@@ -4,13 +4,12 @@ TrainedParameter   one parameter: its step count, its consumed-gradient marker, 
 TrainedSegment     one piece of it inside a layer, as 1-D view in storage order
 TrainedLayer       the layer: its life, and one of
     ArenaPlanes      the CPU owns it: `grads` and `weights` mapped and pinned, the rest mapped to be read
-    DevicePlanes     the GPU owns it: `remainder`, `exp_avg`, `exp_avg_sq` on the device
+    DevicePlanes     the GPU owns it: `remainder`, `exp_avg`, `exp_avg_sq` on the device; on the way there, `Moving`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +23,7 @@ from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.layers import ModelLayer, storage_order
 from hytrain.lifecycle import LayerLife, State
-from hytrain.transfer import Copy, Transfer, Transfers
+from hytrain.transfer import Copy, Room, Transfer, Transfers
 from protocol.handles import ArenaLayout, TensorHandle, check_handle, layout
 from protocol.messages import Layer, Segment
 
@@ -107,30 +106,36 @@ class ArenaPlanes:
             file.close()
             raise
         self._all: Mapping | None = None
+        self._mapping_all = threading.Lock()  # a handover maps on a thread of its own
+        self._state_is_pinned = False
         self.grads = self._views(self._shared, "grads")
         self.weights = self._views(self._shared, "weights")
 
     def state(self, plane: str) -> list[Tensor | None]:
         """A state plane's segments, mapped when first asked for. The optimizer must be done with the layer."""
-        if self._all is None:
-            self._all = self._file.map_all()
-        return self._views(self._all, plane)
+        return self._views(self._whole(), plane)
 
-    @contextmanager
-    def pinned_state(self) -> Iterator[None]:
-        """The state planes pinned for a while: a handover then moves them at the link's speed."""
-        self.state(STATE_PLANES[0])
-        assert self._all is not None
-        begin = self._all.address + self._file.layout.shared_nbytes
-        self._transfers.pin(begin, self._all.nbytes - self._file.layout.shared_nbytes)
-        try:
-            yield
-        finally:
-            self._transfers.unpin(begin)
+    def pin_state(self) -> None:
+        """Pin the state planes, for the time of a handover: they then move at the link's speed."""
+        whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
+        self._transfers.pin(whole.address + shared_nbytes, whole.nbytes - shared_nbytes)
+        self._state_is_pinned = True
+
+    def unpin_state(self) -> None:
+        if self._state_is_pinned:
+            self._transfers.unpin(self._whole().address + self._file.layout.shared_nbytes)
+            self._state_is_pinned = False
+
+    def _whole(self) -> Mapping:
+        with self._mapping_all:
+            if self._all is None:
+                self._all = self._file.map_all()
+            return self._all
 
     def close(self) -> None:
         """Unpin and give the mapping up; pages live on while somebody holds a view."""
         assert self._shared is not None, "closed once"
+        self.unpin_state()
         self._transfers.unpin(self._shared.address)
         self._shared = self._all = None
         self.grads, self.weights = [], []
@@ -148,15 +153,17 @@ class ArenaPlanes:
 
 
 class DevicePlanes:
-    """The state of a layer that the GPU owns: zeros on the device until something is moved in."""
+    """The state of a layer that the GPU owns: zeros on the device, or whatever was in the memory before."""
 
-    def __init__(self, segments: list[TrainedSegment]) -> None:
+    def __init__(self, segments: list[TrainedSegment], *, zeros: bool = True) -> None:
+        """Raises `torch.OutOfMemoryError` unchanged. Without `zeros`, something has to be moved in first."""
+        make = torch.zeros if zeros else torch.empty
         self._planes: dict[str, list[Tensor | None]] = {}
         for plane in STATE_PLANES:
             self._planes[plane] = [
                 None
                 if plane == "remainder" and segment.spec.dtype == "float32"
-                else torch.zeros(
+                else make(
                     segment.spec.numel,
                     dtype=torch.int16 if plane == "remainder" else torch.float32,
                     device=segment.weights.device,
@@ -203,9 +210,18 @@ class DevicePlanes:
 
 
 @dataclass(slots=True, eq=False)
+class Moving:
+    """A layer's state on its way to the device: where to, from when on, and the copy once it was started."""
+
+    device: DevicePlanes
+    room: Room
+    arrival: Transfer | None = None
+
+
+@dataclass(slots=True, eq=False)
 class TrainedLayer:
     """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `sent` the
-    step counts of the update that is under way, `landing` its weights on their way in."""
+    step counts of the update that is under way, `landing` its weights on their way in, `moving` its state."""
 
     spec: Layer
     name: str
@@ -216,6 +232,7 @@ class TrainedLayer:
     landing: Transfer | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)
     sent: tuple[int, ...] = ()
+    moving: Moving | None = None
 
     @property
     def lid(self) -> int:
@@ -268,7 +285,7 @@ class TrainedLayer:
         """Give the planes up."""
         if isinstance(self.planes, ArenaPlanes):
             self.planes.close()
-        self.planes = None
+        self.planes = self.moving = None
 
 
 def build_layers(

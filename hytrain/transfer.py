@@ -1,26 +1,28 @@
 """Moves gradients out of the device and weights into it, and tells when they have arrived.
 
-    CudaTransfers   two streams beside the user's; pinned planes; events instead of waiting
+    CudaTransfers   streams beside the user's: gradients out, weights in, state of layers that change owners, updates
     HostTransfers   device "cpu": plain copies, done when they return
 
-`gradients_out` is called inside backward's hooks and never waits. `weights_in` is called by the thread that
-hears of finished updates. `land` makes the caller's stream wait for exactly one `weights_in`.
+`gradients_out` and `update` are called inside backward's hooks and never wait. `weights_in` is called by the thread
+that hears of finished updates. `land` makes the caller's stream wait for exactly one of them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.measure import Clock, CudaClock, HostClock, Span
+from hytrain.measure import Clock, CudaClock, HostClock, Mark, Span
 
 #: (destination, source), both 1-D of one length and dtype
 Copy = tuple[torch.Tensor, torch.Tensor]
+#: From when on memory that the current stream has allocated may be written by another one.
+Room = torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,15 @@ class Transfers(Protocol):
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer: ...
 
-    def land(self, transfer: Transfer) -> None: ...
+    def state_out(self, copies: Sequence[Copy]) -> Transfer: ...
 
-    def move(self, copies: Sequence[Copy]) -> None: ...
+    def room(self) -> Room: ...
+
+    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer: ...
+
+    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer: ...
+
+    def land(self, transfer: Transfer) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -75,32 +83,49 @@ class HostTransfers:
         return Transfer(None, (began, self.clock.mark()))
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
-        began = self.clock.mark()
-        for destination, source in copies:
-            ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
+        transfer = self._move(copies)
+        for destination, _ in copies:
             torch.autograd.graph.increment_version(destination)
+        return transfer
+
+    def state_out(self, copies: Sequence[Copy]) -> Transfer:
+        return self._move(copies)
+
+    def room(self) -> Room:
+        return None
+
+    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer:
+        return self._move(copies)
+
+    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer:
+        began = self.clock.mark()
+        run()
         return Transfer(None, (began, self.clock.mark()))
 
     def land(self, transfer: Transfer) -> None:
         """The copies had finished when they were announced."""
 
-    def move(self, copies: Sequence[Copy]) -> None:
+    def _move(self, copies: Sequence[Copy]) -> Transfer:
+        """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
+        began = self.clock.mark()
         for destination, source in copies:
-            destination.copy_(source)
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
+        return Transfer(None, (began, self.clock.mark()))
 
     def settle(self) -> None:
         """Everything has happened when it was called."""
 
 
 class CudaTransfers:
-    """Device "cuda": one stream in each direction, so that both copy engines work beside the user's kernels."""
+    """Device "cuda": one stream in each direction, so that both copy engines work beside the user's kernels.
+
+    State has a stream of its own: neither gradients nor weights queue behind a layer that changes owners.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.clock: Clock = CudaClock(device)
         self._device = device
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
+        self._out, self._in, self._state, self._update = (torch.cuda.Stream(device) for _ in range(4))
 
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses."""
@@ -121,36 +146,58 @@ class CudaTransfers:
         # A conversion (fp32 gradients that travel in bf16) runs where the gradient was made.
         sources = [source.to(destination.dtype) for destination, source in copies]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            began = self.clock.mark()
-            for (destination, _), source in zip(copies, sources, strict=True):
-                destination.copy_(source, non_blocking=True)
-            ended = self.clock.mark()
-            done = torch.cuda.Event(blocking=True)
-            done.record()
-        return Transfer(done, (began, ended), sources)
+        into = (destination for destination, _ in copies)
+        return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. All that read the old weights came before the gradient's copy."""
-        with torch.cuda.stream(self._in):
+        return self._copy(self._in, copies)
+
+    def state_out(self, copies: Sequence[Copy]) -> Transfer:
+        """Copy what the current stream has left in weights and state into pinned planes."""
+        self._state.wait_stream(torch.cuda.current_stream(self._device))
+        return self._copy(self._state, copies, keep=[source for _, source in copies])
+
+    def room(self) -> Room:
+        """Memory just allocated may have been freed with work on the current stream still ahead of it."""
+        room = torch.cuda.Event()
+        room.record(torch.cuda.current_stream(self._device))
+        return room
+
+    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer:
+        """Copy pinned planes into memory that was allocated before `room`."""
+        assert room is not None, "made by room()"
+        self._state.wait_event(room)
+        return self._copy(self._state, copies)
+
+    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer:
+        """Run the update of a layer whose gradients are ready on the current stream, beside what comes next there."""
+        self._update.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._update):
+            began = self.clock.mark()
+            run()
+            transfer = self._done(began)
+        for gradient in gradients:
+            gradient.record_stream(self._update)
+        return transfer
+
+    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
+        with torch.cuda.stream(stream):
             began = self.clock.mark()
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
-            ended = self.clock.mark()
-            done = torch.cuda.Event(blocking=True)
-            done.record()
-        return Transfer(done, (began, ended))
+            return self._done(began, keep)
+
+    def _done(self, began: Mark, keep: Sequence[torch.Tensor] = ()) -> Transfer:
+        ended = self.clock.mark()
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        return Transfer(done, (began, ended), keep)
 
     def land(self, transfer: Transfer) -> None:
         """Make the current stream wait for the copies; the calling thread does not."""
         if transfer.done is not None:
             transfer.done.wait(torch.cuda.current_stream(self._device))
-
-    def move(self, copies: Sequence[Copy]) -> None:
-        """Copy between device and planes, which are pinned if that is to be fast; returns when all is there."""
-        for destination, source in copies:
-            destination.copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
         """Wait until every stream has done what it was given: before state that any of them wrote is moved."""

@@ -242,11 +242,12 @@ class Run:
 
     def _list_actors(self) -> list[tuple[str, Callable[[], bool], Callable[[], None]]]:
         world, trainer, optimizer = self.world, self.trainer, self.optimizer
-        streams = {"compute": trainer.compute, "out": trainer.out, "in": trainer.into}
+        streams = {name: getattr(trainer, name) for name in ("compute", "out", "into", "state", "update")}
         return [
             ("main", self._main_ready, self._go_on),
             *((name, stream.ready, stream.act) for name, stream in streams.items()),
             ("sender", trainer.sender_ready, trainer.send_next),
+            ("handover", trainer.can_prepare, trainer.prepare_next),
             ("optimizer works", optimizer.can_work, optimizer.work),
             *(
                 (f"trainer from {sender}", partial(world.waits, "trainer", sender), partial(trainer.receive, sender))

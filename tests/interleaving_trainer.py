@@ -1,8 +1,9 @@
 """The trainer of a run in one thread: engine, boundary, handover and I/O threads, as their real ones go about it.
 
-    main         forward ▶ backward ▶ boundary ▶ handover, a generator that yields wherever others may run
-    streams      compute, out (gradients), in (weights): operations one after the other, a tile at a time
+    main         forward ▶ backward ▶ boundary, a generator that yields wherever others may run
+    streams      compute, out (gradients), in (weights), state, update: one operation after the other, a tile at a time
     sender       messages, each after its copy          receiver    what arrives
+    handover     a plan's arenas are asked for and awaited; those that were left are closed
 
 `LayerLife` and `PlanBook` decide; subclasses plant faults.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,30 @@ HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0
 Waiting = Generator[Callable[[], bool] | None, None, None]
 
 
+@dataclass
+class Moving:
+    """State on its way to the device, and the copy's end once the copy was started."""
+
+    state: list[int]
+    arrival: Mark | None = None
+
+
+@dataclass
+class Move:
+    """One plan's handovers."""
+
+    plan: m.Plan
+    leaving: list[int]
+    coming: list[int]
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    asked: bool = False
+    begun: bool = False
+
+    @property
+    def prepared(self) -> bool:
+        return self.asked and len(self.arenas) == len(self.leaving)
+
+
 class Trainer:
     """The engine, boundary and handover of a trainer, with its two I/O threads."""
 
@@ -33,10 +59,13 @@ class Trainer:
         self.world, self.steps = world, steps
         self.lives = [self.life_type(layer.lid, "gpu") for layer in world.table.layers]
         self.book = PlanBook("trainer", len(self.lives))
-        self.compute, self.out, self.into = Stream(), Stream(), Stream()
+        self.compute, self.out, self.into, self.state, self.update = (Stream() for _ in range(5))
         self.jobs: deque[Job] = deque()
         self.arenas: dict[int, Arena] = {}
         self.landing: dict[int, Mark] = {}
+        self.move: Move | None = None
+        self.moving: dict[int, Moving] = {}
+        self.closing: deque[tuple[Arena, Mark]] = deque()
         self.sent: dict[int, tuple[int, ...]] = {}
         self.counts = [[0] * len(layer.segments) for layer in world.table.layers]
 
@@ -44,13 +73,14 @@ class Trainer:
 
     def main(self) -> Waiting:
         self.post("coordinator", self.world.table)
-        yield lambda: self.book.holds
-        assert self.book.plan is not None
-        yield from self.apply(self.book.plan, 0)
+        yield lambda: self.move is not None and self.move.prepared
+        self.begin(0)
+        yield from self.finish(0)
         for step in range(self.steps):
             yield from self.step(step)
         for lid in range(len(self.lives)):
             yield from self.await_layer(lid)
+        yield from self.finish(self.steps)
         yield from self.synchronize(self.compute)
         for memory in self.world.memories:
             require(memory.weights == memory.produced, "I1: an update is missing at the end")
@@ -63,7 +93,7 @@ class Trainer:
             yield from self.await_layer(lid)
             self.compute.run(self.reading(lid, step))
             yield None
-        self.world.backward = step
+        yield from self.finish(step)
         self.post("optimizer", m.StepBegin(step=step, groups=(HYPER,)))
         for lid in reversed(entered):
             filled = [rng.random() < 0.9 for _ in self.counts[lid]]
@@ -80,9 +110,11 @@ class Trainer:
 
     def boundary(self, step: int) -> Waiting:
         plan = self.book.due(step)
-        if plan is not None:
+        if plan is not None and self.move is not None and self.move.prepared:
             self.world.postponed += plan.step < step
-            yield from self.apply(plan, step)
+            for lid in self.move.leaving:
+                yield from self.await_layer(lid)
+            self.begin(step)
 
     def gradient(self, lid: int, step: int, filled: list[bool]) -> None:
         """Backward reaches a layer: the gradient, then its way out, or the update on the device."""
@@ -104,7 +136,11 @@ class Trainer:
         for tile in tiles:
             memory.produced[tile] = step
         if self.lives[lid].on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
-            self.compute.run(lambda: self.update_on_device(lid, step, tiles, made))
+            self.update.wait(self.compute.mark())
+            state = memory.master
+            for tile in tiles:
+                self.update.run(partial(self.update_on_device, lid, state, step, tile, made))
+            self.landing[lid] = self.update.mark()
             return
         self.out.wait(self.compute.mark())
         arena = self.arenas[lid]
@@ -138,58 +174,90 @@ class Trainer:
 
     # ------------------------------------------------------------ plans and handovers
 
-    def apply(self, plan: m.Plan, step: int) -> Waiting:
-        """Hand layers over. What I3 says of a plan that holds is looked at here, from the record."""
-        require(plan.step <= step, "I3: a plan holds from its step on")
-        require(self.world.accepted.get(plan.plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
+    def prepare(self, plan: m.Plan) -> None:
         owners = ["gpu" if lid in plan.gpu_lids else "cpu" for lid in range(len(self.lives))]
-        changing = [life.lid for life, owner in zip(self.lives, owners) if life.owner != owner]
-        for lid in changing:
-            yield from self.finish_update(lid)
-        for lid in changing:
-            if owners[lid] == "cpu":
+        leaving = [life.lid for life in self.lives if life.owner == "gpu" and owners[life.lid] == "cpu"]
+        coming = [life.lid for life in self.lives if life.owner == "cpu" and owners[life.lid] == "gpu"]
+        self.move = Move(plan, leaving, coming)
+
+    def can_prepare(self) -> bool:
+        move = self.move
+        asking = move is not None and (not move.asked or (not move.prepared and bool(self.world.descriptors)))
+        return asking or (bool(self.closing) and self.closing[0][1].passed)
+
+    def prepare_next(self) -> None:
+        """The handover's threads: close what was left, ask for arenas, take one in."""
+        if self.closing and self.closing[0][1].passed:
+            self.closing.popleft()[0].closed = True
+        elif self.move is not None and not self.move.asked:
+            self.move.asked = True
+            for lid in self.move.leaving:
                 self.post("optimizer", m.AllocatePlanes(lid=lid))
-        for owner in (owners[lid] for lid in changing):
-            if owner == "cpu":
-                yield lambda: bool(self.world.descriptors)
-                yield from self.to_cpu(*self.world.descriptors.popleft(), plan, step)
-        for lid in changing:
-            if owners[lid] == "gpu":
-                yield from self.to_gpu(lid, plan, step)
-        self.world.moved += len(changing)
-        self.settle(plan, step, moved=len(changing))
+        elif self.move is not None:
+            lid, arena = self.world.descriptors.popleft()
+            self.move.arenas[lid] = arena
+
+    def begin(self, step: int) -> None:
+        """Start the copies. What I3 says of a plan that holds is looked at here, from the record."""
+        move = self.move
+        assert move is not None
+        require(move.plan.step <= step, "I3: a plan holds from its step on")
+        require(self.world.accepted.get(move.plan.plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
+        move.begun = True
+        for lid in move.leaving:
+            self.to_cpu(lid, move.arenas[lid], move.plan, step)
+        for lid in move.coming:
+            self.moving[lid] = Moving(self.world.memories[lid].blank())
+            if self.lives[lid].is_current or lid in self.landing:
+                self.state_in(lid)
+
+    def finish(self, step: int) -> Waiting:
+        move = self.move
+        if move is None or not move.begun:
+            return
+        for lid in move.coming:
+            yield from self.finish_update(lid)
+            self.to_gpu(lid, move.plan, step)
+        self.move = None
+        self.world.moved += len(move.leaving) + len(move.coming)
+        self.settle(move.plan, step, moved=len(move.leaving) + len(move.coming))
 
     def finish_update(self, lid: int) -> Waiting:
         yield from self.await_layer(lid)
 
-    def to_cpu(self, lid: int, arena: Arena, plan: m.Plan, step: int) -> Waiting:
+    def to_cpu(self, lid: int, arena: Arena, plan: m.Plan, step: int) -> None:
         memory = self.world.memories[lid]
-        yield from self.synchronize(self.compute)
-        self.check_handover(lid, memory.master)
-        arena.weights[:] = memory.weights
-        yield None
-        arena.master, memory.master = memory.master, None
+        state, memory.master = memory.master, None
+        require(state is not None, f"I3: the state of layer {lid} is not where its owner should be")
+        arena.master = memory.blank()
+        self.state.wait(self.compute.mark())
+        for tile in range(len(memory.tiles)):
+            self.state.run(partial(self.copy_to_cpu, lid, state, arena, arena.master, tile))
         self.arenas[lid] = arena
         self.change_owner(lid, "cpu")
-        self.post("optimizer", m.TakeOver(plan_id=plan.plan_id, lid=lid, step=step))
+        self.take_over(m.TakeOver(plan_id=plan.plan_id, lid=lid, step=step), self.state.mark())
 
-    def to_gpu(self, lid: int, plan: m.Plan, step: int) -> Waiting:
-        memory, arena = self.world.memories[lid], self.arenas[lid]
-        yield from self.synchronize(self.compute)
-        self.check_handover(lid, arena.master)
-        yield None
-        memory.master, arena.master = arena.master, None
+    def take_over(self, taking: m.TakeOver, copied: Mark) -> None:
+        self.post("optimizer", taking, after=copied)
+
+    def state_in(self, lid: int) -> None:
+        """The optimizer is done with the layer: copy its state in."""
+        moving, arena = self.moving[lid], self.arenas[lid]
+        for tile in range(len(moving.state)):
+            self.state.run(partial(self.copy_to_gpu, lid, arena, arena.master, moving.state, tile))
+        moving.arrival = self.state.mark()
+
+    def to_gpu(self, lid: int, plan: m.Plan, step: int) -> None:
+        memory, arena, moving = self.world.memories[lid], self.arenas.pop(lid), self.moving.pop(lid)
+        arrival = moving.arrival or Mark()
+        self.await_state(arrival)
+        memory.master, arena.master = moving.state, None
         self.change_owner(lid, "gpu")
-        del self.arenas[lid]
-        self.post("optimizer", m.GiveUp(plan_id=plan.plan_id, lid=lid, step=step))
+        self.post("optimizer", m.GiveUp(plan_id=plan.plan_id, lid=lid, step=step), after=arrival)
+        self.closing.append((arena, arrival))
 
-    def check_handover(self, lid: int, master: list[int] | None) -> None:
-        memory = self.world.memories[lid]
-        require(master is not None, f"I3: the state of layer {lid} is not where its owner should be")
-        require(
-            master == memory.weights == memory.produced,
-            f"I3: layer {lid} is handed over in the middle of an update",
-        )
+    def await_state(self, arrival: Mark) -> None:
+        self.compute.wait(arrival)
 
     def change_owner(self, lid: int, owner: str) -> None:
         self.lives[lid].change_owner(owner)
@@ -254,12 +322,16 @@ class Trainer:
                 self.post("coordinator", ack)
             case m.Reassign() as reassign:
                 self.book.on_reassign(reassign)
+                assert self.book.plan is not None
+                self.prepare(self.book.plan)
 
     def weights_ready(self, lid: int, step: int) -> None:
         assert self.lives[lid].on(Event.WEIGHTS_READY, step) is Command.COPY_WEIGHTS
         for tile in self.world.memories[lid].changed(self.sent[lid]):
             self.into.run(partial(self.copy_in, lid, self.arenas[lid], tile, step))
         self.landing[lid] = self.into.mark()
+        if lid in self.moving:
+            self.state_in(lid)
 
     # ------------------------------------------------------------ what runs on the device
 
@@ -273,14 +345,23 @@ class Trainer:
 
         return read
 
-    def update_on_device(self, lid: int, step: int, tiles: list[int], made: list[int]) -> None:
+    def update_on_device(self, lid: int, state: list[int] | None, step: int, tile: int, made: list[int]) -> None:
         memory = self.world.memories[lid]
-        if memory.master is None:
+        if state is None:
             raise Violation(f"I3: the device updates layer {lid}, whose state is the CPU's")
-        for tile in tiles:
-            require(made[tile] == step, "I1: an update without its gradient")
-            require(memory.master[tile] == memory.before[step][tile], "I1: an update on another's leftovers")
-            memory.master[tile] = memory.weights[tile] = step
+        require(made[tile] == step, "I1: an update without its gradient")
+        require(state[tile] == memory.before[step][tile], "I1: an update on another's leftovers")
+        state[tile] = memory.weights[tile] = step
+
+    def copy_to_cpu(self, lid: int, state: list[int], arena: Arena, master: list[int], tile: int) -> None:
+        weights = self.world.memories[lid].weights
+        require(state[tile] == weights[tile], f"I3: layer {lid} is handed over in the middle of an update")
+        master[tile], arena.weights[tile] = state[tile], weights[tile]
+
+    def copy_to_gpu(self, lid: int, arena: Arena, master: list[int], state: list[int], tile: int) -> None:
+        require(not arena.closed, f"I2: the state of layer {lid} is read from an arena that was given up")
+        require(arena.written is None, f"I3: layer {lid} is handed over in the middle of an update")
+        state[tile] = master[tile]
 
     def copy_out(self, arena: Arena, tile: int, made: list[int], step: int) -> None:
         require(made[tile] == step, "I1: a gradient is copied before it is made")

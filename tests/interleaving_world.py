@@ -16,6 +16,8 @@ from protocol.channel import MemoryNetwork
 
 TILE = 128
 NEVER = -1
+#: What memory holds before anything was copied into it.
+BLANK = -2
 
 
 class Violation(AssertionError):
@@ -33,13 +35,15 @@ def require(condition: bool, invariant: str) -> None:
 @dataclass
 class Arena:
     """A layer's planes in host memory, a step number for each tile. `unread` is the gradient that the optimizer
-    has not finished with, `written` the update that is writing the weights."""
+    has not finished with, `written` the update that is writing the weights. `master` is None while it is the GPU's,
+    and `closed` says that the trainer has given the arena up."""
 
     grads: list[int]
     weights: list[int]
     master: list[int] | None
     unread: int | None = None
     written: int | None = None
+    closed: bool = False
 
 
 class Memory:
@@ -59,8 +63,10 @@ class Memory:
         return [tile for tile, (segment, _) in enumerate(self.tiles) if counts[segment]]
 
     def arena(self) -> Arena:
-        blank = [NEVER] * len(self.tiles)
-        return Arena(list(blank), list(blank), None)
+        return Arena(self.blank(), self.blank(), None)
+
+    def blank(self) -> list[int]:
+        return [BLANK] * len(self.tiles)
 
 
 class Mark:

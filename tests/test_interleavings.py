@@ -145,6 +145,41 @@ class HandsOverWhileUpdating(Trainer):
         yield None
 
 
+class ReadsStateBeforeTheUpdate(Trainer):
+    """The state goes to the device as soon as the plan holds, whatever the optimizer still does with it."""
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        for lid, moving in self.moving.items():
+            if moving.arrival is None:
+                self.state_in(lid)
+
+    def weights_ready(self, lid: int, step: int) -> None:
+        moving = self.moving.pop(lid, None)
+        super().weights_ready(lid, step)
+        if moving is not None:
+            self.moving[lid] = moving
+
+
+class UpdatesBeforeTheStateIsThere(Trainer):
+    def await_state(self, arrival: Mark) -> None:
+        pass
+
+
+class TakesOverBeforeTheCopy(Trainer):
+    def take_over(self, taking: m.TakeOver, copied: Mark) -> None:
+        super().take_over(taking, Mark())
+        self.jobs[-1].after = None
+
+
+class ClosesArenasEarly(Trainer):
+    """The arena is given up at once, not when its state has been read."""
+
+    def to_gpu(self, *arguments: Any) -> None:
+        super().to_gpu(*arguments)
+        self.closing[-1][0].closed = True
+
+
 class NeverRefusesAHandover(LayerLife):
     def change_owner(self, owner: str) -> None:
         self.owner, self.state = owner, State.CURRENT
@@ -156,8 +191,10 @@ class HandsOverWhileUpdatingUnguarded(HandsOverWhileUpdating):
 
 class AppliesPlansEarly(Trainer):
     def boundary(self, step: int) -> Waiting:
-        if self.book.holds and self.book.plan is not None:
-            yield from self.apply(self.book.plan, step)
+        if self.move is not None and self.move.prepared:
+            for lid in self.move.leaving:
+                yield from self.await_layer(lid)
+            self.begin(step)
 
 
 class OneIsEnough(PlanLedger):
@@ -188,14 +225,22 @@ class ForgetfulOptimizer(Optimizer):
     ("party", "error", "said"),
     [
         ({"trainer": ReadsWithoutWaiting}, (InvalidTransition, Violation), "FILLED of step .* while|I1"),
-        ({"trainer": ReadsWithoutWaitingUnguarded}, Violation, "I1: step .* reads layer"),
+        ({"trainer": ReadsWithoutWaitingUnguarded}, Violation, "I1: "),
         ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer"),
         ({"trainer": SendsBeforeTheCopy}, Violation, "I1: the optimizer reads a gradient that has not arrived"),
-        ({"optimizer": AnnouncesHalfAnUpdate}, Violation, "I1|I2"),
-        ({"trainer": OverwritesGradients}, Violation, "I2: the gradient of step .* is overwritten unread"),
+        ({"optimizer": AnnouncesHalfAnUpdate}, Violation, "I1|I2|I3"),
+        ({"trainer": OverwritesGradients}, Violation, "I1|I2"),
         ({"trainer": CopiesWeightsUnasked}, Violation, "I1|I2"),
         ({"trainer": HandsOverWhileUpdating}, InvalidTransition, "handover to .pu while"),
-        ({"trainer": HandsOverWhileUpdatingUnguarded}, Violation, "I3: .* in the middle of an update"),
+        ({"trainer": HandsOverWhileUpdatingUnguarded}, Violation, "I2|I3"),
+        (
+            {"trainer": ReadsStateBeforeTheUpdate},
+            Violation,
+            "I1: an update on another's leftovers|I3: .* in the middle",
+        ),
+        ({"trainer": UpdatesBeforeTheStateIsThere}, Violation, "I1: an update on another's leftovers"),
+        ({"trainer": TakesOverBeforeTheCopy}, Violation, "I1: an update on another's leftovers"),
+        ({"trainer": ClosesArenasEarly}, Violation, "I2: the state of layer .* that was given up"),
         ({"trainer": AppliesPlansEarly}, Violation, "I3: a plan holds from its step on"),
         ({"coordinator": HastyPlanner}, Violation, "I3: both acknowledge"),
         ({"optimizer": ForgetfulOptimizer}, OwnershipError, "cannot go to"),

@@ -148,6 +148,8 @@ class CoordinatorState:
                 return self._on_optimizer(session, message)
             case m.Log():
                 return self._on_log(session, message)
+            case m.Calibration():
+                return []
         raise ValueError(f"a coordinator has no use for {type(message).__name__}")
 
     # ------------------------------------------------------------ joining and leaving

@@ -150,6 +150,7 @@ class Optimizer(Section):
 
     k: Share = "auto"
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
+    objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
     gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as it travels; auto: the parameter's
 

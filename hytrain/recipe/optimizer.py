@@ -62,6 +62,7 @@ def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         weight_decay=train.weight_decay,
         k=wanted.k,
         policy=wanted.policy,
+        objective=wanted.objective,
         backend=wanted.backend,
         **options,
     )

@@ -64,12 +64,13 @@ def test_loaded_remainders_make_no_nan_with_other_weights() -> None:
 
 
 def test_an_interrupted_handover_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: HostTransfers, copies: object) -> None:
+    def interrupted(self: HostTransfers, *copies: object) -> None:
         raise KeyboardInterrupt
 
     model = perceptron()
     with adamw(model, policy="random") as opt:
-        monkeypatch.setattr(HostTransfers, "move", interrupted)
+        monkeypatch.setattr(HostTransfers, "state_out", interrupted)
+        monkeypatch.setattr(HostTransfers, "state_in", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, opt, range(10_000), square_loss)
         with pytest.raises(HyTrainError, match="handover of layers was interrupted"):

@@ -1,0 +1,77 @@
+"""What a copy and a device update take on this machine, measured once before the first step.
+
+    pinned scratch ◀──▶ device scratch    seconds for one parameter's gradient out, and for its weight in
+    scratch segment ─▶ the device's update  seconds a parameter; it also compiles the kernel
+
+The coordinator makes its first plan of these, and of what the optimizer measures of its own updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final
+
+import torch
+from torch import nn
+
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.planes import DTYPES, DevicePlanes, TrainedParameter, TrainedSegment
+from hytrain.transfer import Transfers
+from protocol.messages import Calibration, Layer, Segment
+
+TRIES: Final = 3
+COPY_BYTES: Final = 64 << 20
+UPDATE_NUMEL: Final = 1 << 24
+_HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+
+
+def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfers, host: Backend | None) -> Calibration:
+    """Seconds a parameter, as medians of a few tries over scratch memory, which is given back."""
+    numels: Counter[tuple[str, str]] = Counter()
+    for layer in layers:
+        for segment in layer.segments:
+            numels[segment.dtype, segment.grads_dtype] += segment.numel
+    total = sum(numels.values())
+    grads_bytes = sum(numel * DTYPES[grads].itemsize for (_, grads), numel in numels.items()) / total
+    weights_bytes = sum(numel * DTYPES[weights].itemsize for (weights, _), numel in numels.items()) / total
+    copied = min(COPY_BYTES, max(layer.numel for layer in layers) * 4)
+    on_host = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.zeros(copied, dtype=torch.uint8, device=device)
+    [((dtype, grads_dtype), _)] = numels.most_common(1)
+    update = Segment(
+        name="scratch",
+        numel=min(UPDATE_NUMEL, max(layer.numel for layer in layers)),
+        dtype=dtype,
+        grads_dtype=grads_dtype,
+        group=0,
+    )
+    return Calibration(
+        role="trainer",
+        d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,
+        h2d_s=_seconds(lambda: on_device.copy_(on_host, non_blocking=True), transfers) / copied * weights_bytes,
+        gpu_update_s=_update_s(update, device, transfers, host) / update.numel,
+    )
+
+
+def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: Backend | None) -> float:
+    weights = torch.zeros(spec.numel, dtype=DTYPES[spec.dtype], device=device)
+    segment = TrainedSegment(spec, TrainedParameter("scratch", nn.Parameter(weights), 0), 0, weights)
+    grads = torch.zeros(spec.numel, dtype=DTYPES[spec.grads_dtype], device=device)
+    planes = DevicePlanes([segment])
+    return _seconds(lambda: planes.update(0, segment, grads, scalars(_HYPER, 1), host), transfers)
+
+
+def _seconds(run: Callable[[], object], transfers: Transfers) -> float:
+    """The median of some tries after one that warms up."""
+    took_s = []
+    for _ in range(TRIES + 1):
+        transfers.settle()
+        began_s = time.perf_counter()
+        run()
+        transfers.settle()
+        took_s.append(time.perf_counter() - began_s)
+    return median(took_s[1:])
