@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
-from benchmarks.loop import LR, Running, Setting, Step, Unavailable, clip, loss_of
+from benchmarks.loop import LR, Running, Setting, Unavailable, clip, loss_of
 
 
 @dataclass(frozen=True)
@@ -80,41 +80,31 @@ def torch_adamw(model: nn.Module, setting: Setting) -> Running:
 
 
 def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
-    """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps with the next step."""
+    """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps."""
     import hytrain
 
     if setting.clip:
         raise Unavailable("hytrain.AdamW does not clip gradients")
     options = parse_options(setting.option)
-    serial = options.pop("serial", False)
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
-    drain: Step = _drained(optimizer) if serial else (lambda loss: loss)
 
     def step(batch: Tensor) -> Tensor:
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return drain(loss)
+        return loss
 
     return Running(step, optimizer)
 
 
-def _drained(optimizer: Any) -> Step:
-    def drain(loss: Tensor) -> Tensor:
-        optimizer.synchronize()
-        return loss
-
-    return drain
-
-
 def parse_options(text: str) -> dict[str, Any]:
-    """Arguments of hytrain.AdamW: "0.2" and "auto" are k's, "serial" our own, "policy=balance" and the like named."""
+    """Arguments of hytrain.AdamW: "0.2", "auto" are k's, "serial" is overlap=False, others are named."""
     options: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, equals, value = word.partition("=")
         if word == "serial":
-            options["serial"] = True
+            options["overlap"] = False
         elif not equals:
             options["k"] = word if word == "auto" else float(word)
         elif name == "threads":

@@ -201,7 +201,7 @@ def test_options_of_hytrain() -> None:
 
     assert parse_options("") == {}
     assert parse_options("auto") == {"k": "auto"}
-    assert parse_options("0.2,serial") == {"k": 0.2, "serial": True}
+    assert parse_options("0.2,serial") == {"k": 0.2, "overlap": False}
     assert parse_options("policy=balance,threads=7,k=1") == {"policy": "balance", "threads": 7, "k": 1.0}
 
 

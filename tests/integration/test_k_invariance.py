@@ -57,3 +57,30 @@ def test_more_threads_and_other_cores_change_nothing() -> None:
             train(model, opt, range(20), square_loss)
         results.append(weights(model))
     assert differing(*results) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
+    results = []
+    for options in ({"policy": "random"}, {"k": 0.0, "overlap": False}):
+        model = make(dtype)
+        with adamw(model, **options) as opt:
+            train(model, opt, range(200))
+            results.append(state(opt) | weights(model))
+            assert (opt.statistics().moved > 50) is ("policy" in options)
+    assert differing(*results) == []
+
+
+def test_without_overlap_gradients_wait_for_step() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5, overlap=False) as opt:
+        before = weights(model)
+        square_loss(model, 0).backward()
+        assert all(not layer.landing and layer.life.is_current for layer in opt._engine.layers)
+        assert differing(weights(model), before) == []
+        opt.step()
+        assert all(layer.life.is_current for layer in opt._engine.layers)
+        assert len(differing(weights(model), before)) == len(before)
+        opt.zero_grad()
