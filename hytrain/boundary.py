@@ -112,11 +112,11 @@ class Boundary:
         assert self._plans.plan is not None, "what holds is a plan"
         self._handover.prepare(self._plans.plan)
 
-    def begin_plan(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
+    def begin_plan(self, step: int) -> None:
         """Begin the handovers of the plan for `step`, or of one that was postponed. What is not ready is (I3)."""
         began_s = time.monotonic()
         if self._plans.due(step) is not None and self._handover.is_prepared:
-            self._handover.begin(step, await_update)
+            self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
     def finish_plan(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:

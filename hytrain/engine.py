@@ -1,7 +1,7 @@
 """The trainer's engine: takes each gradient from its hook to the weights of the next forward.
 
     backward ─ on_gradient ─ layer full ─┬─ the CPU's: gradients_out ─ GradReady ─▶ optimizer
-                                         └─ the GPU's: update on the device, beside backward
+                                         └─ the GPU's: update on the device, now
     optimizer ─ WeightsReady ─ weights_in ─ before_forward waits for exactly this ─▶ next forward
 
 `hooks` call in from the user's threads, `link` from its own two. `lifecycle` says what each event means for a layer;
@@ -215,7 +215,7 @@ class Engine:
         for layer in self.layers:
             if layer.filled:
                 self._dispatch(layer)
-                if not self._overlap:
+                if not self._overlap and not layer.life.is_current:
                     self._await(layer, on_host=True)
 
     def _dispatch(self, layer: TrainedLayer) -> None:
@@ -237,18 +237,14 @@ class Engine:
         )
 
     def _update_on_device(self, layer: TrainedLayer, counts: tuple[int, ...]) -> None:
-        gradients = dict(layer.filled)
-
-        def update() -> None:
-            for index, gradient in gradients.items():
-                segment = layer.segments[index]
-                numbers = scalars(self._hypers[segment.spec.group], counts[index])
-                layer.device.update(index, segment, gradient, numbers, self._host)
-
-        layer.landing = self._transfers.update(gradients.values(), update)
+        began = self._transfers.clock.mark()
+        for index, gradient in layer.filled.items():
+            segment = layer.segments[index]
+            numbers = scalars(self._hypers[segment.spec.group], counts[index])
+            layer.device.update(index, segment, gradient, numbers, self._host)
         layer.filled.clear()
         layer.note_writes(counts)
-        self._meter.span("gpu_update_s", layer.lid, layer.landing.span)
+        self._meter.span("gpu_update_s", layer.lid, (began, self._transfers.clock.mark()))
 
     # ------------------------------------------------------------ the step's boundary
 
@@ -273,7 +269,7 @@ class Engine:
         self._step += 1
         self._boundary.learn_ranks(self._root)
         with self._handing_over():
-            self._boundary.begin_plan(self._step, self._finish_update)
+            self._boundary.begin_plan(self._step)
 
     def _finish_handovers(self) -> None:
         with self._handing_over():

@@ -97,17 +97,15 @@ class Handover:
 
     # ------------------------------------------------------------ at a boundary: copies
 
-    def begin(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
-        """Start the copies of the plan that was prepared; it holds from `step` on. The host waits for nothing.
+    def begin(self, step: int) -> None:
+        """Start the copies of the plan that was prepared; it holds from `step` on. Waits for nothing.
 
-        `await_update` makes the current stream wait for the device's own updates. A GPU without room for a layer
-        leaves it and those after it where they are.
+        A GPU without room for a layer leaves it and those after it where they are.
         """
         move = self._move
         assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
         move.begun = True
         for layer in move.leaving:
-            await_update(layer)
             arena = move.arenas.pop(layer.lid)
             copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.device)]
             departure = self._transfers.state_out(copies)

@@ -1,14 +1,14 @@
 """The life of a gradient on the trainer's side: a pure state machine for each layer.
 
-                      ┌─ owner cpu: CopyGradients ─▶ LEAVING ──Copied: SendGradReady─▶ UPDATING
-    CURRENT ──Filled──┤                                                                   │
-                      └─ owner gpu: UpdateOnDevice ─▶ LANDING ◀──WeightsReady: CopyWeights┘
-                                                         │
-                                CURRENT ◀────Awaited─────┘
+                      ┌───────────── owner gpu: UpdateOnDevice ─────────────┐
+                      │                                                     ▼
+    CURRENT ──Filled──┤                                                  CURRENT
+                      └─ owner cpu: CopyGradients ─▶ LEAVING ──Copied: SendGradReady─▶ UPDATING
+                                                                                          │
+                   CURRENT ◀──Awaited── LANDING ◀──CopyWeights :WeightsReady──────────────┘
 
 CURRENT: forward may read the weights. LEAVING: gradients are being copied out. UPDATING: the optimizer has
-them. LANDING: the new weights are on their way in, or the device is at work on them, and nobody has been made to
-wait for them yet. A layer that
+them. LANDING: the new weights are on their way in, and nobody has been made to wait for them yet. A layer that
 has an owner's update behind it can be read only once it is CURRENT again (I1), and its planes are touched only
 by whoever the state says (I2). The engine feeds events and carries the commands out; nothing here knows how.
 """
@@ -47,8 +47,7 @@ class InvalidTransition(RuntimeError):
 
 #: (owner, state, event) -> (next state, command)
 TRANSITIONS: Final[dict[tuple[str, State, Event], tuple[State, Command | None]]] = {
-    ("gpu", State.CURRENT, Event.FILLED): (State.LANDING, Command.UPDATE_ON_DEVICE),
-    ("gpu", State.LANDING, Event.AWAITED): (State.CURRENT, None),
+    ("gpu", State.CURRENT, Event.FILLED): (State.CURRENT, Command.UPDATE_ON_DEVICE),
     ("cpu", State.CURRENT, Event.FILLED): (State.LEAVING, Command.COPY_GRADIENTS),
     ("cpu", State.LEAVING, Event.COPIED): (State.UPDATING, Command.SEND_GRAD_READY),
     ("cpu", State.UPDATING, Event.WEIGHTS_READY): (State.LANDING, Command.COPY_WEIGHTS),
@@ -103,8 +102,7 @@ class LayerLife:
 
     def check(self) -> None:
         assert self.owner in ("gpu", "cpu"), self.owner
-        on_the_way = self.state in (State.LEAVING, State.UPDATING)
-        assert self.owner == "cpu" or not on_the_way, "the GPU's updates take no trip"
+        assert self.owner == "cpu" or self.state is State.CURRENT, "the GPU's updates take no trip"
 
     def _tell(self, what: str) -> str:
         story = ", ".join(f"{c.event.name}@{c.step}→{c.state.name}" for c in self._story) or "nothing"

@@ -1,23 +1,23 @@
 """Moves gradients out of the device and weights into it, and tells when they have arrived.
 
-    CudaTransfers   streams beside the user's: gradients out, weights in, state of layers that change owners, updates
+    CudaTransfers   streams beside the user's: gradients out, weights in, state of layers that change owners
     HostTransfers   device "cpu": plain copies, done when they return
 
-`gradients_out` and `update` are called inside backward's hooks and never wait. `weights_in` is called by the thread
-that hears of finished updates. `land` makes the caller's stream wait for exactly one of them.
+`gradients_out` is called inside backward's hooks and never waits. `weights_in` is called by the thread that
+hears of finished updates. `land` makes the caller's stream wait for exactly one transfer.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.measure import Clock, CudaClock, HostClock, Mark, Span
+from hytrain.measure import Clock, CudaClock, HostClock, Span
 
 #: (destination, source), both 1-D of one length and dtype
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -57,8 +57,6 @@ class Transfers(Protocol):
 
     def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer: ...
 
-    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer: ...
-
     def land(self, transfer: Transfer) -> None: ...
 
     def settle(self) -> None: ...
@@ -97,11 +95,6 @@ class HostTransfers:
     def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer:
         return self._move(copies)
 
-    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer:
-        began = self.clock.mark()
-        run()
-        return Transfer(None, (began, self.clock.mark()))
-
     def land(self, transfer: Transfer) -> None:
         """The copies had finished when they were announced."""
 
@@ -125,7 +118,7 @@ class CudaTransfers:
     def __init__(self, device: torch.device) -> None:
         self.clock: Clock = CudaClock(device)
         self._device = device
-        self._out, self._in, self._state, self._update = (torch.cuda.Stream(device) for _ in range(4))
+        self._out, self._in, self._state = (torch.cuda.Stream(device) for _ in range(3))
 
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses."""
@@ -170,28 +163,14 @@ class CudaTransfers:
         self._state.wait_event(room)
         return self._copy(self._state, copies)
 
-    def update(self, gradients: Iterable[torch.Tensor], run: Callable[[], None]) -> Transfer:
-        """Run the update of a layer whose gradients are ready on the current stream, beside what comes next there."""
-        self._update.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._update):
-            began = self.clock.mark()
-            run()
-            transfer = self._done(began)
-        for gradient in gradients:
-            gradient.record_stream(self._update)
-        return transfer
-
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         with torch.cuda.stream(stream):
             began = self.clock.mark()
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
-            return self._done(began, keep)
-
-    def _done(self, began: Mark, keep: Sequence[torch.Tensor] = ()) -> Transfer:
-        ended = self.clock.mark()
-        done = torch.cuda.Event(blocking=True)
-        done.record()
+            ended = self.clock.mark()
+            done = torch.cuda.Event(blocking=True)
+            done.record()
         return Transfer(done, (began, ended), keep)
 
     def land(self, transfer: Transfer) -> None:

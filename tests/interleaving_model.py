@@ -242,7 +242,7 @@ class Run:
 
     def _list_actors(self) -> list[tuple[str, Callable[[], bool], Callable[[], None]]]:
         world, trainer, optimizer = self.world, self.trainer, self.optimizer
-        streams = {name: getattr(trainer, name) for name in ("compute", "out", "into", "state", "update")}
+        streams = {name: getattr(trainer, name) for name in ("compute", "out", "into", "state")}
         return [
             ("main", self._main_ready, self._go_on),
             *((name, stream.ready, stream.act) for name, stream in streams.items()),

@@ -1,7 +1,7 @@
 """The trainer of a run in one thread: engine, boundary, handover and I/O threads, as their real ones go about it.
 
     main         forward ▶ backward ▶ boundary, a generator that yields wherever others may run
-    streams      compute, out (gradients), in (weights), state, update: one operation after the other, a tile at a time
+    streams      compute, out (gradients), in (weights), state: one operation after the other, a tile at a time
     sender       messages, each after its copy          receiver    what arrives
     handover     a plan's arenas are asked for and awaited; those that were left are closed
 
@@ -59,7 +59,7 @@ class Trainer:
         self.world, self.steps = world, steps
         self.lives = [self.life_type(layer.lid, "gpu") for layer in world.table.layers]
         self.book = PlanBook("trainer", len(self.lives))
-        self.compute, self.out, self.into, self.state, self.update = (Stream() for _ in range(5))
+        self.compute, self.out, self.into, self.state = (Stream() for _ in range(4))
         self.jobs: deque[Job] = deque()
         self.arenas: dict[int, Arena] = {}
         self.landing: dict[int, Mark] = {}
@@ -112,9 +112,8 @@ class Trainer:
         plan = self.book.due(step)
         if plan is not None and self.move is not None and self.move.prepared:
             self.world.postponed += plan.step < step
-            for lid in self.move.leaving:
-                yield from self.await_layer(lid)
             self.begin(step)
+            yield None
 
     def gradient(self, lid: int, step: int, filled: list[bool]) -> None:
         """Backward reaches a layer: the gradient, then its way out, or the update on the device."""
@@ -136,11 +135,9 @@ class Trainer:
         for tile in tiles:
             memory.produced[tile] = step
         if self.lives[lid].on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
-            self.update.wait(self.compute.mark())
             state = memory.master
             for tile in tiles:
-                self.update.run(partial(self.update_on_device, lid, state, step, tile, made))
-            self.landing[lid] = self.update.mark()
+                self.compute.run(partial(self.update_on_device, lid, state, step, tile, made))
             return
         self.out.wait(self.compute.mark())
         arena = self.arenas[lid]
