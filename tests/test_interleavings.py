@@ -231,7 +231,7 @@ class ForgetfulOptimizer(Optimizer):
         ({"trainer": OverwritesGradients}, Violation, "I1|I2"),
         ({"trainer": CopiesWeightsUnasked}, Violation, "I1|I2"),
         ({"trainer": HandsOverWhileUpdating}, InvalidTransition, "handover to .pu while"),
-        ({"trainer": HandsOverWhileUpdatingUnguarded}, (InvalidTransition, Violation), "WEIGHTS_READY .* while|I2|I3"),
+        ({"trainer": HandsOverWhileUpdatingUnguarded}, (InvalidTransition, Violation), "while|I2|I3"),
         (
             {"trainer": ReadsStateBeforeTheUpdate},
             Violation,
