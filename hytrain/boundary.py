@@ -61,6 +61,7 @@ class Boundary:
             number=number,
             at_s=now_s,
             step_s=self.statistics.step_s,
+            measured=self._meter.measured,
             stall_s=self.statistics.stall_s,
             k=self.statistics.k,
             gpu_lids=gpu_lids,

@@ -205,6 +205,7 @@ class Meter:
         self._left_in: dict[int, int] = {}
         self._drawn_until: dict[str, float] = {}
         self.stall_s = 0.0
+        self.measured: int | None = None  # the step of the last times
         if trace is not None:
             clock.anchor()
 
@@ -238,8 +239,10 @@ class Meter:
             self._open.append(self._now)
             self._now = StepMarks(step + 1)
         if not self._passed(self._open[0]):
+            self.measured = None
             return ()
         marks = self._open.popleft()
+        self.measured = marks.step
         intervals = self._intervals(marks)
         if self._trace is not None:
             self._draw(marks, intervals, self._trace)

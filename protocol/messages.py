@@ -324,8 +324,9 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport:
-    """The trainer to the coordinator after each step; `layers` holds what was measured in an earlier one.
+    """The trainer to the coordinator after each step.
 
+    `layers` and `stall_s` are of step `measured`, the last one that the device had passed, None while there is none.
     `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped.
     """
 
@@ -333,6 +334,7 @@ class TrainerReport:
     number: int
     at_s: float
     step_s: float
+    measured: int | None
     stall_s: float
     k: float
     gpu_lids: tuple[int, ...]

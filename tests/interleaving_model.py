@@ -24,7 +24,8 @@ from interleaving_world import TILE, Arena, Memory, Violation, World, random_tab
 from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.update_queue import Tile, UpdateQueue
 from protocol import messages as m
-from workers.coordinator_state import CoordinatorState, Send
+from workers.coordinator_state import CoordinatorState
+from workers.effects import Send
 
 
 class Optimizer:
@@ -47,6 +48,7 @@ class Optimizer:
         if isinstance(message, m.LayerTable):
             self.queue = UpdateQueue(message.layers, tile_numel=TILE)
             self.book = self.book_type("optimizer", len(message.layers))
+            self.world.send("optimizer", "coordinator", m.Calibration(role="optimizer", cpu_update_s=1e-9))
             return
         assert self.queue is not None and self.book is not None
         match message:
@@ -135,6 +137,7 @@ class Planner:
         match message:
             case m.LayerTable():
                 self.world.send("coordinator", "optimizer", message)
+            case m.Calibration(role="optimizer"):
                 self.propose(0)
             case m.PlanAck():
                 reassign = self.ledger.on_ack(message)

@@ -73,6 +73,7 @@ class Trainer:
 
     def main(self) -> Waiting:
         self.post("coordinator", self.world.table)
+        self.post("coordinator", m.Calibration(role="trainer", d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9))
         yield lambda: self.move is not None and self.move.prepared
         self.begin(0)
         yield from self.finish(0)
@@ -287,6 +288,7 @@ class Trainer:
                 number=step + 1,
                 at_s=float(step),
                 step_s=1.0,
+                measured=step,
                 stall_s=0.0,
                 k=0.0,
                 gpu_lids=gpu_lids,

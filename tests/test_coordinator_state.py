@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hytrain.ownership import OwnershipError
+from hytrain.planner.book import THREADS_EXPONENT
 from protocol import messages as m
+from protocol.handles import layout
 from protocol.handshake import HandshakeError
-from workers.coordinator_state import (
-    LOG_PATIENCE_STEPS,
-    Answer,
-    Command,
-    CoordinatorState,
-    Note,
-    Publish,
-    Send,
-    Write,
-)
+from workers.coordinator_state import CoordinatorState
+from workers.effects import Answer, Command, Note, Publish, Send, Write
+from workers.planning import WARM_UP_STEPS
+from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
 
@@ -69,10 +66,19 @@ class Driver:
         """Optimizer and trainer join, and agree on the first plan."""
         self.join("optimizer", 10)
         self.join("trainer", 11)
-        (_, forwarded), (_, plan), _ = self.sent(table(**changes))
-        assert isinstance(forwarded, m.LayerTable) and isinstance(plan, m.Plan)
+        plan = self.first_plan(**changes)
         self.agree(plan)
-        self.handle(applied(plan))
+        self.handle(applied(plan, moved=0))
+        return plan
+
+    def first_plan(self, **changes: Any) -> m.Plan:
+        """A table goes to the optimizer; once both have calibrated, both get the plan."""
+        asked = table(**changes)
+        assert self.sent(asked) == [("optimizer", asked)]
+        assert self.sent(TRAINERS) == []
+        sent = self.sent(OPTIMIZERS)
+        plan = sent[0][1]
+        assert isinstance(plan, m.Plan) and sent == [("trainer", plan), ("optimizer", plan)]
         return plan
 
     def agree(self, plan: m.Plan) -> None:
@@ -92,6 +98,8 @@ class Driver:
 
 
 WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
+TRAINERS = m.Calibration(role="trainer", d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
+OPTIMIZERS = m.Calibration(role="optimizer", cpu_update_s=1e-9)
 
 
 def table(**changes: Any) -> m.LayerTable:
@@ -114,12 +122,12 @@ def ack(role: str, plan_id: int, accepted: bool = True, reason: str = "") -> m.P
     return m.PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason=reason)
 
 
-def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None) -> m.PlanApplied:
+def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None, moved: int = 2) -> m.PlanApplied:
     return m.PlanApplied(
         plan_id=plan.plan_id,
         step=plan.step,
         gpu_lids=plan.gpu_lids if gpu_lids is None else gpu_lids,
-        moved=2,
+        moved=moved,
         handover_s=0.25,
     )
 
@@ -131,6 +139,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "number": step + 1 if number is None else number,
         "at_s": 100.0 + step,
         "step_s": 0.5,
+        "measured": step,
         "stall_s": 0.1,
         "k": len(gpu_lids) / LAYERS,
         "gpu_lids": gpu_lids,
@@ -138,6 +147,11 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "layers": times,
     }
     return m.TrainerReport(**(usual | changes))
+
+
+def cpu_report(step: int, update_s: float, lids: tuple[int, ...] = (2, 3), threads: int = 4) -> m.OptimizerReport:
+    updates = tuple(m.CpuUpdate(lid=lid, update_s=update_s, queued_s=update_s) for lid in lids)
+    return m.OptimizerReport(step=step, threads=threads, busy_s=update_s * len(lids), updates=updates)
 
 
 @pytest.fixture
@@ -189,23 +203,108 @@ def test_a_workers_failure_is_noted(driver: Driver) -> None:
 # ---------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize(("k", "gpu_lids"), [(None, (0,)), (0.0, ()), (0.3, (0, 1)), (1.0, (0, 1, 2, 3))])
-def test_the_first_plan_follows_the_table(driver: Driver, k: float | None, gpu_lids: tuple[int, ...]) -> None:
-    """The optimizer gets table and plan in this order, on one connection."""
+@pytest.mark.parametrize(("k", "gpu_lids"), [(0.0, ()), (0.3, (0, 1)), (1.0, (0, 1, 2, 3))])
+@pytest.mark.parametrize("order", [(TRAINERS, OPTIMIZERS), (OPTIMIZERS, TRAINERS)])
+def test_the_first_plan_waits_for_both_calibrations(
+    driver: Driver, k: float, gpu_lids: tuple[int, ...], order: tuple[m.Calibration, m.Calibration]
+) -> None:
     asked = table(k=k, policy="fixed")
-    sent = driver.sent(asked)
-    plan = sent[1][1]
-    assert sent == [("optimizer", asked), ("trainer", plan), ("optimizer", plan)]
-    assert isinstance(plan, m.Plan)
+    assert driver.sent(asked) == [("optimizer", asked)]
+    assert driver.sent(order[0]) == []
+    (_, plan), _ = sent = driver.sent(order[1])
+    assert sent == [("trainer", plan), ("optimizer", plan)] and isinstance(plan, m.Plan)
     assert (plan.plan_id, plan.step, plan.gpu_lids, plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
+
+
+def test_calibration_decides_the_first_k() -> None:
+    """Behind a slow link the first layers' weights would come late, behind a fast one hardly."""
+    layers = tuple(replace(table().layers[0], lid=lid, rank=lid) for lid in range(20))
+    chosen = {}
+    for link_s in (1e-12, 5e-10):
+        driver = Driver()
+        driver.sent(table(policy="deadline", device="cuda", layers=layers))
+        driver.sent(OPTIMIZERS)
+        plan = driver.sent(m.Calibration(role="trainer", d2h_s=link_s, h2d_s=link_s, gpu_update_s=1e-12))[0][1]
+        assert isinstance(plan, m.Plan)
+        chosen[link_s] = len(plan.gpu_lids)
+    assert 0 < chosen[1e-12] < chosen[5e-10]
+
+
+def test_the_objective_counts_from_the_first_plan_on(driver: Driver) -> None:
+    assert driver.first_plan(policy="deadline", objective="gpu-memory", gpu_bytes=1 << 40).gpu_lids == ()
+    driver = Driver()
+    assert len(driver.first_plan(policy="deadline", objective="host-memory", gpu_bytes=1 << 40).gpu_lids) == LAYERS
+
+
+def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
+    driver.join("optimizer", 10)
+    driver.join("trainer", 11)
+    driver.sent(table(host_bytes=1, gpu_bytes=1))
+    driver.sent(TRAINERS)
+    ((role, failure),) = driver.sent(OPTIMIZERS)
+    assert role == "trainer" and isinstance(failure, m.Failure) and failure.role == "coordinator"
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    driver.handle(m.SessionEnded(rank=0))
+    driver.join("trainer", 12)
+    assert driver.first_plan().plan_id == 0
 
 
 def test_a_plan_is_agreed_on_applied_and_told(driver: Driver) -> None:
     plan = driver.start(k=0.5, policy="fixed")
-    assert driver.notes == "plan 0 holds: 2 layers in 250 ms"
+    assert driver.notes == "plan 0 holds from step 0 on: 0 layers, the loop waited 250.0 ms"
     status = driver.status()
     assert status.gpu_lids == plan.gpu_lids == (0, 1)
     assert status.layer_names == tuple(f"block {lid}" for lid in range(LAYERS))
+
+
+def test_the_first_measured_step_is_planned_from_at_once() -> None:
+    driver = Driver(replan_every=100)
+    driver.start(policy="deadline", k=None)
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    for step in range(WARM_UP_STEPS):
+        assert driver.sent(report(step)) == [], "warming up"
+    plan = driver.sent(report(WARM_UP_STEPS))[0][1]
+    assert isinstance(plan, m.Plan) and plan.step == WARM_UP_STEPS + 2 and len(plan.gpu_lids) > 1
+
+
+def test_steps_in_which_layers_moved_are_not_planned_from() -> None:
+    driver = Driver(replan_every=1)
+    driver.start(policy="deadline", k=None)
+    driver.handle(cpu_report(1, 10.0, lids=(1, 2, 3)))
+    plan = driver.sent(report(1))[0][1]
+    assert isinstance(plan, m.Plan)
+    driver.agree(plan)
+    driver.handle(applied(plan))
+    before = driver.state._planning._book.profile()  # type: ignore[union-attr]
+    slow = tuple(m.LayerTimes(lid=lid, forward_s=1.2e-3, backward_s=2.4e-3) for lid in range(LAYERS))
+    driver.handle(report(plan.step, plan.gpu_lids, layers=slow, step_s=9.0))
+    driver.handle(cpu_report(plan.step, 99.0))
+    assert driver.state._planning._book.profile() == before  # type: ignore[union-attr]
+    driver.handle(report(plan.step + 1, plan.gpu_lids, layers=slow, step_s=9.0))
+    assert driver.state._planning._book.profile() != before  # type: ignore[union-attr]
+
+
+def test_times_belong_to_the_step_that_was_measured(driver: Driver) -> None:
+    """A GPU runs behind: what a report brings is of an earlier step, and that step's own duration goes with it."""
+    driver.start(policy="fixed", k=0.0)
+    for step, measured in enumerate((None, 0, 1, 2)):
+        driver.handle(report(step, measured=measured, stall_s=0.0, step_s=100.0 if step == 2 else 0.5))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    assert book.profile().other_s == pytest.approx(0.5 - LAYERS * 3e-3)
+    driver.handle(report(4, measured=3, stall_s=0.0))
+
+
+def test_the_prediction_is_that_of_the_layers_that_are_owned(driver: Driver) -> None:
+    driver.start(policy="deadline", k=None)
+    driver.handle(cpu_report(1, 10.0, lids=(1, 2, 3)))
+    plan = driver.sent(report(1))[0][1]
+    assert isinstance(plan, m.Plan) and plan.predicted_step_s is not None
+    planning = driver.state._planning
+    assert planning is not None and planning.predicted_step_s is not None
+    assert planning.predicted_step_s > 10 > plan.predicted_step_s
+    driver.agree(plan)
+    driver.handle(applied(plan))
+    assert planning.predicted_step_s == plan.predicted_step_s
 
 
 def test_the_owners_are_those_that_the_trainer_names(driver: Driver) -> None:
@@ -256,9 +355,12 @@ def test_plans_come_every_so_many_steps_and_only_where_they_change_something() -
     assert plan is not None and plan.gpu_lids == (0, 1, 2, 3) and plan.policy == "fixed"
 
 
-def test_what_fits_nowhere_is_noted(driver: Driver) -> None:
-    driver.start(policy="fixed", k=0.5, host_bytes=1, gpu_bytes=1)
-    assert driver.next_plan() is None
+def test_what_fits_no_longer_is_noted(driver: Driver) -> None:
+    size = layout(table().layers[0]).nbytes
+    driver.start(policy="fixed", k=0.5, host_bytes=2 * size, gpu_bytes=1 << 40)
+    driver.handle(report(1, (0, 1), gpu_free_bytes=0))
+    assert driver.notes == ""
+    driver.handle(report(2, (), gpu_free_bytes=0))
     assert "no plan fits" in driver.notes
 
 
@@ -277,16 +379,22 @@ def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("stop", "now", "unknown command 'stop'; known: k"),
+        ("stop", "now", "unknown command 'stop'; known: k, policy, objective, threads"),
         ("k", "1.5", "k is '1.5'"),
         ("k", "-0.1", "k is '-0.1'"),
         ("k", "nan", "k is 'nan'"),
         ("k", "most", "k is 'most'"),
         ("k", "", "k is ''"),
+        ("policy", "best", "policy 'best' is unknown; known: fixed, cotrain"),
+        ("policy", "fixed", 'policy "fixed" needs a k'),
+        ("objective", "fun", "objective 'fun' is unknown; known: speed"),
+        ("threads", "0", "threads is '0': a number of 1 or more"),
+        ("threads", "-2", "threads is '-2'"),
+        ("threads", "1.5", "threads is '1.5'"),
     ],
 )
 def test_only_known_commands_with_values_that_can_be(driver: Driver, name: str, value: str, reason: str) -> None:
-    driver.start()
+    driver.start(policy="deadline")
     before = driver.status()
     reply = driver.answer(m.Command(name=name, value=value))
     assert isinstance(reply, m.CommandReply) and not reply.ok and reason in reply.text
@@ -306,6 +414,48 @@ def test_k_can_be_left_to_the_planner_again(driver: Driver) -> None:
     assert driver.status().policy == "deadline"
 
 
+def test_policy_and_objective_are_commands(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    for name, value in (("policy", "balance"), ("objective", "gpu-memory"), ("policy", "deadline")):
+        assert driver.answer(m.Command(name=name, value=value)) == m.CommandReply(
+            ok=True, text=f"{name}={value} from the next plan on"
+        )
+    plan = driver.next_plan(1)
+    assert plan is not None and plan.policy == "deadline" and plan.gpu_lids == ()
+    driver.handle(m.Log(step=2, numbers={}))
+    assert driver.records[-1]["objective"] == "gpu-memory" and driver.records[-1]["policy"] == "deadline"
+
+
+def test_fewer_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    driver.handle(cpu_report(1, 1.0))
+    driver.handle(report(1, (0, 1)))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    assert book.profile().cpu_update_s == pytest.approx(4.0)
+    sent = driver.sent(m.Command(name="threads", value="2"))
+    assert sent == [("optimizer", m.SetThreads(threads=2))]
+    expected_s = 4.0 * 2**THREADS_EXPONENT
+    assert book.profile().cpu_update_s == pytest.approx(expected_s)
+    driver.handle(cpu_report(2, 1.0, threads=4))  # done before the command arrived
+    assert book.profile().cpu_update_s == pytest.approx(expected_s)
+    driver.handle(cpu_report(2, 3.0, threads=2))
+    assert book.profile().cpu_update_s == pytest.approx(12.0)
+    driver.handle(report(2, (0, 1)))
+    driver.handle(m.Log(step=3, numbers={}))
+    assert driver.records[-1]["threads"] == 2
+
+
+def test_an_optimizer_with_fewer_cores_than_threads_asked_for_is_believed_in_the_end(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    driver.handle(cpu_report(1, 1.0))
+    driver.handle(report(1, (0, 1)))
+    driver.sent(m.Command(name="threads", value="64"))
+    driver.handle(cpu_report(2, 1.0))
+    driver.handle(cpu_report(3, 1.0))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    assert book.profile().cpu_update_s == pytest.approx(4.0)
+
+
 # ---------------------------------------------------------------- records
 
 
@@ -319,7 +469,7 @@ def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     driver.handle(m.Log(step=5, numbers={"loss": 1.5}))
     (record,) = driver.records
     assert record["step"] == 5 and record["loss"] == 1.5 and record["k"] == 0.5
-    assert record["cpu_busy_s"] == 0.25 and record["gpu_layers"] == 2 and record["moved"] == 2
+    assert record["cpu_busy_s"] == 0.25 and record["gpu_layers"] == 2 and record["moved"] == 0
     (published,) = [command.status for command in driver.commands if isinstance(command, Publish)]
     assert json.loads(published.record) == record
     assert driver.status() == published
@@ -366,8 +516,7 @@ def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver
     assert driver.sent(last) == [("trainer", WELCOME)]
     assert driver.status().layer_names == ()
     driver.handle(m.Ready(role="trainer", rank=0, detail=""))
-    plan = driver.sent(table())[1][1]
-    assert isinstance(plan, m.Plan) and plan.plan_id == 0, "a new session counts its plans anew"
+    assert driver.first_plan().plan_id == 0, "a new session counts its plans anew"
 
 
 def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> None:

@@ -225,7 +225,7 @@ class ForgetfulOptimizer(Optimizer):
     [
         ({"trainer": ReadsWithoutWaiting}, (InvalidTransition, Violation), "FILLED of step .* while|I1"),
         ({"trainer": ReadsWithoutWaitingUnguarded}, Violation, "I1: "),
-        ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer"),
+        ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer|I1: .* at the end"),
         ({"trainer": SendsBeforeTheCopy}, Violation, "I1: the optimizer reads a gradient that has not arrived"),
         ({"optimizer": AnnouncesHalfAnUpdate}, Violation, "I1|I2|I3"),
         ({"trainer": OverwritesGradients}, Violation, "I1|I2"),

@@ -22,7 +22,8 @@ from hytrain.trace import TraceWriter
 from protocol import messages as m
 from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
 from protocol.handshake import HandshakeError
-from workers.coordinator_state import Answer, Command, CoordinatorState, Note, Publish, Send, Write
+from workers.coordinator_state import CoordinatorState
+from workers.effects import Answer, Command, Note, Publish, Send, Write
 from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
 
 LAST_WORDS_S: Final = 0.2

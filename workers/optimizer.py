@@ -122,7 +122,7 @@ def _serve_trainer(
         _log.info("backend %s", reason)
         threads = len(pinning.cores)
         session = Session(table, backend, trainer, coordinator, arenas, token=token, max_threads=threads, trace=trace)
-        _log.info("%.3g s a parameter", seconds_per_parameter(backend, table.layers))
+        coordinator.send(m.Calibration(role="optimizer", cpu_update_s=seconds_per_parameter(backend, table.layers)))
         session.run(inbox)
         coordinator.send(m.SessionEnded(rank=0))
     except Exception as error:

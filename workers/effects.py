@@ -1,0 +1,46 @@
+"""What the coordinator's state machines ask of the worker around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a role."""
+
+    role: str
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer the sender of the message at hand."""
+
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Append a line to metrics.jsonl."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish a status to monitors."""
+
+    status: m.Status
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Write a line to the coordinator's log."""
+
+    text: str
+
+
+Command = Send | Answer | Write | Publish | Note

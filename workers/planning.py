@@ -1,0 +1,285 @@
+"""One trainer's run as the coordinator plans it: measurements in, plans out; no clock, no I/O.
+
+    LayerTable ─▶ Calibration ×2 ─▶ first plan ─▶ Plan to both ─ PlanAck ×2 ─▶ Reassign ─▶ PlanApplied
+    TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every so many steps ─▶ the next plan
+    commands: k, policy, objective, threads ─▶ the next plan at once
+
+Left out of the measurements are the first step, which warms up, and a step in which layers moved, since copies of
+their state went beside its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from hytrain.ownership import PlanLedger, fraction
+from hytrain.planner import (
+    POLICIES,
+    Infeasible,
+    LayerFacts,
+    Limits,
+    MeasurementBook,
+    Rates,
+    decide,
+    first_lids,
+    simulate,
+)
+from protocol import messages as m
+from protocol.handles import layout
+from workers.effects import Command, Note, Send
+
+#: Steps whose times are those of warming up: they are recorded, and not planned from.
+WARM_UP_STEPS: Final = 1
+HORIZON_STEPS: Final = 200
+MIN_GAIN: Final = 0.01
+#: Steps whose measurements may still come.
+OPEN_STEPS: Final = 16
+#: On device "cpu" the "GPU's" update is the trainer's own and takes as long as the optimizer's.
+CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
+
+
+class Planning:
+    """One trainer's layers: who owns them, what was measured, what is wanted."""
+
+    def __init__(self, table: m.LayerTable, *, replan_every: int) -> None:
+        self.table = table
+        self.ranks = [layer.rank for layer in table.layers]
+        self.policy, self.k, self.objective = table.policy, table.k, table.objective
+        self.reason = ""
+        self.predicted_step_s: float | None = None
+        self.moved = 0
+        self.threads: int | None = None
+        self._replan_every = replan_every
+        self._facts = [_facts(layer) for layer in table.layers]
+        self._numels = [layer.numel for layer in table.layers]
+        self._book = MeasurementBook(self._facts, rates=CPU_RATES if table.device == "cpu" else None)
+        self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
+        self._ledger = PlanLedger()
+        self._uncalibrated = {"trainer", "optimizer"}
+        self._step = -1
+        self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
+        self._plan: m.Plan | None = None
+        self._steps: dict[int, tuple[float, tuple[int, ...]]] = {}  # duration, owners
+        self._disturbed: set[int] = set()
+        self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
+
+    @property
+    def gpu_lids(self) -> tuple[int, ...]:
+        return self._ledger.gpu_lids
+
+    # ------------------------------------------------------------ before the first step
+
+    def begin(self) -> list[Command]:
+        """The optimizer needs the table before it gets a plan."""
+        return [Send("optimizer", self.table)]
+
+    def on_calibration(self, calibration: m.Calibration) -> list[Command]:
+        """What trainer or optimizer measured. With both, the first plan; a `Failure` for the trainer if none fits."""
+        rates = {name: getattr(calibration, name) for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")}
+        self._book.calibrate(**rates)
+        self._uncalibrated.discard(calibration.role)
+        if self._uncalibrated or self._ledger.next_id:
+            return []
+        try:
+            lids = first_lids(self._facts, self._book.rates, self._limits, self.k, objective=self.objective)
+        except Infeasible as error:
+            failure = m.Failure(role="coordinator", rank=0, step=None, lid=None, error=str(error), traceback="")
+            return [Note(f"no plan fits: {error}"), Send("trainer", failure)]
+        return self._propose(tuple(sorted(lids)), 0, "the first plan, before a step is measured", None)
+
+    # ------------------------------------------------------------ measurements
+
+    def on_ranks(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = list(ranks)
+        self._book.rerank(dict(enumerate(ranks)))
+
+    def on_trainer(self, report: m.TrainerReport) -> list[Command]:
+        """A step is over; what was measured in it or in one before is taken in."""
+        self._step = report.step
+        self._steps[report.step] = report.step_s, report.gpu_lids
+        self._steps.pop(report.step - OPEN_STEPS, None)
+        if report.measured is not None and self._counts(report.measured):
+            for name in TIMES:
+                times = {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None}
+                self._book.observe_trainer(**{name: times})
+            if (step := self._steps.get(report.measured)) is not None:
+                self._book.observe_step(step_s=step[0], stall_s=report.stall_s, gpu_lids=step[1])
+        if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
+            owned = sum(self._facts[lid].gpu_state_bytes for lid in report.gpu_lids)
+            self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
+        return self._replan()
+
+    def on_optimizer(self, report: m.OptimizerReport) -> None:
+        """What the CPU did in a step. Of a number of threads that it works with no longer, it says nothing."""
+        if self._new_threads is not None:
+            threads, since = self._new_threads
+            if report.threads != threads and report.step <= since + 1:
+                return
+            self._new_threads = None
+        self.threads = report.threads
+        if self._counts(report.step):
+            self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
+
+    def _counts(self, step: int) -> bool:
+        return step >= WARM_UP_STEPS and step not in self._disturbed
+
+    # ------------------------------------------------------------ plans
+
+    def _replan(self) -> list[Command]:
+        """Decide anew, if it is time and no plan is under way."""
+        every = 1 if self.policy == "random" else self._replan_every
+        due = self._planned_at is None or self._step - self._planned_at >= every
+        profile = self._book.profile() if due and not self._ledger.busy else None
+        if profile is None:
+            return []
+        self._planned_at = self._step
+        current = frozenset(self.gpu_lids)
+        try:
+            decision = decide(
+                self.policy,
+                profile,
+                self._limits,
+                fixed_k=self.k,
+                current=current,
+                horizon_steps=HORIZON_STEPS,
+                min_gain=MIN_GAIN,
+                objective=self.objective,
+                seed=self._step,
+            )
+        except Infeasible as error:
+            return [Note(f"no plan fits: {error}")]
+        self.predicted_step_s = simulate(profile, current).step_s
+        self.reason = decision.reason
+        if not decision.changed:
+            return []
+        return self._propose(
+            tuple(sorted(decision.gpu_lids)), self._step + 2, decision.reason, decision.predicted_step_s
+        )
+
+    def _propose(self, gpu_lids: tuple[int, ...], step: int, reason: str, predicted_s: float | None) -> list[Command]:
+        plan = self._plan = self._ledger.propose(
+            m.Plan(
+                plan_id=self._ledger.next_id,
+                step=step,
+                gpu_lids=gpu_lids,
+                k=fraction(gpu_lids, self._numels),
+                policy=self.policy,
+                reason=reason,
+                predicted_step_s=predicted_s,
+            )
+        )
+        self.reason = reason
+        note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
+        return [note, Send("trainer", plan), Send("optimizer", plan)]
+
+    def on_ack(self, ack: m.PlanAck) -> list[Command]:
+        reassign = self._ledger.on_ack(ack)
+        if reassign is not None:
+            return [Send("trainer", reassign)]
+        return [] if ack.accepted else [Note(f"{ack.role} refuses plan {ack.plan_id}: {ack.reason}")]
+
+    def on_applied(self, applied: m.PlanApplied) -> list[Command]:
+        self._ledger.on_applied(applied)
+        self.moved += applied.moved
+        if applied.moved and self.policy != "random":  # which moves layers in every step
+            self._disturbed.add(applied.step)
+        if self._plan is not None and applied.gpu_lids == self._plan.gpu_lids:
+            self.predicted_step_s = self._plan.predicted_step_s
+        waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
+        return [Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")]
+
+    # ------------------------------------------------------------ commands
+
+    def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
+        """One of `COMMANDS`, with what follows from it. A refusal changes nothing."""
+        if name not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            return m.CommandReply(ok=False, text=f"unknown command {name!r}; known: {known}"), []
+        try:
+            commands = COMMANDS[name](self, value)
+        except ValueError as error:
+            return m.CommandReply(ok=False, text=str(error)), []
+        self._planned_at = None
+        return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
+
+    def _set_k(self, value: str) -> list[Command]:
+        if value == "auto":
+            self.k, self.policy = None, "deadline" if self.policy == "fixed" else self.policy
+            return []
+        sentence = f'k is {value!r}: a number in [0, 1], or "auto"'
+        try:
+            k = float(value)
+        except ValueError:
+            raise ValueError(sentence) from None
+        if not 0.0 <= k <= 1.0:
+            raise ValueError(sentence)
+        self.k, self.policy = k, "fixed"
+        return []
+
+    def _set_policy(self, value: str) -> list[Command]:
+        if value not in POLICIES:
+            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(POLICIES)}")
+        if value == "fixed" and self.k is None:
+            raise ValueError('policy "fixed" needs a k: give that instead, as in k=0.3')
+        self.policy, self.k = value, self.k if value == "fixed" else None
+        return []
+
+    def _set_objective(self, value: str) -> list[Command]:
+        if value not in m.OBJECTIVES:
+            raise ValueError(f"objective {value!r} is unknown; known: {', '.join(m.OBJECTIVES)}")
+        self.objective = value
+        return []
+
+    def _set_threads(self, value: str) -> list[Command]:
+        """The CPU's times are scaled at once by what so many threads usually bring, and measured anew."""
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"threads is {value!r}: a number of 1 or more")
+        before = self._new_threads[0] if self._new_threads is not None else self.threads
+        if before is not None and before != int(value):
+            self._book.cpu_changed(int(value) / before)
+        self._new_threads = int(value), self._step
+        return [Send("optimizer", m.SetThreads(threads=int(value)))]
+
+    def record(self, report: m.TrainerReport, cpu_busy_s: float) -> dict[str, Any]:
+        """One step, for metrics.jsonl."""
+        return {
+            "step": report.number,
+            "at_s": report.at_s,
+            "step_s": report.step_s,
+            "stall_s": report.stall_s,
+            "cpu_busy_s": cpu_busy_s,
+            "threads": self.threads,
+            "k": report.k,
+            "gpu_layers": len(report.gpu_lids),
+            "moved": self.moved,
+            "policy": self.policy,
+            "objective": self.objective,
+            "predicted_step_s": self.predicted_step_s,
+        }
+
+    def check(self) -> None:
+        self._ledger.check()
+        self._book.check()
+        assert len(self._steps) <= OPEN_STEPS, "old steps are forgotten"
+
+
+#: What a monitor may ask for.
+COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
+    "k": Planning._set_k,
+    "policy": Planning._set_policy,
+    "objective": Planning._set_objective,
+    "threads": Planning._set_threads,
+}
+
+
+def _facts(layer: m.Layer) -> LayerFacts:
+    placed = layout(layer)
+    return LayerFacts(
+        lid=layer.lid,
+        rank=layer.rank,
+        numel=layer.numel,
+        gpu_state_bytes=sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),
+        host_bytes=placed.nbytes,
+    )

@@ -1,0 +1,45 @@
+"""The records of a run: one line of metrics.jsonl a step, complete once the loop's own numbers have come.
+
+    TrainerReport ─ add ─▶ open record ─┬─ log ─▶ with the loop's numbers ─▶ line
+                                        └─ some steps later, without ─────▶ line
+
+Reading a loss at once would make the GPU wait for the CPU, so loops log late, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+#: Steps that a record waits for the loop's own numbers.
+LOG_PATIENCE_STEPS: Final = 4
+
+
+@dataclass(slots=True)
+class Records:
+    """Records that are not complete yet, by the step's number as the user counts. `newest` is the last line."""
+
+    newest: str = "{}"
+    _open: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, record: dict[str, Any]) -> list[str]:
+        """A step is over; the lines of those that have waited long enough."""
+        self._open[record["step"]] = record
+        return self._close(through=record["step"] - LOG_PATIENCE_STEPS)
+
+    def log(self, step: int, numbers: dict[str, float]) -> list[str]:
+        """The loop's own numbers of a step, and with them all records up to it; too late, a line of their own."""
+        if step not in self._open:
+            return [json.dumps({"step": step, **numbers})]
+        self._open[step].update(numbers)
+        return self._close(through=step)
+
+    def close(self) -> list[str]:
+        """The lines of all that are left."""
+        return self._close(through=max(self._open, default=0))
+
+    def _close(self, *, through: int) -> list[str]:
+        lines = [json.dumps(self._open.pop(step)) for step in sorted(self._open) if step <= through]
+        self.newest = lines[-1] if lines else self.newest
+        return lines
