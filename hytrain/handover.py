@@ -106,10 +106,10 @@ class Handover:
         assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
         move.begun = True
         for layer in move.leaving:
-            arena = move.arenas.pop(layer.lid)
+            arena = move.arenas[layer.lid]
             copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.device)]
             departure = self._transfers.state_out(copies)
-            layer.planes = arena
+            layer.planes = move.arenas.pop(layer.lid)
             self._give(layer, move.plan, step, after=departure)
             move.copies.append((arena, departure))
         for index, layer in enumerate(move.coming):
