@@ -294,6 +294,56 @@ def test_times_belong_to_the_step_that_was_measured(driver: Driver) -> None:
     driver.handle(report(4, measured=3, stall_s=0.0))
 
 
+def test_layers_that_move_at_random_are_dirty_too(driver: Driver) -> None:
+    driver.start(policy="random")
+    plan = driver.next_plan()
+    assert plan is not None
+    driver.agree(plan)
+    driver.handle(applied(plan))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    before = book.profile()
+    driver.handle(report(plan.step, plan.gpu_lids, step_s=0.6))
+    assert book.profile() == before
+
+
+def test_a_step_in_which_threads_changed_is_not_a_whole_one(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0)
+    driver.handle(report(1, stall_s=0.0))
+    driver.sent(m.Command(name="threads", value="2"))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    before_s = book.profile().other_s
+    driver.handle(report(2, stall_s=0.0, step_s=0.6))
+    assert book.profile().other_s == before_s
+    driver.handle(report(3, stall_s=0.0, step_s=0.6))
+    assert book.profile().other_s > before_s
+
+
+def test_a_plan_that_was_cut_short_is_predicted_as_it_is(driver: Driver) -> None:
+    driver.start(policy="deadline", k=None)
+    driver.handle(cpu_report(1, 10.0, lids=(0, 1, 2, 3)))
+    plan = driver.sent(report(1))[0][1]
+    assert isinstance(plan, m.Plan) and len(plan.gpu_lids) == LAYERS and plan.predicted_step_s is not None
+    planning = driver.state._planning
+    assert planning is not None and planning.predicted_step_s is not None
+    all_on_cpu_s = planning.predicted_step_s
+    driver.agree(plan)
+    driver.handle(applied(plan, gpu_lids=(0, 1)))
+    assert plan.predicted_step_s < planning.predicted_step_s < all_on_cpu_s
+
+
+def test_old_steps_are_forgotten() -> None:
+    driver = Driver()
+    driver.start(policy="random")
+    for step in range(60):
+        driver.handle(m.Command(name="threads", value=str(1 + step % 2)))
+        for _, message in driver.sent(report(step, driver.status().gpu_lids)):
+            if isinstance(message, m.Plan):
+                plan = message
+        if driver.state._planning._ledger.busy:  # type: ignore[union-attr]
+            driver.agree(plan)
+            driver.handle(applied(plan))
+
+
 def test_the_prediction_is_that_of_the_layers_that_are_owned(driver: Driver) -> None:
     driver.start(policy="deadline", k=None)
     driver.handle(cpu_report(1, 10.0, lids=(1, 2, 3)))
@@ -388,7 +438,8 @@ def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> Non
         ("policy", "best", "policy 'best' is unknown; known: fixed, cotrain"),
         ("policy", "fixed", 'policy "fixed" needs a k'),
         ("objective", "fun", "objective 'fun' is unknown; known: speed"),
-        ("threads", "0", "threads is '0': a number of 1 or more"),
+        ("threads", "0", "threads is '0': a number from 1 to 9999"),
+        ("threads", "9" * 400, "a number from 1 to 9999"),
         ("threads", "-2", "threads is '-2'"),
         ("threads", "1.5", "threads is '1.5'"),
     ],
@@ -473,6 +524,14 @@ def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     (published,) = [command.status for command in driver.commands if isinstance(command, Publish)]
     assert json.loads(published.record) == record
     assert driver.status() == published
+
+
+def test_a_record_gets_the_stall_of_its_own_step(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    for step, measured in enumerate((None, 0, 1, 2)):
+        driver.handle(report(step, number=step + 11, measured=measured, stall_s=0.0 if measured is None else measured))
+    driver.handle(m.Log(step=13, numbers={}))
+    assert [record["stall_s"] for record in driver.records] == [0, 1, 2]
 
 
 def test_a_record_does_not_wait_for_ever(driver: Driver) -> None:

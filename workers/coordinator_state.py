@@ -73,6 +73,9 @@ class CoordinatorState:
             case m.TrainerReport():
                 # The CPU may be at work on this step still, and is done with the one before.
                 record = planning.record(message, self._cpu_busy_s.pop(message.step - 1, 0.0))
+                if message.measured is not None:
+                    number = message.number - message.step + message.measured
+                    self._records.measured(number, message.stall_s)
                 return self._write(self._records.add(record)) + planning.on_trainer(message)
             case m.Log(step=step, numbers=numbers):
                 return self._write(self._records.log(step, numbers))

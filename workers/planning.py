@@ -5,7 +5,7 @@
     commands: k, policy, objective, threads ─▶ the next plan at once
 
 Left out of the measurements are the first step, which warms up, and a step in which layers moved, since copies of
-their state went beside its own.
+their state went beside its own. A step in which the CPU got other threads counts for its layers, not as a whole.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ HORIZON_STEPS: Final = 200
 MIN_GAIN: Final = 0.01
 #: Steps whose measurements may still come.
 OPEN_STEPS: Final = 16
+MAX_THREADS: Final = 9999
 #: On device "cpu" the "GPU's" update is the trainer's own and takes as long as the optimizer's.
 CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
 TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
@@ -62,7 +63,8 @@ class Planning:
         self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
         self._plan: m.Plan | None = None
         self._steps: dict[int, tuple[float, tuple[int, ...]]] = {}  # duration, owners
-        self._disturbed: set[int] = set()
+        self._moved_in: set[int] = set()  # steps in which a plan moved layers
+        self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
         self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
 
     @property
@@ -99,12 +101,13 @@ class Planning:
         """A step is over; what was measured in it or in one before is taken in."""
         self._step = report.step
         self._steps[report.step] = report.step_s, report.gpu_lids
-        self._steps.pop(report.step - OPEN_STEPS, None)
+        self._forget(through=report.step - OPEN_STEPS)
         if report.measured is not None and self._counts(report.measured):
             for name in TIMES:
                 times = {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None}
                 self._book.observe_trainer(**{name: times})
-            if (step := self._steps.get(report.measured)) is not None:
+            step = self._steps.get(report.measured)
+            if step is not None and report.measured not in self._commanded_in:
                 self._book.observe_step(step_s=step[0], stall_s=report.stall_s, gpu_lids=step[1])
         if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
             owned = sum(self._facts[lid].gpu_state_bytes for lid in report.gpu_lids)
@@ -123,7 +126,12 @@ class Planning:
             self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
 
     def _counts(self, step: int) -> bool:
-        return step >= WARM_UP_STEPS and step not in self._disturbed
+        return step >= WARM_UP_STEPS and step not in self._moved_in
+
+    def _forget(self, *, through: int) -> None:
+        self._steps = {step: known for step, known in self._steps.items() if step > through}
+        self._moved_in = {step for step in self._moved_in if step > through}
+        self._commanded_in = {step for step in self._commanded_in if step > through}
 
     # ------------------------------------------------------------ plans
 
@@ -136,6 +144,7 @@ class Planning:
             return []
         self._planned_at = self._step
         current = frozenset(self.gpu_lids)
+        self.predicted_step_s = simulate(profile, current).step_s
         try:
             decision = decide(
                 self.policy,
@@ -150,7 +159,6 @@ class Planning:
             )
         except Infeasible as error:
             return [Note(f"no plan fits: {error}")]
-        self.predicted_step_s = simulate(profile, current).step_s
         self.reason = decision.reason
         if not decision.changed:
             return []
@@ -183,12 +191,18 @@ class Planning:
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
         self.moved += applied.moved
-        if applied.moved and self.policy != "random":  # which moves layers in every step
-            self._disturbed.add(applied.step)
-        if self._plan is not None and applied.gpu_lids == self._plan.gpu_lids:
-            self.predicted_step_s = self._plan.predicted_step_s
+        if applied.moved:
+            self._moved_in.add(applied.step)
+        self.predicted_step_s = self._predicted(applied.gpu_lids)
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
         return [Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")]
+
+    def _predicted(self, gpu_lids: tuple[int, ...]) -> float | None:
+        """A step with the owners that the trainer named; a GPU without room did not take all of the plan."""
+        if self._plan is not None and gpu_lids == self._plan.gpu_lids:
+            return self._plan.predicted_step_s
+        profile = self._book.profile()
+        return None if profile is None else simulate(profile, frozenset(gpu_lids)).step_s
 
     # ------------------------------------------------------------ commands
 
@@ -234,12 +248,13 @@ class Planning:
 
     def _set_threads(self, value: str) -> list[Command]:
         """The CPU's times are scaled at once by what so many threads usually bring, and measured anew."""
-        if not value.isdecimal() or int(value) < 1:
-            raise ValueError(f"threads is {value!r}: a number of 1 or more")
+        if not value.isdecimal() or len(value) > len(str(MAX_THREADS)) or int(value) < 1:
+            raise ValueError(f"threads is {value!r}: a number from 1 to {MAX_THREADS}")
         before = self._new_threads[0] if self._new_threads is not None else self.threads
         if before is not None and before != int(value):
             self._book.cpu_changed(int(value) / before)
         self._new_threads = int(value), self._step
+        self._commanded_in.add(self._step + 1)
         return [Send("optimizer", m.SetThreads(threads=int(value)))]
 
     def record(self, report: m.TrainerReport, cpu_busy_s: float) -> dict[str, Any]:
@@ -262,7 +277,8 @@ class Planning:
     def check(self) -> None:
         self._ledger.check()
         self._book.check()
-        assert len(self._steps) <= OPEN_STEPS, "old steps are forgotten"
+        for kept in (self._steps, self._moved_in, self._commanded_in):
+            assert len(kept) <= 2 * OPEN_STEPS, "old steps are forgotten"
 
 
 #: What a monitor may ask for.

@@ -1,6 +1,7 @@
 """The records of a run: one line of metrics.jsonl a step, complete once the loop's own numbers have come.
 
     TrainerReport ─ add ─▶ open record ─┬─ log ─▶ with the loop's numbers ─▶ line
+                 (measured: its stall)  │
                                         └─ some steps later, without ─────▶ line
 
 Reading a loss at once would make the GPU wait for the CPU, so loops log late, or not at all.
@@ -27,6 +28,11 @@ class Records:
         """A step is over; the lines of those that have waited long enough."""
         self._open[record["step"]] = record
         return self._close(through=record["step"] - LOG_PATIENCE_STEPS)
+
+    def measured(self, step: int, stall_s: float) -> None:
+        """The step's stall has become known after its end; too late, the line keeps the last one known before."""
+        if step in self._open:
+            self._open[step]["stall_s"] = stall_s
 
     def log(self, step: int, numbers: dict[str, float]) -> list[str]:
         """The loop's own numbers of a step, and with them all records up to it; too late, a line of their own."""
