@@ -465,16 +465,26 @@ def test_k_can_be_left_to_the_planner_again(driver: Driver) -> None:
     assert driver.status().policy == "deadline"
 
 
-def test_policy_and_objective_are_commands(driver: Driver) -> None:
-    driver.start(policy="fixed", k=0.5)
-    for name, value in (("policy", "balance"), ("objective", "gpu-memory"), ("policy", "deadline")):
+@pytest.mark.parametrize(("objective", "gpu_lids"), [("gpu-memory", ()), ("host-memory", (0, 1, 2, 3))])
+def test_policy_and_objective_are_commands(driver: Driver, objective: str, gpu_lids: tuple[int, ...]) -> None:
+    driver.start(policy="fixed", k=0.5, gpu_bytes=1 << 40)
+    for name, value in (("policy", "balance"), ("objective", objective), ("policy", "deadline")):
         assert driver.answer(m.Command(name=name, value=value)) == m.CommandReply(
             ok=True, text=f"{name}={value} from the next plan on"
         )
     plan = driver.next_plan(1)
-    assert plan is not None and plan.policy == "deadline" and plan.gpu_lids == ()
+    assert plan is not None and plan.policy == "deadline" and plan.gpu_lids == gpu_lids
     driver.handle(m.Log(step=2, numbers={}))
-    assert driver.records[-1]["objective"] == "gpu-memory" and driver.records[-1]["policy"] == "deadline"
+    assert driver.records[-1]["objective"] == objective and driver.records[-1]["policy"] == "deadline"
+
+
+def test_a_command_does_not_wait_for_the_next_look() -> None:
+    driver = Driver(replan_every=100)
+    driver.start(policy="fixed", k=0.5)
+    assert driver.next_plan(0, 5) is None
+    driver.handle(m.Command(name="k", value="1.0"))
+    plan = driver.next_plan(5, 1)
+    assert plan is not None and plan.step == 7 and len(plan.gpu_lids) == LAYERS
 
 
 def test_fewer_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> None:
