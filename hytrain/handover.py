@@ -1,13 +1,14 @@
 """Moves layers between owners, state and all, while training goes on.
 
-    agreed      a thread: arenas are made, mapped and pinned; the state planes of layers that leave them are pinned
+    agreed      a thread: arenas are made, mapped and pinned; room on the device; state planes that are left are pinned
     boundary    to the CPU   weights, state ─▶ arena ─(there)─▶ TakeOver          its owner from now on
-                to the GPU   room on the device; state ◀─ arena, once the optimizer is done with the last update
+                to the GPU   state ◀─ arena, once the optimizer is done with the last update
     backward    to the GPU   its owner from now on ─(there)─▶ GiveUp              before the step's first gradient
     later       a thread: arenas are closed, state planes unpinned
 
 What moves is every bit of a layer's state, so the result of training does not depend on it. Copies have a stream of
-their own. Pinning and unpinning take the driver tenths of a second for a large layer: no thread of training does it.
+their own. Pinning takes tenths of a second for a large layer, allocating on the device milliseconds: training waits
+for neither.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ CLOSE_TIMEOUT_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Move:
-    """One plan's handovers. `arenas` are there and not yet their layers', `copies` are those to the CPU."""
+    """One plan's handovers. `arenas` and `devices` are there and not yet their layers', `copies` those to the CPU."""
 
     plan: Plan
     leaving: list[TrainedLayer]
     coming: list[TrainedLayer]
     arenas: dict[int, ArenaPlanes] = field(default_factory=dict)
+    devices: dict[int, DevicePlanes] = field(default_factory=dict)
     copies: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
     prepared: bool = False
     begun: bool = False
@@ -75,21 +77,29 @@ class Handover:
         self._run(partial(self._prepare, self._move))
 
     def _prepare(self, move: _Move) -> None:
-        for layer, arena in self._allocate(move.leaving):
+        """A GPU without room for a layer leaves it and those after it where they are."""
+        for layer, arena in self._allocate(move.leaving, gently=True):
             move.arenas[layer.lid] = arena
             arena.pin_state()
-        for layer in move.coming:
+        for index, layer in enumerate(move.coming):
+            try:
+                move.devices[layer.lid] = DevicePlanes(layer.segments, zeros=False)
+            except torch.OutOfMemoryError:
+                del move.coming[index:]
+                break
             layer.arena.pin_state()
         move.prepared = True
 
-    def _allocate(self, layers: list[TrainedLayer]) -> Iterable[tuple[TrainedLayer, ArenaPlanes]]:
+    def _allocate(
+        self, layers: list[TrainedLayer], *, gently: bool = False
+    ) -> Iterable[tuple[TrainedLayer, ArenaPlanes]]:
         """Ask for the layers' arenas; yields each layer once its own is there, mapped and pinned."""
         awaited = {layer.lid: layer for layer in layers}
         for layer in layers:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
         while awaited:
             file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers)
+            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers, gently=gently)
 
     @property
     def is_prepared(self) -> bool:
@@ -98,10 +108,7 @@ class Handover:
     # ------------------------------------------------------------ at a boundary: copies
 
     def begin(self, step: int) -> None:
-        """Start the copies of the plan that was prepared; it holds from `step` on. Waits for nothing.
-
-        A GPU without room for a layer leaves it and those after it where they are.
-        """
+        """Start the copies of the plan that was prepared; it holds from `step` on. Waits for nothing."""
         move = self._move
         assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
         move.begun = True
@@ -112,16 +119,10 @@ class Handover:
             layer.planes = move.arenas.pop(layer.lid)
             self._give(layer, move.plan, step, after=departure)
             move.copies.append((arena, departure))
-        for index, layer in enumerate(move.coming):
-            try:
-                device = DevicePlanes(layer.segments, zeros=False)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                self._run(partial(_unpin, [layer.arena for layer in move.coming[index:]]))
-                del move.coming[index:]
-                break
+        room = self._transfers.room()
+        for layer in move.coming:
             with self._health.changed:
-                layer.moving = Moving(device, self._transfers.room())
+                layer.moving = Moving(move.devices.pop(layer.lid), room)
                 if layer.landing is not None or layer.life.is_current:
                     self.state_in(layer)
 
@@ -183,6 +184,7 @@ class Handover:
             for arena in self._move.arenas.values():
                 arena.close()
             self._move.arenas.clear()
+            self._move.devices.clear()
 
     def _give(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
         layer.life.change_owner("cpu")
@@ -214,11 +216,6 @@ def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[Ar
     for arena, arrival in closing:
         arrival.synchronize()
         arena.close()
-
-
-def _unpin(arenas: list[ArenaPlanes]) -> None:
-    for arena in arenas:
-        arena.unpin_state()
 
 
 def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:

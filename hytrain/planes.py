@@ -96,12 +96,12 @@ class TrainedSegment:
 class ArenaPlanes:
     """The planes of a layer that the CPU owns, as views of the optimizer's arena."""
 
-    def __init__(self, file: ArenaFile, transfers: Transfers) -> None:
+    def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
         """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
         self._file, self._transfers = file, transfers
         self._shared: Mapping | None = file.map_shared()
         try:
-            transfers.pin(self._shared.address, self._shared.nbytes)
+            transfers.pin(self._shared.address, self._shared.nbytes, gently=gently)
         except BaseException:
             file.close()
             raise
@@ -117,14 +117,18 @@ class ArenaPlanes:
 
     def pin_state(self) -> None:
         """Pin the state planes, for the time of a handover: they then move at the link's speed."""
-        whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
-        self._transfers.pin(whole.address + shared_nbytes, whole.nbytes - shared_nbytes)
+        self._transfers.pin(*self._state_range(), gently=True)
         self._state_is_pinned = True
 
     def unpin_state(self) -> None:
         if self._state_is_pinned:
-            self._transfers.unpin(self._whole().address + self._file.layout.shared_nbytes)
+            self._transfers.unpin(*self._state_range())
             self._state_is_pinned = False
+
+    def _state_range(self) -> tuple[int, int]:
+        """Address and size of the state planes."""
+        whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
+        return whole.address + shared_nbytes, whole.nbytes - shared_nbytes
 
     def _whole(self) -> Mapping:
         with self._mapping_all:
@@ -136,7 +140,7 @@ class ArenaPlanes:
         """Unpin and give the mapping up; pages live on while somebody holds a view."""
         assert self._shared is not None, "closed once"
         self.unpin_state()
-        self._transfers.unpin(self._shared.address)
+        self._transfers.unpin(self._shared.address, self._shared.nbytes)
         self._shared = self._all = None
         self.grads, self.weights = [], []
         self._file.close()

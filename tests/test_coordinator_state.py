@@ -15,7 +15,7 @@ from protocol.handles import layout
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send, Write
-from workers.planning import WARM_UP_STEPS
+from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS
 from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
@@ -504,6 +504,26 @@ def test_fewer_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> No
     driver.handle(report(2, (0, 1)))
     driver.handle(m.Log(step=3, numbers={}))
     assert driver.records[-1]["threads"] == 2
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(told: bool) -> None:
+    driver = Driver(replan_every=1)
+    driver.start(policy="fixed", k=0.0)
+    driver.handle(cpu_report(1, 1e-4, lids=(0, 1, 2, 3)))
+    driver.handle(report(1))
+    driver.sent(m.Command(name="policy", value="deadline"))
+    driver.sent(m.Command(name="threads", value="1"))
+    slow = cpu_report(2, 10.0, lids=(0, 1, 2, 3), threads=1)
+    assert driver.sent(report(2)) == []
+    if told:
+        driver.handle(slow)
+        plan = driver.sent(report(3))[0][1]
+        assert isinstance(plan, m.Plan) and len(plan.gpu_lids) > 0
+    else:
+        waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
+        assert waited == [[]] * CPU_PATIENCE_STEPS
+        assert driver.state._planning is not None and not driver.state._planning._awaits_cpu_times()
 
 
 def test_an_optimizer_with_fewer_cores_than_threads_asked_for_is_believed_in_the_end(driver: Driver) -> None:

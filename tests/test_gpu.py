@@ -76,6 +76,35 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_
     assert runs["random"][1] > 0, "nothing moved"
 
 
+def wide(dtype: torch.dtype) -> nn.Module:
+    """Layers of 28 MB of weights: planes that are pinned in several pieces."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(3000, 3000), nn.Tanh()) for _ in range(5)]).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
+    results: list[dict[str, torch.Tensor]] = []
+    for options in ({"k": 1.0}, {"policy": "random"}, {"k": 0.0, "overlap": False}):
+        model = wide(dtype)
+        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), **options)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            x = torch.randn(16, 3000, generator=generator).to("cuda", dtype)
+            (model(x) - x.sin()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        for index, entry in optimizer.state_dict()["state"].items():
+            state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+        assert (optimizer.statistics().moved > 20) is ("policy" in options)
+        optimizer.close()
+        results.append(state)
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+
+
 def test_autocast_over_float32_parameters(tmp_path: Path) -> None:
     first, _ = train(llama(torch.float32), tmp_path, autocast=True, k=0.0)
     second, _ = train(llama(torch.float32), tmp_path, autocast=True, k=1.0)

@@ -27,6 +27,9 @@ PURE = (
     "protocol/messages.py",
     "protocol/handles.py",
     "workers/coordinator_state.py",
+    "workers/planning.py",
+    "workers/records.py",
+    "workers/effects.py",
 )
 # What turns bytes into code. `multiprocessing` pickles what it sends.
 UNSAFE_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}

@@ -33,6 +33,8 @@ from workers.effects import Command, Note, Send
 WARM_UP_STEPS: Final = 1
 HORIZON_STEPS: Final = 200
 MIN_GAIN: Final = 0.01
+#: Steps that a plan waits for the CPU's first times with another number of threads.
+CPU_PATIENCE_STEPS: Final = 3
 #: Steps whose measurements may still come.
 OPEN_STEPS: Final = 16
 MAX_THREADS: Final = 9999
@@ -140,7 +142,7 @@ class Planning:
         every = 1 if self.policy == "random" else self._replan_every
         due = self._planned_at is None or self._step - self._planned_at >= every
         profile = self._book.profile() if due and not self._ledger.busy else None
-        if profile is None:
+        if profile is None or self._awaits_cpu_times():
             return []
         self._planned_at = self._step
         current = frozenset(self.gpu_lids)
@@ -165,6 +167,12 @@ class Planning:
         return self._propose(
             tuple(sorted(decision.gpu_lids)), self._step + 2, decision.reason, decision.predicted_step_s
         )
+
+    def _awaits_cpu_times(self) -> bool:
+        """Threads were changed a moment ago: what the CPU does with them is known better when it has been seen."""
+        if self._new_threads is None or len(self.gpu_lids) == len(self._facts):
+            return False
+        return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
     def _propose(self, gpu_lids: tuple[int, ...], step: int, reason: str, predicted_s: float | None) -> list[Command]:
         plan = self._plan = self._ledger.propose(
