@@ -343,6 +343,11 @@ class Engine:
         self._handover.settle()
         self._synchronized = self._step
 
+    def expose_state(self) -> None:
+        """Return once the optimizer state can be read and written, wherever it is."""
+        self.synchronize()
+        self._handover.expose_state()
+
     def weights_were_written(self) -> None:
         """Parameters were written from outside: they become the masters before the next update."""
         self._written = True

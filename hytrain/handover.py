@@ -62,9 +62,7 @@ class Handover:
                 layer.planes = DevicePlanes(layer.segments)
         for layer, arena in self._allocate([layer for layer in self._layers if layer.lid not in plan.gpu_lids]):
             layer.planes = arena
-            for plane, weights in _weights_copies(layer, arena):
-                plane.copy_(weights)
-            self._give(layer, plan, step=0)
+            self._give(layer, plan, step=0, after=self._transfers.state_out(_weights_copies(layer, arena)))
 
     # ------------------------------------------------------------ before: memory
 
@@ -163,18 +161,31 @@ class Handover:
             departure.synchronize()
         self._settling = []
 
+    def expose_state(self) -> None:
+        """The state planes of layers are about to be read and written by others, with copies of any size.
+
+        A copy must not cross from one pinned piece to the next, so nothing stays pinned; the next handover is slower.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._move is not None:
+            for layer in self._move.coming:
+                layer.arena.unpin_state()
+
     # ------------------------------------------------------------
 
     def import_weights(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """The values of `parameters` become the masters: exactly, or with the remainders that belong to them."""
         self._transfers.settle()
+        copies: list[Copy] = []
         for known in parameters:
             for layer, index in known.places:
                 segment, remainder = layer.segments[index], layer.state("remainder")[index]
                 if remainder is not None:
                     _fit_remainder(remainder, segment.weights) if keep_remainder else remainder.zero_()
                 if isinstance(layer.planes, ArenaPlanes):
-                    _present(layer.planes.weights[index]).copy_(segment.weights)
+                    copies.append((_present(layer.planes.weights[index]), segment.weights))
+        self._transfers.state_out(copies).synchronize()
 
     def close(self) -> None:
         """Give up what was prepared and no layer has got. The link is closed already."""

@@ -203,12 +203,13 @@ class AdamW(torch.optim.Optimizer):
 
         bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder.
         """
-        self._engine.synchronize()
+        self._engine.expose_state()
         return saving.state_dict(self.param_groups, self._parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
         self._engine.import_weights()
+        self._engine.expose_state()
         saving.load_state_dict(state_dict, self.param_groups, self._parameters)
         self._engine.state_was_loaded()
 
@@ -224,12 +225,13 @@ class AdamW(torch.optim.Optimizer):
 
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
-        self._engine.synchronize()
+        self._engine.expose_state()
         saving.save(Path(folder), self.param_groups, self._parameters, steps=self._engine.steps)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after."""
         self._engine.import_weights()
+        self._engine.expose_state()
         self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters)
         self._engine.state_was_loaded()
 

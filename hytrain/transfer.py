@@ -157,7 +157,10 @@ class CudaTransfers:
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. All that read the old weights came before the gradient's copy."""
-        return self._copy(self._in, copies)
+        transfer = self._copy(self._in, copies)
+        for destination, _ in copies:
+            torch.autograd.graph.increment_version(destination)
+        return transfer
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy what the current stream has left in weights and state into pinned planes."""
@@ -187,7 +190,8 @@ class CudaTransfers:
                 address = on_host.data_ptr()
                 for start, stop in cut(address, on_host.nbytes):
                     part = slice((start - address) // width, (stop - address) // width)
-                    destination[part].copy_(source[part], non_blocking=True)
+                    # `data` has a version counter of its own: however many pieces, a transfer is one write.
+                    destination.data[part].copy_(source[part], non_blocking=True)
             ended = self.clock.mark()
             done = torch.cuda.Event(blocking=True)
             done.record()
