@@ -65,6 +65,8 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         folder = Path(tempfile.mkdtemp(prefix="ht-"))
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
+        # torch makes this folder where temporary files go when its compiler is first imported, and leaves it there.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
         descriptors, shared = open_descriptors(), shared_memory()
         children = set(psutil.Process().children(recursive=True))
         yield
