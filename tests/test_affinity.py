@@ -176,14 +176,17 @@ PIN = """
 import os, sys
 from workers import affinity
 affinity.pin(affinity.Pinning((int(sys.argv[1]),), 1, sys.argv[2] == "True", ""))
-print(os.sched_getaffinity(0), {k: v for k, v in sorted(os.environ.items()) if k.startswith("OMP_")})
+print(os.sched_getaffinity(0), {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "GOMP_"))})
 """
 
 
 @pytest.mark.parametrize(
     ("exclusive", "settings"),
     [
-        (True, {"OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"}),
+        (
+            True,
+            {"GOMP_SPINCOUNT": "20000", "OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"},
+        ),
         (False, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
     ],
 )
@@ -195,7 +198,7 @@ def test_pinning_sets_the_mask_and_tells_openmp(exclusive: bool, settings: dict[
 
 def test_places_are_one_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda *_: None)
-    for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY"):
+    for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")
     affinity.pin(Pinning((2, 3, 8), 2, True, ""))
     assert (os.environ["OMP_PLACES"], os.environ["OMP_NUM_THREADS"]) == ("{2},{3},{8}", "2")
@@ -217,7 +220,7 @@ def test_the_optimizer_loads_no_openmp_before_it_is_pinned() -> None:
 
 
 def child(code: str, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60
