@@ -75,15 +75,16 @@ def _beside(*systems: str) -> Callable[[Job], list[Job]]:
 
 
 def sweep(template: Job) -> list[Job]:
-    """The planner from a cold start, then static k up and down, the planner again between, all in one process."""
-
-    def static(k: str) -> Segment:
-        return Segment(batch=8, label=f"k={k}", settle=6, measure=6, patience=12, commands=(("k", k),))
-
-    up = [static(k) for k in STATIC_KS]
-    cold = Segment(batch=8, label="auto from the start", settle=10, measure=10)
-    again = Segment(batch=8, label="auto", settle=12, measure=8, patience=12, commands=(("k", "auto"),))
-    return [job(template, "hytrain:auto", cold, *up, again, *reversed(up))]
+    """The planner from a cold start, then static k up and down, the planner again at the end, all in one process."""
+    segments = [Segment(batch=8, label="auto from the start", settle=10, measure=10)]
+    before = 0.2
+    for k in (*STATIC_KS, *reversed(STATIC_KS)):
+        # The more layers move, the longer their memory takes to be there.
+        settle = 6 + round(20 * abs(float(k) - before))
+        segments.append(Segment(batch=8, label=f"k={k}", settle=settle, measure=6, patience=8, commands=(("k", k),)))
+        before = float(k)
+    again = Segment(batch=8, label="auto", settle=16, measure=8, patience=8, commands=(("k", "auto"),))
+    return [job(template, "hytrain:auto", *segments, again)]
 
 
 def policies(template: Job) -> list[Job]:
@@ -92,9 +93,9 @@ def policies(template: Job) -> list[Job]:
     for batch in BATCHES:
         for policy in ("deadline", "balance", "cotrain", "fixed"):
             commands = (("k", "0.5"),) if policy == "fixed" else (("k", "auto"), ("policy", policy))
-            measure = 5 if batch > 8 else 8
+            measure = 5 if batch > 8 else 7
             segments.append(
-                Segment(batch=batch, label=policy, settle=12, measure=measure, patience=12, commands=commands)
+                Segment(batch=batch, label=policy, settle=10, measure=measure, patience=8, commands=commands)
             )
     return [job(template, "hytrain:auto", *segments)]
 
