@@ -27,7 +27,7 @@ _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.
 
 
 def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
-    """One parameter's share of a tile's update: the median of one to some passes over scratch memory, after a warm-up."""
+    """One parameter's share of a tile's update: the median of a few passes over scratch memory, after a warm-up."""
     enough_s = time.perf_counter() + BUDGET_S
     layer = _typical(layers)
     arena = HostArena(layout(layer))

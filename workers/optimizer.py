@@ -247,8 +247,9 @@ class Session:
         self._progress.updated(tile.lid, tile.step, began_s, time.monotonic())
         if (done := self._queue.tile_done(tile)) is None:
             return
+        sent_s = time.monotonic()  # before it is: the trainer may have taken it in when `send` returns
         self._trainer.send(done)
-        self._progress.sent(tile.lid, tile.step, time.monotonic())
+        self._progress.sent(tile.lid, tile.step, sent_s)
         if self._queue.idle:
             self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
 

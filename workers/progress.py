@@ -37,7 +37,7 @@ class Progress:
         self._update_s[lid] = self._update_s.get(lid, 0.0) + ended_s - began_s
 
     def sent(self, lid: int, step: int, at_s: float) -> None:
-        """The layer's last tile is done, and its WeightsReady sent."""
+        """The layer's last tile is done, and its WeightsReady goes out."""
         queued_s = at_s - self._arrived_s.pop(lid)
         self._updates.append(CpuUpdate(lid=lid, update_s=self._update_s.pop(lid), queued_s=queued_s))
         if self._trace is not None:

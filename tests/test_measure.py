@@ -1,0 +1,306 @@
+"""The trainer's measurements, over a clock that the test sets: marks, intervals, times, the timeline."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain import measure, trace
+from hytrain.measure import HostClock, Meter, Span
+from hytrain.trace import TraceWriter
+from protocol.messages import LayerTimes
+
+#: Where the device's clock stands on the monotonic one.
+ANCHOR_S = 1000.0
+
+
+class Mark:
+    """A mark of `FakeClock`, which knows whether somebody may still ask about it."""
+
+    at_s: float
+    in_use = False
+
+
+class FakeClock:
+    """A device whose time is `now_s`, and which has passed all marks up to `passed_s`. Marks come from a pool."""
+
+    def __init__(self) -> None:
+        self.now_s, self.passed_s = 0.0, float("inf")
+        self.pool: list[Mark] = []
+        self.made = self.anchored = 0
+
+    def mark(self) -> Mark:
+        if not self.pool:
+            self.made += 1
+        mark = self.pool.pop() if self.pool else Mark()
+        assert not mark.in_use, "a mark that is in use was given out again"
+        mark.at_s, mark.in_use = self.now_s, True
+        return mark
+
+    def marked(self, at_s: float) -> Mark:
+        """A mark, left at a time."""
+        self.now_s = at_s
+        return self.mark()
+
+    def span(self, began_s: float, ended_s: float) -> Span:
+        return self.marked(began_s), self.marked(ended_s)
+
+    def passed(self, mark: Mark) -> bool:
+        assert mark.in_use
+        return mark.at_s <= self.passed_s
+
+    def seconds(self, span: Span) -> float:
+        assert span[0].in_use and span[1].in_use
+        return float(span[1].at_s - span[0].at_s)
+
+    def anchor(self) -> None:
+        self.anchored += 1
+
+    def at(self, mark: Mark) -> float:
+        assert mark.in_use and self.anchored
+        return mark.at_s + ANCHOR_S
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            assert mark.in_use, "a mark was given back twice"
+            mark.in_use = False
+            self.pool.append(mark)
+
+
+#: Elements of layers 0, 1, 2. A module consists of layers 1 and 2, in parts of one to three.
+NUMELS = [10, 10, 30]
+
+
+def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
+    """Forward over layer 0 and a module of 1 and 2, backward, with 1 on the GPU and the others on the CPU."""
+    t = start_s
+    meter.forward((0,), clock.span(t, t + 1))  # waits 1 s for weights
+    meter.forward((1, 2), clock.span(t + 4, t + 4.5))
+    meter_backward(meter, clock, 2, t + 10.5)
+    meter.span("d2h_s", 2, clock.span(t + 10.6, t + 11.6))
+    meter_backward(meter, clock, 1, t + 12)
+    meter.span("gpu_update_s", 1, clock.span(t + 12, t + 12.25))
+    meter_backward(meter, clock, 0, t + 15)
+    meter.span("d2h_s", 0, clock.span(t + 15, t + 15.5))
+
+
+def meter_backward(meter: Meter, clock: FakeClock, lid: int, at_s: float) -> None:
+    clock.now_s = at_s
+    meter.backward(lid)
+
+
+def end(meter: Meter, clock: FakeClock, step: int, at_s: float) -> dict[int, LayerTimes]:
+    clock.now_s = at_s
+    return {times.lid: times for times in meter.end_step(step)}
+
+
+def test_a_step_is_taken_apart() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    record(meter, clock)
+    times = end(meter, clock, 0, 16.0)
+    assert meter.measured == 0 and meter.stall_s == pytest.approx(1.5)
+    # What lies between the last entry and the first gradient (6 s) is a third forward, two thirds backward.
+    assert times[0] == LayerTimes(lid=0, stall_s=1.0, forward_s=3.0, backward_s=pytest.approx(2.75), d2h_s=0.5)
+    assert times[1] == LayerTimes(lid=1, stall_s=0.5, forward_s=0.5, backward_s=1.5, gpu_update_s=0.25)
+    assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
+
+
+def test_nothing_is_measured_before_the_device_has_passed_it() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    clock.passed_s = 15.9  # the step's own end is still ahead
+    record(meter, clock)
+    assert end(meter, clock, 0, 16.0) == {} and meter.measured is None
+    record(meter, clock, 20.0)
+    clock.passed_s = 30.0  # in the middle of step 1
+    assert end(meter, clock, 1, 36.0).keys() == {0, 1, 2} and meter.measured == 0
+    record(meter, clock, 40.0)
+    clock.passed_s = 56.0
+    assert end(meter, clock, 2, 56.0)[0].stall_s == 1.0 and meter.measured == 1
+
+
+def test_a_step_whose_copy_is_late_waits_for_it() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    record(meter, clock)
+    meter.span("d2h_s", 2, clock.span(16.0, 99.0))
+    clock.passed_s = 50.0
+    assert end(meter, clock, 0, 17.0) == {}
+
+
+def test_weights_that_come_back_late_belong_to_their_own_step(tmp_path: Path) -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    record(meter, clock)
+    meter.span("h2d_s", 2, clock.span(13.0, 14.0))
+    end(meter, clock, 0, 16.0)
+    meter.span("h2d_s", 0, clock.span(16.5, 17.0))  # after the step's end
+    record(meter, clock, 20.0)
+    meter.span("h2d_s", 2, clock.span(33.0, 34.0))
+    assert end(meter, clock, 1, 36.0)[0].h2d_s == 0.5
+    meter.close()
+    assert [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")] == [
+        (2, 0),
+        (0, 0),
+        (2, 1),
+    ]
+
+
+def test_a_forward_without_backward_is_no_part_of_the_step() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    meter.restart()
+    meter.forward((0,), clock.span(0.0, 9.0))  # an evaluation
+    meter.restart()
+    record(meter, clock, 10.0)
+    meter.restart()  # a forward inside of backward, by checkpointing
+    assert end(meter, clock, 0, 30.0)[0].stall_s == 1.0
+
+
+def test_a_step_without_marks_has_no_times() -> None:
+    clock = FakeClock()
+    assert end(Meter(clock, NUMELS), clock, 0, 1.0) == {}
+
+
+def test_marks_are_used_again_and_never_twice_at_a_time() -> None:
+    """`FakeClock` refuses to give one out that is in use, and to take one back twice."""
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    made = []
+    for step in range(12):
+        meter.restart()
+        record(meter, clock, 20.0 * step)
+        clock.passed_s = 20.0 * step + 2.0  # one step behind
+        end(meter, clock, step, 20.0 * step + 16.0)
+        made.append(clock.made)
+    assert made[-1] == made[1] == 2 * made[0], "two steps' marks are enough for ever"
+
+
+def test_a_device_that_never_passes_anything_is_given_up() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    clock.passed_s = -1.0
+    for step in range(measure.MAX_OPEN_STEPS + 5):
+        record(meter, clock, 20.0 * step)
+        assert end(meter, clock, step, 20.0 * step + 16.0) == {}
+    clock.passed_s = float("inf")
+    record(meter, clock, 1000.0)
+    end(meter, clock, 99, 1020.0)
+    assert meter.measured == 6, "the oldest that is still kept"
+
+
+# ---------------------------------------------------------------- the timeline
+
+
+def spans(run_dir: Path) -> list[dict[str, Any]]:
+    """Spans of the merged timeline, with their track's name."""
+    events = json.loads(trace.merge(run_dir).read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [{**event, "track": tracks[event["tid"]]} for event in events if event["ph"] == "X"]
+
+
+def seconds(span: dict[str, Any]) -> tuple[float, float]:
+    """When it began and ended, on the device's clock."""
+    return round(span["ts"] / 1e6 - ANCHOR_S, 6), round((span["ts"] + span["dur"]) / 1e6 - ANCHOR_S, 6)
+
+
+def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    record(meter, clock, 100.0)
+    end(meter, clock, 0, 116.0)
+    meter.close()
+    drawn = {(span["track"], span["name"]): seconds(span) for span in spans(tmp_path) if span["name"] != "forward b"}
+    assert drawn == {
+        ("step", "step 0"): (100.0, 116.0),
+        ("compute", "stall a"): (100.0, 101.0),
+        ("compute", "forward a"): (101.0, 104.0),
+        ("compute", "stall b"): (104.0, 104.5),
+        ("compute", "backward c"): (106.5, 110.5),
+        ("compute", "backward b"): (110.5, 112.0),
+        ("compute", "update b"): (112.0, 112.25),
+        ("compute", "backward a"): (112.25, 115.0),
+        ("D2H", "D2H c"): (110.6, 111.6),
+        ("D2H", "D2H a"): (115.0, 115.5),
+    }
+    assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
+
+
+def test_two_marks_without_work_between_are_no_stall(tmp_path: Path) -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter.forward((0,), clock.span(0.0, measure.MIN_STALL_S / 2))
+    meter.forward((1,), clock.span(1.0, 1.0 + measure.MIN_STALL_S * 2))
+    end(meter, clock, 0, 2.0)
+    meter.close()
+    assert [span["name"] for span in spans(tmp_path) if span["args"].get("kind") == "stall"] == ["stall b"]
+
+
+@pytest.mark.parametrize(("jump_s", "lanes"), [(measure.MAX_JUMP_S / 2, {"D2H"}), (0.5, {"D2H", "D2H 2"})])
+def test_a_new_anchor_does_not_draw_one_span_into_the_other(tmp_path: Path, jump_s: float, lanes: set[str]) -> None:
+    """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter.span("d2h_s", 0, clock.span(0.0, 1.0))
+    meter.span("d2h_s", 1, clock.span(1.0 - jump_s, 2.0))
+    end(meter, clock, 0, 3.0)
+    meter.close()
+    drawn = [span for span in spans(tmp_path) if span["args"].get("kind") == "D2H"]
+    assert {span["track"] for span in drawn} == lanes
+
+
+def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path) -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    clock.passed_s = -1.0
+    record(meter, clock)
+    end(meter, clock, 0, 16.0)
+    record(meter, clock, 20.0)
+    end(meter, clock, 1, 36.0)
+    meter.span("h2d_s", 0, clock.span(36.5, 37.0))
+    clock.passed_s = 35.0
+    meter.close()
+    assert {span["args"]["step"] for span in spans(tmp_path)} == {0}
+
+
+def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
+    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, "trainer"), 3)):
+        clock = FakeClock()
+        meter = Meter(clock, NUMELS, trace=writer, names="abc")
+        for step in range(2):
+            record(meter, clock, 20.0 * step)
+            end(meter, clock, step, 20.0 * step + 16.0)
+        assert clock.anchored == anchored
+
+
+def test_copies_are_noted_by_another_thread() -> None:
+    """None is lost or noted twice while steps end."""
+    clock = HostClock()
+    meter = Meter(clock, [1])
+    meter.backward(0)
+
+    def note() -> None:
+        for _ in range(2000):
+            meter.span("h2d_s", 0, (0.0, 1.0))
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    total_s, step = 0.0, 0
+    while thread.is_alive() or step < 2:
+        total_s += sum(times.h2d_s or 0.0 for times in meter.end_step(step))
+        step += 1
+    thread.join()
+    total_s += sum(times.h2d_s or 0.0 for times in meter.end_step(step))
+    assert total_s == pytest.approx(2000.0)
+
+
+def test_the_hosts_marks_are_the_monotonic_clocks() -> None:
+    clock = HostClock()
+    first, second = clock.mark(), clock.mark()
+    assert clock.passed(second) and clock.seconds((first, second)) == clock.at(second) - clock.at(first) >= 0.0

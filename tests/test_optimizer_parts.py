@@ -1,0 +1,324 @@
+"""The parts of the optimizer process: memory in pieces, times and timeline of its work, its rate at the start."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain import trace
+from hytrain.arena import receive_arena
+from hytrain.kernels import backend as backends
+from hytrain.trace import TraceWriter
+from hytrain.update_queue import TILE_NUMEL
+from protocol.handles import layout
+from protocol.messages import CpuUpdate, Layer, Segment
+from workers import arenas as memory
+from workers import calibration
+from workers.arenas import Arenas, SegmentPlanes
+from workers.calibration import seconds_per_parameter
+from workers.progress import Progress
+
+TOKEN = "0123456789abcdef"
+
+
+def layer(lid: int, *numels: int, dtype: str = "bfloat16") -> Layer:
+    segments = tuple(
+        Segment(name=f"s{i}", numel=n, dtype=dtype, grads_dtype=dtype, group=0) for i, n in enumerate(numels)
+    )
+    return Layer(lid=lid, rank=lid, name=f"layer {lid}", segments=segments)
+
+
+class Backend:
+    """Notes what it is asked to do. `work_s` is how long an update seems to take."""
+
+    name, threads = "noting", 1
+
+    def __init__(self) -> None:
+        self.touched: list[tuple[int, int]] = []
+        self.updated: list[dict[str, Any]] = []
+        self.now_s, self.work_s = 0.0, 0.0
+
+    def touch(self, address: int, nbytes: int) -> None:
+        self.touched.append((address, nbytes))
+
+    def update(self, **planes: Any) -> None:
+        self.updated.append(planes)
+        self.now_s += self.work_s
+
+
+# ---------------------------------------------------------------- arenas
+
+LAYERS = [layer(0, 1000), layer(1, 40_000, 300), layer(2, 5000)]
+LAYOUTS = {spec.lid: layout(spec) for spec in LAYERS}
+
+
+class Owner:
+    """`Arenas` with pieces of four pages, and the trainer's end of its connection."""
+
+    def __init__(self) -> None:
+        self.backend = Backend()
+        here, self.trainer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.arenas = Arenas(LAYERS, self.backend, here, token=TOKEN)
+
+    def touch_all(self) -> None:
+        while self.arenas.pending is not None:
+            self.arenas.touch_next()
+
+    def announced(self) -> int | None:
+        """The layer whose descriptor has arrived, if one has."""
+        try:
+            self.trainer.setblocking(False)
+            file = receive_arena(self.trainer, LAYOUTS, token=TOKEN)
+        except BlockingIOError:
+            return None
+        file.close()
+        return file.layout.lid
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    monkeypatch.setattr(memory, "PIECE_BYTES", 4 * 4096)
+    before = len(os.listdir("/proc/self/fd"))
+    owner = Owner()
+    yield owner
+    owner.arenas.close()
+    owner.trainer.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_descriptor_comes_after_the_last_piece(owner: Owner) -> None:
+    owner.arenas.request(1)
+    nbytes = LAYOUTS[1].nbytes
+    pieces = math.ceil(nbytes / (4 * 4096))
+    assert pieces > 2
+    for _ in range(pieces - 1):
+        owner.arenas.touch_next()
+        assert owner.arenas.pending == 1 and 1 not in owner.arenas
+        assert owner.announced() is None
+    owner.arenas.touch_next()
+    assert owner.arenas.pending is None and 1 in owner.arenas
+    assert owner.announced() == 1
+
+
+def test_pieces_cover_all_memory_once(owner: Owner) -> None:
+    owner.arenas.request(1)
+    owner.touch_all()
+    touched = owner.backend.touched
+    assert [start + size for start, size in touched[:-1]] == [start for start, _ in touched[1:]]
+    assert sum(size for _, size in touched) == LAYOUTS[1].nbytes
+    assert max(size for _, size in touched) == 4 * 4096
+
+
+def test_memory_comes_in_the_order_of_requests(owner: Owner) -> None:
+    for lid in (2, 1, 0):
+        owner.arenas.request(lid)
+    owner.touch_all()
+    assert [owner.announced() for _ in range(3)] == [2, 1, 0]
+    touched, expected = sum(size for _, size in owner.backend.touched), sum(one.nbytes for one in LAYOUTS.values())
+    assert touched == expected, "each from its beginning to its end"
+
+
+@pytest.mark.parametrize("lid", [-1, 3])
+def test_an_unknown_layer_gets_no_memory(owner: Owner, lid: int) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        owner.arenas.request(lid)
+
+
+def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
+    owner.arenas.request(0)
+    with pytest.raises(ValueError, match="has them"):
+        owner.arenas.request(0)  # still on its way
+    owner.touch_all()
+    with pytest.raises(ValueError, match="has them"):
+        owner.arenas.request(0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    owner.arenas.release(0)
+    assert 0 not in owner.arenas and len(os.listdir("/proc/self/fd")) < descriptors
+    owner.arenas.request(0)
+    owner.touch_all()
+    assert [owner.announced(), owner.announced()] == [0, 0]
+
+
+def test_closing_gives_back_what_was_half_touched(owner: Owner) -> None:
+    """The fixture counts descriptors."""
+    owner.arenas.request(1)
+    owner.arenas.touch_next()
+    owner.arenas.request(2)
+    owner.arenas.close()
+    assert owner.arenas.pending is None and not owner.arenas.segments
+
+
+def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner) -> None:
+    owner.arenas.request(1)
+    owner.touch_all()
+    segment: SegmentPlanes = owner.arenas.segments[1][1]
+    start_of = dict(zip(("grads", "weights", "remainder", "exp_avg", "exp_avg_sq"), segment.planes, strict=True))
+    segment.update(owner.backend, 100, 260, None)  # type: ignore[arg-type]
+    [update] = owner.backend.updated
+    assert update["numel"] == 160 and update["weights_dtype"] == update["grads_dtype"] == "bfloat16"
+    for plane, width in (("grads", 2), ("weights", 2), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
+        assert update[plane] == start_of[plane][0] + 100 * width
+
+
+def test_float32_weights_have_no_remainder() -> None:
+    owner = Owner()
+    arenas = Arenas([layer(0, 64, dtype="float32")], owner.backend, owner.arenas._connection, token=TOKEN)
+    arenas.request(0)
+    arenas.touch_next()
+    arenas.segments[0][0].update(owner.backend, 16, 64, None)  # type: ignore[arg-type]
+    assert owner.backend.updated[0]["remainder"] == 0
+    arenas.close()
+    owner.trainer.close()
+
+
+# ---------------------------------------------------------------- progress
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> Progress:
+    return Progress(TraceWriter(tmp_path, "optimizer"), NAMES)
+
+
+def drawn(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
+    """By track: what was at work, from when to when, in seconds."""
+    events = json.loads(trace.merge(run_dir).read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for event in events:
+        if event["ph"] in "Xi":
+            began_s, ended_s = event["ts"] / 1e6, (event["ts"] + event.get("dur", 0.0)) / 1e6
+            found.setdefault(tracks[event["tid"]], []).append((event["name"], began_s, ended_s))
+    return found
+
+
+def test_one_layer_from_its_gradient_to_its_weights(progress: Progress, tmp_path: Path) -> None:
+    progress.arrived(0, 1.0)
+    progress.updated(0, 5, 2.0, 3.0)
+    progress.updated(0, 5, 3.0, 4.5)  # a look at the inbox between two tiles takes microseconds
+    progress.sent(0, 5, 4.75)
+    report = progress.report(5, 7)
+    assert (report.step, report.threads, report.busy_s) == (5, 7, 2.5)
+    assert report.updates == (CpuUpdate(lid=0, update_s=2.5, queued_s=3.75),)
+    assert drawn(tmp_path) == {
+        "waiting": [("a", 1.0, 2.0)],
+        "CPU update": [("a", 2.0, 4.5)],
+        "messages": [("WeightsReady a", 4.75, 4.75)],
+    }
+
+
+def test_a_layer_that_lets_another_pass_has_two_spans_and_waits_once(progress: Progress, tmp_path: Path) -> None:
+    progress.arrived(1, 0.0)
+    progress.updated(1, 0, 1.0, 2.0)
+    progress.arrived(0, 1.5)
+    progress.updated(0, 0, 2.0, 3.0)
+    progress.sent(0, 0, 3.0)
+    progress.updated(1, 0, 3.0, 4.0)
+    progress.sent(1, 0, 4.0)
+    updates = {update.lid: update for update in progress.report(0, 1).updates}
+    assert updates[1] == CpuUpdate(lid=1, update_s=2.0, queued_s=4.0)
+    assert updates[0] == CpuUpdate(lid=0, update_s=1.0, queued_s=1.5)
+    tracks = drawn(tmp_path)
+    assert tracks["CPU update"] == [("b", 1.0, 2.0), ("a", 2.0, 3.0), ("b", 3.0, 4.0)]
+    assert tracks["waiting"] + tracks.get("waiting 2", []) == [("b", 0.0, 1.0), ("a", 1.5, 2.0)]
+
+
+def test_a_report_has_what_came_since_the_last(progress: Progress) -> None:
+    for step in range(2):
+        for lid in (2, 0):
+            progress.arrived(lid, 0.0)
+            progress.updated(lid, step, 0.0, 1.0)
+            progress.sent(lid, step, 1.0)
+        report = progress.report(step, 1)
+        assert [update.lid for update in report.updates] == [0, 2] and report.busy_s == 2.0
+    assert progress.report(2, 1).updates == ()
+
+
+def test_new_memory_between_tiles_is_drawn_and_is_no_update(progress: Progress, tmp_path: Path) -> None:
+    progress.arrived(0, 0.0)
+    progress.updated(0, 0, 0.0, 1.0)
+    progress.touched(2, 1.0, 1.5)
+    progress.updated(0, 0, 1.5, 2.5)
+    progress.sent(0, 0, 2.5)
+    assert progress.report(0, 1).busy_s == 2.0
+    tracks = drawn(tmp_path)
+    assert tracks["planes"] == [("touch c", 1.0, 1.5)]
+    assert tracks["CPU update"] == [("a", 0.0, 1.0), ("a", 1.5, 2.5)]
+
+
+def test_what_is_at_work_at_the_end_is_drawn(progress: Progress, tmp_path: Path) -> None:
+    progress.arrived(0, 0.0)
+    progress.updated(0, 0, 1.0, 2.0)
+    progress.close()
+    assert drawn(tmp_path)["CPU update"] == [("a", 1.0, 2.0)]
+
+
+def test_without_a_timeline_the_times_are_the_same(progress: Progress) -> None:
+    plain = Progress(None, NAMES)
+    for one in (plain, progress):
+        one.arrived(1, 0.0)
+        one.updated(1, 0, 1.0, 2.0)
+        one.touched(2, 2.0, 3.0)
+        one.sent(1, 0, 4.0)
+    assert plain.report(0, 2) == progress.report(0, 2)
+    plain.close()
+
+
+# ---------------------------------------------------------------- calibration
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A backend whose work is all that takes time."""
+    backend = Backend()
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: backend.now_s)
+    return backend
+
+
+def test_the_rate_is_the_median_pass_after_a_warm_up(clocked: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter([9.0, 0.01, 0.05, 0.02])
+    monkeypatch.setattr(calibration, "BUDGET_S", 100.0)
+    update = clocked.update
+
+    def timed(**planes: Any) -> None:
+        clocked.work_s = next(passes)
+        update(**planes)
+
+    monkeypatch.setattr(clocked, "update", timed)
+    assert seconds_per_parameter(clocked, [layer(0, 1000)]) == pytest.approx(0.02 / 1000)
+
+
+def test_a_slow_backend_makes_one_pass_after_the_warm_up(clocked: Backend) -> None:
+    clocked.work_s = 2 * calibration.BUDGET_S
+    assert seconds_per_parameter(clocked, [layer(0, 1000)]) == pytest.approx(2 * calibration.BUDGET_S / 1000)
+    assert len(clocked.updated) == 2
+
+
+def test_the_scratch_is_like_most_of_the_model_and_no_larger_than_a_tile(clocked: Backend) -> None:
+    clocked.work_s = 0.001
+    layers = [layer(0, 4 * TILE_NUMEL), layer(1, 4 * TILE_NUMEL, dtype="float32"), layer(2, 64, dtype="float32")]
+    seconds_per_parameter(clocked, layers)
+    assert {(u["numel"], u["weights_dtype"]) for u in clocked.updated} == {(TILE_NUMEL, "float32")}
+    [(_, touched)] = clocked.touched
+    assert touched >= 16 * TILE_NUMEL, "its memory was there before anything was timed"
+    clocked.updated.clear()
+    seconds_per_parameter(clocked, [layer(0, 100, 28)])
+    assert {u["numel"] for u in clocked.updated} == {128}, "a small model's layers are small"
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_real_backend_has_a_rate_and_leaves_nothing(name: str, dtype: str) -> None:
+    backend, _ = backends.load(name, threads=1)
+    seconds_per_parameter(backend, [layer(0, 4096, dtype=dtype)])
+    before = len(os.listdir("/proc/self/fd"))
+    assert 0.0 < seconds_per_parameter(backend, [layer(0, 4096, dtype=dtype)]) < 1e-3
+    assert len(os.listdir("/proc/self/fd")) == before

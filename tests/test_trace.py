@@ -1,0 +1,143 @@
+"""The timeline's files: events in Chrome's trace format, written by several processes, joined by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain import trace
+from hytrain.trace import TraceWriter
+
+
+def written(run_dir: Path, role: str = "trainer") -> list[dict[str, Any]]:
+    """What a process's file holds by now."""
+    path = run_dir / trace.FOLDER / f"{role}-0.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def merged(run_dir: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(trace.merge(run_dir).read_text())["traceEvents"]
+    return events
+
+
+def named(events: list[dict[str, Any]], name: str) -> list[Any]:
+    """The arguments of all metadata of this name."""
+    return [event["args"] for event in events if event["ph"] == "M" and event["name"] == name]
+
+
+def test_every_event_is_one_that_a_viewer_takes(tmp_path: Path) -> None:
+    for role in trace.ROLES:
+        writer = TraceWriter(tmp_path, role)
+        writer.span("step", "step 0", 1.0, 1.5, step=0)
+        writer.instant("plans", "plan 0", 1.25, k=0.5)
+        writer.counter("k", 1.5, k=0.5)
+        writer.close()
+    events = merged(tmp_path)
+    assert {(event["ph"], event["name"]) for event in events if event["ph"] != "M"} == {
+        ("X", "step 0"),
+        ("i", "plan 0"),
+        ("C", "k"),
+    }
+    for event in events:
+        assert {"ph", "pid", "tid", "name"} <= event.keys(), event
+        if event["ph"] != "M":
+            assert event["ts"] >= 1e6, "microseconds"
+    [span, *_] = [event for event in events if event["ph"] == "X"]
+    assert (span["ts"], span["dur"], span["args"]) == (1e6, 5e5, {"step": 0})
+    assert all(event["s"] == "t" for event in events if event["ph"] == "i")
+
+
+def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
+    for role in reversed(trace.ROLES):
+        writer = TraceWriter(tmp_path, role)
+        for track in reversed(trace.TRACKS):
+            writer.span(track, "work", 0.0, 1.0)
+        writer.close()
+    events = merged(tmp_path)
+    assert {name["name"] for name in named(events, "process_name")} == {f"{role}-0" for role in trace.ROLES}
+    assert sorted(order["sort_index"] for order in named(events, "process_sort_index")) == [0, 1, 2]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert [threads[tid] for tid in sorted(threads, key=order.__getitem__)] == list(trace.TRACKS)
+    assert {e["tid"] for e in events if e["ph"] == "X"} == threads.keys()
+
+
+def test_spans_that_overlap_get_lanes_and_others_share_one(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "optimizer")
+    for name, began_s, ended_s in (("a", 0, 4), ("b", 1, 5), ("c", 2, 6), ("d", 4, 7), ("e", 7, 8), ("f", 7, 9)):
+        writer.span("waiting", name, began_s, ended_s)
+    writer.span("H2D", "elsewhere", 0, 9)
+    writer.close()
+    events = written(tmp_path, "optimizer")
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    by_name = {e["name"]: lanes[e["tid"]] for e in events if e["ph"] == "X"}
+    assert by_name == {
+        "a": "waiting",
+        "b": "waiting 2",
+        "c": "waiting 3",
+        "d": "waiting",
+        "e": "waiting",
+        "f": "waiting 2",
+        "elsewhere": "H2D",
+    }
+
+
+def test_an_instant_takes_no_lane_and_frees_none(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "coordinator")
+    writer.span("plans", "long", 0.0, 9.0)
+    for at_s in (1.0, 2.0):
+        writer.instant("plans", "plan", at_s)
+    writer.span("plans", "beside it", 3.0, 9.0)
+    writer.close()
+    lane = {event["name"]: event["tid"] for event in written(tmp_path, "coordinator") if event["ph"] in "iX"}
+    assert lane["plan"] == lane["long"] != lane["beside it"]
+
+
+def test_a_span_never_takes_less_than_nothing(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, "trainer")
+    writer.span("D2H", "backwards", 2.0, 1.0)
+    writer.close()
+    assert [event["dur"] for event in written(tmp_path) if event["ph"] == "X"] == [0.0]
+
+
+def test_events_are_written_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "BUFFERED_EVENTS", 6)
+    writer = TraceWriter(tmp_path, "trainer")  # two events name the process, two more its first track
+    writer.span("step", "one", 0.0, 1.0)
+    assert written(tmp_path) == [], "too few to be worth a write"
+    writer.span("step", "two", 1.0, 2.0)
+    assert len(written(tmp_path)) == 6
+    writer.counter("k", 2.0, k=0.0)
+    assert len(written(tmp_path)) == 6
+    writer.flush()
+    writer.flush()
+    assert [event["name"] for event in written(tmp_path)][-1] == "k" and len(written(tmp_path)) == 7
+
+
+def test_a_line_that_was_never_finished_is_left_out(tmp_path: Path) -> None:
+    first = TraceWriter(tmp_path, "trainer")
+    first.counter("k", 1.0, k=0.25)
+    first.close()
+    with (tmp_path / trace.FOLDER / "trainer-0.jsonl").open("a") as file:
+        file.write('\n{"name":"k","ph":"C","pid":1,"tid":0,"ts":20000')  # its process died here
+    second = TraceWriter(tmp_path, "trainer")
+    second.counter("k", 3.0, k=0.75)
+    second.close()
+    assert [event["args"]["k"] for event in merged(tmp_path) if event["ph"] == "C"] == [0.25, 0.75]
+
+
+def test_without_events_there_is_a_file_without_events(tmp_path: Path) -> None:
+    assert merged(tmp_path) == []
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_earlier_runs_events_are_cleared(tmp_path: Path) -> None:
+    for role in trace.ROLES:
+        TraceWriter(tmp_path, role).close()
+    assert len(named(merged(tmp_path), "process_name")) == 3
+    trace.clear(tmp_path)
+    assert merged(tmp_path) == []
+    trace.clear(tmp_path / "nowhere")
