@@ -138,6 +138,11 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
             assert {p["role"] for p in status["processes"]} == {"coordinator", "optimizer", "trainer", "launcher"}
             assert all(p["alive"] and p["rss_bytes"] > 0 for p in status["processes"])
 
+            for name, value in (("threads", "2"), ("policy", "balance"), ("objective", "gpu-memory")):
+                done = ask(f"--set-{name}", value)
+                assert (done.returncode, done.stdout) == (0, f"{name}={value} from the next plan on\n")
+            unknown = ask("--set-policy", "stranger")
+            assert unknown.returncode == 2 and "deadline" in unknown.stderr
             named = ask(str(tmp_path / "run"), "--set-k", "1.0")
             assert (named.returncode, named.stdout) == (0, "k=1.0 from the next plan on\n")
             refused = ask("--set-k", "1.5")
@@ -150,6 +155,7 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
             followed = [json.loads(line) for line in read_until(follower, lambda line: json.loads(line)["k"] == 1.0)]
             assert followed == recorded(tmp_path / "run")[4:], "the command took hold, and no record is missing"
             now = json.loads(ask("--once", "--json").stdout)
+            assert now["objective"] == "gpu-memory", "each command reached the coordinator"
             assert {layer["owner"] for layer in now["layers"]} == {"gpu"} and "1.00" in now["reason"]
             go_on(launcher)
             assert launcher.wait() == 0
@@ -190,6 +196,13 @@ def test_without_a_run_it_says_so(
     first, second = capsys.readouterr().err.splitlines()
     assert "no run of yours is going on" in first
     assert "'somewhere'" in second and second.endswith("live runs: none")
+
+
+def test_one_command_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--set-k", "0.1", "--set-threads", "2"], ["--set-policy", "deadline", "--once"]):
+        with pytest.raises(SystemExit) as left:
+            monitor.main(arguments)
+        assert left.value.code == 2 and "not allowed with" in capsys.readouterr().err
 
 
 def leave_behind(folder: Path, *, coordinator_pid: int) -> None:

@@ -3,7 +3,8 @@
     hytrain-monitor [RUN]                    a live table on a terminal, else one line a step
     hytrain-monitor [RUN] --once [--json]    the present status
     hytrain-monitor [RUN] --follow [--json]  one line a step, until the run ends
-    hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k
+    hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
+                                             --set-policy and --set-objective
 
     <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Attachment ─ StatusRequest, Command ─▶ coordinator
                                                     ▲────────── Status, again each step ──┘
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
@@ -44,6 +46,14 @@ LOOK_S: Final = 0.5
 ANSWER_S: Final = 10.0
 REDRAW_S: Final = 0.25
 
+#: What the coordinator can be asked to change: the command, its value, what comes of it.
+SETTINGS: Final = (
+    ("k", "K", 'let the GPU own this fraction of the parameters, or "auto"'),
+    ("threads", "N", "let the optimizer update with so many threads, up to one for each of its cores"),
+    ("policy", "NAME", 'decide with this policy what the GPU owns, such as "deadline"'),
+    ("objective", "NAME", 'aim at this: "speed", "gpu-memory" or "host-memory"'),
+)
+
 T = TypeVar("T", m.Status, m.CommandReply)
 
 
@@ -51,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 if there is no such run or it refuses a command, 0 once a run has ended."""
     arguments = _parse(argv)
     try:
-        with Attachment(find(arguments.run, alone=arguments.set_k is not None)) as attachment:
+        with Attachment(find(arguments.run, alone=arguments.command is not None)) as attachment:
             return _run(attachment, arguments)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -72,14 +82,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="print the present status and leave")
     mode.add_argument("--follow", action="store_true", help="print a line for each step, until the run ends")
-    mode.add_argument("--set-k", metavar="K", help='let the GPU own this fraction of the parameters, or "auto"')
+    for name, value, effect in SETTINGS:
+        command = partial(_command, name)
+        mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
     parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one a line")
     return parser.parse_args(argv)
 
 
+def _command(name: str, value: str) -> m.Command:
+    return m.Command(name=name, value=value)
+
+
 def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
-    if arguments.set_k is not None:
-        reply = attachment.require(m.Command(name="k", value=arguments.set_k), m.CommandReply)
+    if arguments.command is not None:
+        reply = attachment.require(arguments.command, m.CommandReply)
         print(reply.text, file=sys.stdout if reply.ok else sys.stderr)
         return 0 if reply.ok else EXIT_USAGE
     if arguments.once:

@@ -1,0 +1,164 @@
+"""The timeline of a run: what three processes wrote, on one clock, in the order of cause and effect."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train
+
+from hytrain import trace
+
+STEPS = 16
+#: On a CPU these follow each other for every layer that the optimizer process owns, in every step.
+LIFE = ("backward", "D2H", "waiting", "CPU update", "WeightsReady", "H2D")
+
+
+class Event(NamedTuple):
+    """One event of the merged file, its process and track by name, in seconds of the monotonic clock."""
+
+    process: str
+    track: str
+    name: str
+    began_s: float
+    ended_s: float
+    args: dict[str, Any]
+
+
+class Timeline(list[Event]):
+    @classmethod
+    def of(cls, run_dir: Path) -> Timeline:
+        events = json.loads((run_dir / trace.FILE).read_text())["traceEvents"]
+        processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        return cls(
+            Event(
+                processes[e["pid"]],
+                "counter" if e["ph"] == "C" else tracks[e["pid"], e["tid"]],
+                e["name"],
+                e["ts"] / 1e6,
+                (e["ts"] + e.get("dur", 0.0)) / 1e6,
+                e.get("args", {}),
+            )
+            for e in events
+            if e["ph"] != "M"
+        )
+
+    def lives(self) -> dict[tuple[int, int], dict[str, list[Event]]]:
+        """By step and layer: its events by kind. A message's kind is its name."""
+        found: dict[tuple[int, int], dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
+        for event in self:
+            if "lid" in event.args and event.track != "planes":
+                kind = event.args.get("kind", event.name.split()[0])
+                found[event.args["step"], event.args["lid"]][kind].append(event)
+        return found
+
+    def owners(self) -> Iterator[tuple[int, set[int]]]:
+        """From which step on the GPU owned which layers, as the coordinator heard it."""
+        for event in self:
+            if event.process == "coordinator-0" and event.name.endswith("holds"):
+                yield event.args["step"], set(event.args["gpu_lids"])
+
+
+@pytest.fixture
+def timeline(run_dir: Path) -> Timeline:
+    """Of a run in which layers change owners all the time."""
+    model = llama()
+    with adamw(model, policy="random", trace=True) as opt:
+        train(model, opt, range(STEPS))
+    return Timeline.of(run_dir)
+
+
+def test_each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
+    lives = timeline.lives()
+    lids = {lid for _, lid in lives}
+    assert lids == set(range(len(lids))) and len(lids) > 3
+    owned: set[int] = set()
+    plans = dict(timeline.owners())
+    assert len(plans) > 2, "layers changed owners"
+    by_owner = {"gpu": 0, "cpu": 0}
+    for step in range(STEPS):
+        owned = plans.get(step, owned)
+        for lid in lids:
+            life = lives[step, lid]
+            if lid in owned:
+                assert LIFE[1] not in life and len(life["update"]) == 1, (step, lid)
+                by_owner["gpu"] += 1
+            else:
+                assert "update" not in life
+                check_order(life, step, lid, lives[step + 1, lid].get("forward", []))
+                by_owner["cpu"] += 1
+    assert min(by_owner.values()) > STEPS, by_owner
+
+
+def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward: list[Event]) -> None:
+    """What a layer went through in a step, each thing after what it follows from."""
+    where = f"layer {lid} in step {step}: {life}"
+    kinds = LIFE if life.get("backward") else LIFE[1:]
+    for kind in kinds:
+        assert len(life[kind]) == 1 or (kind == "CPU update" and life[kind]), where
+    [departed], [waited], [told], [landed] = (life[kind] for kind in ("D2H", "waiting", "WeightsReady", "H2D"))
+    if life.get("backward"):
+        assert life["backward"][-1].ended_s <= departed.began_s, where
+    assert departed.ended_s <= waited.began_s, where
+    assert waited.ended_s == pytest.approx(life["CPU update"][0].began_s, abs=1e-6), where
+    assert life["CPU update"][-1].ended_s <= told.began_s <= landed.began_s, where
+    if next_forward:
+        assert landed.ended_s <= next_forward[-1].ended_s, where
+
+
+def test_all_three_processes_and_what_each_of_them_shows(timeline: Timeline) -> None:
+    shown: dict[str, set[str]] = defaultdict(set)
+    for event in timeline:
+        shown[event.process].add(event.track.rstrip(" 0123456789"))
+    assert shown == {
+        "trainer-0": {"step", "compute", "D2H", "H2D"},
+        "optimizer-0": {"waiting", "CPU update", "messages", "planes"},
+        "coordinator-0": {"plans", "counter"},
+    }
+    [compute] = [{e.args["kind"] for e in timeline if e.track == "compute"}]
+    assert {"forward", "backward", "update"} <= compute <= {"forward", "backward", "update", "stall"}
+    named = [{e.name.removeprefix("H2D ") for e in timeline if e.track == "H2D"}]
+    named.append({e.name for e in timeline if e.track == "CPU update"})
+    assert named[0] == named[1], "layers have one name everywhere"
+
+
+def test_steps_k_and_plans(timeline: Timeline) -> None:
+    steps = [event for event in timeline if event.track == "step"]
+    assert [event.name for event in steps] == [f"step {step}" for step in range(STEPS)]
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before.ended_s <= after.began_s
+    ks = [event for event in timeline if event.name == "k"]
+    assert len(ks) == STEPS and len({event.args["k"] for event in ks}) > 2
+    for step, event in zip(steps, ks, strict=True):
+        assert step.ended_s <= event.began_s, "one clock: k is that of the step that has just ended"
+    proposed = {event.name.split()[1] for event in timeline if event.name.endswith("proposed")}
+    assert {event.name.split()[1] for event in timeline if event.name.endswith("holds")} <= proposed
+    reasons = [event.args["reason"] for event in timeline if event.name.endswith("proposed")]
+    assert all(reasons)
+
+
+def test_a_program_under_the_launcher(run_dir: Path) -> None:
+    """The flag stands before the program; an earlier run's events do not come back."""
+    earlier = trace.TraceWriter(run_dir, "trainer", rank=7)
+    earlier.counter("k", 0.0, k=1.0)
+    earlier.close()
+    ran = run(sys.executable, CLUSTER, "--trace", SCRIPTS / "plain.py", "hytrain", "6")
+    assert ran.returncode == 0, ran.stderr
+    assert {event.process for event in Timeline.of(run_dir)} == {"trainer-0", "optimizer-0", "coordinator-0"}
+
+
+def test_the_environment_asks_for_it_too(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("0", "1"):
+        monkeypatch.setenv("HYTRAIN_TRACE", asked)
+        model = llama()
+        with adamw(model) as opt:
+            train(model, opt, range(2))
+        assert (run_dir / trace.FILE).exists() is (asked == "1")
+        assert os.path.isdir(run_dir / trace.FOLDER) is (asked == "1")
