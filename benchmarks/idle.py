@@ -2,7 +2,8 @@
 
     torch.profiler ─▶ Chrome trace ─▶ kernels, copies into the GPU, launches ─▶ gaps between kernels ─▶ causes
 
-Busy is the union of all kernels' intervals, on whatever stream; copies run on engines of their own and do not count.
+Busy is the union of the intervals of all kernels, and of copies and fills within the device, on whatever stream.
+Copies between host and device run on engines of their own and do not count.
 A gap between two busy stretches gets one of four causes:
 
 weights      a copy into the GPU ended in the gap, when the kernel that ends the gap was launched: it waited for it
@@ -47,7 +48,7 @@ class Trace:
         trace = cls()
         for event in events:
             start, end = event["ts"], _end(event)
-            if event.get("cat") == "kernel":
+            if _computes(event):
                 launched = launches.get(event.get("args", {}).get("correlation"), -math.inf)
                 trace.kernels.append((start, end, launched))
             elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
@@ -59,6 +60,12 @@ class Trace:
     def after(self, moment: float) -> Trace:
         """Without the kernels that began before."""
         return Trace([kernel for kernel in self.kernels if kernel[0] >= moment], self.copies_in_end)
+
+
+def _computes(event: dict[str, Any]) -> bool:
+    """Whether the GPU itself is at work."""
+    within = event.get("cat") == "gpu_memcpy" and "DtoD" in event["name"]
+    return event.get("cat") in ("kernel", "gpu_memset") or within
 
 
 def _end(event: dict[str, Any]) -> float:

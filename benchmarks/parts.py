@@ -57,7 +57,7 @@ def job(template: Job, system: str, *segments: Segment) -> Job:
 def plain(template: Job, system: str, batch: int = 8) -> Job:
     """One system at one batch size; the slow ones with fewer steps."""
     if system.startswith("hytrain"):
-        steps = Segment(batch=batch, settle=10, measure=10)
+        steps = Segment(batch=batch, settle=10, measure=20)
     elif about(system).step_s > 1:
         steps = Segment(batch=batch, settle=2, measure=5)
     else:
@@ -161,10 +161,8 @@ def identical(template: Job) -> list[Job]:
 
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", "hytrain:auto", "hytrain:1", "hytrain:0"),
-    "peers-torchao": _beside("torchao-fp32", "torchao-bf16"),
-    "peers-deepspeed": _beside("deepspeed-zero2", "deepspeed-twinflow", "deepspeed-superoffload"),
-    "peers-zenflow": _beside("deepspeed-zenflow"),
-    "peers-fsdp": _beside("fsdp2"),
+    "peers": _beside("torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16"),
+    "peers-slow": _beside("deepspeed-superoffload", "deepspeed-zenflow"),
     "sweep": sweep,
     "policies": policies,
     "objectives": objectives,

@@ -50,7 +50,7 @@ def _host(rows: Rows) -> str:
 
 def all_systems(rows: Rows) -> str:
     """The main part and the peers' at batch 8, a table for each host that measured some of them."""
-    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part == "main" or part.startswith("peers-")]
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers", "peers-slow")]
     chosen = [rows.of_part(part) for part in parts]
     groups = dict.fromkeys(group(row) for part in chosen for row in part)
     found = []

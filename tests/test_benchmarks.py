@@ -90,6 +90,9 @@ def test_a_gap_has_a_cause(events: list[dict[str, Any]], cause: str) -> None:
 def test_short_gaps_are_turnaround_and_overlap_is_busy() -> None:
     found = shares(kernel(50, 198, 3))
     assert found["turnaround"] == found["share"] == pytest.approx(2 / 300)
+    within = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 100, "dur": 60}
+    filled = {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": 160, "dur": 39}
+    assert shares(within, filled)["share"] == pytest.approx(1 / 300), "copies and fills within the device are its work"
     assert idle.idle_shares(idle.Trace()) == {}
 
 
@@ -218,8 +221,8 @@ def test_hosts_are_never_mixed() -> None:
     old, new = made_up("main", host="old", at="2026-01"), made_up("main", host="new", at="2026-02")
     assert {found["host"] for found in Rows([*old, *new]).of_part("main")} == {"new"}
     assert {found["host"] for found in Rows([*old, *list(new)[:2]]).of_part("main")} == {"old"}
-    apart = Rows([*made_up("peers-fsdp", host="here").where(system="fsdp2"), *made_up("main", host="there")])
-    assert goals.faster_than("fsdp2", "peers-fsdp", 1.0)(apart) == NOT_MEASURED
+    apart = Rows([*made_up("peers", host="here").where(system="fsdp2"), *made_up("main", host="there")])
+    assert goals.faster_than("fsdp2", "peers", 1.0)(apart) == NOT_MEASURED
     assert "| fsdp2 | 8 | – | 2.1000 | – |" in tables.all_systems(apart)
 
 
@@ -279,7 +282,7 @@ def test_reaction_counts_from_the_command() -> None:
 
 
 def test_a_peer_that_failed_is_a_row_with_its_error() -> None:
-    found = [*made_up("peers-zenflow")]
+    found = [*made_up("peers-slow")]
     found[-1] = {name: found[-1][name] for name in found[-1] if not name.startswith(("step", "k", "tflops", "gpu"))}
     found[-1]["error"] = "stopped: host memory, 7.9 GB were left"
     text = tables.all_systems(Rows(found))
@@ -345,11 +348,11 @@ def run_suite(folder: Path, *words: str) -> None:
 
 def test_a_host_measures_nothing_twice(tmp_path: Path, watched: list[Job]) -> None:
     run_suite(tmp_path, "main")
-    run_suite(tmp_path, "main", "peers-fsdp")
-    assert [job.system for job in watched][-2:] == ["hytrain:0", "fsdp2"]
-    assert len(watched) == 6
-    run_suite(tmp_path, "--again", "peers-fsdp")
-    assert len(watched) == 9
+    run_suite(tmp_path, "main", "peers-slow")
+    assert [job.system for job in watched][-3:] == ["hytrain:0", "deepspeed-superoffload", "deepspeed-zenflow"]
+    assert len(watched) == 7
+    run_suite(tmp_path, "--again", "peers")
+    assert len(watched) == 14
     failed = Rows.read(tmp_path).where(system="fsdp2").last()
     assert failed is not None and (failed["error"], failed["exact"], failed["host_peak_gb"]) == ("boom", "yes", 4.0)
 
