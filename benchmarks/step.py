@@ -68,9 +68,10 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         torch.use_deterministic_algorithms(True)
     began_s = time.perf_counter()
     model = build_model(job, system.dtype or job.dtype)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
     running = system.build(model, Setting(option, job.clip, job.device, job.segments[0].batch, run_dir))
     facts = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameters,
         "start_s": round(time.perf_counter() - began_s, 2),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -79,6 +80,7 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         row = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
             row.update(measure(job, segment, model, running))
+            row["tflops"] = round(flops_a_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
         except Unavailable as error:
             row["error"] = str(error)
         yield row
@@ -111,7 +113,6 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         "step_s": round(median_s, 5),
         "steps_s": [round(value, 5) for value in steps_s],
         "settling_s": [round(value, 5) for value in settling_s],
-        "tflops": round(flops_a_step(job, count(model), segment.batch) / median_s / 1e12, 2),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),
@@ -186,10 +187,6 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
         "stall_s": round(statistics.median(record["stall_s"] for record in measured), 5) if measured else None,
         "cpu_busy_s": round(statistics.median(record["cpu_busy_s"] for record in measured), 5) if measured else None,
     }
-
-
-def count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def digest(model: nn.Module, running: Running) -> str:
