@@ -77,7 +77,7 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         "cuda": torch.version.cuda,
     }
     for index, segment in enumerate(job.segments):
-        row = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
+        row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
             row.update(measure(job, segment, model, running))
             row["tflops"] = round(flops_a_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
