@@ -1,4 +1,4 @@
-"""The timeline's picture: one or two runs above each other on one axis of time, with matplotlib. `timeline` calls `draw`.
+"""The timeline's picture: one or two runs above each other on one axis of time. `timeline` calls `draw`.
 
 A track for each that works at the same time: the GPU (or the trainer's cores), the copies out, the CPU, the copies in.
 The kind of work is a colour, the layer a shade of it: forward needs the darkest first.
@@ -54,7 +54,7 @@ def draw(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
     for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
         longest_ms = max(longest_ms, _panel(axes, title, timeline, steps))
     panels[0, 0].set_xlim(0.0, longest_ms)
-    panels[-1, 0].set_xlabel("ms")
+    panels[-1, 0].set_xlabel("ms (dark shades: layers that forward needs first)")
     shown = {span.kind for timeline in timelines.values() for span in timeline.spans}
     patches = [Patch(color=colour, label=WORDS.get(kind, kind)) for kind, colour in COLOURS.items() if kind in shown]
     figure.tight_layout(rect=(0, 0.28 / height_in, 1, 1), h_pad=1.2)

@@ -6,15 +6,16 @@
     D2H ──▶ (GradReady) ──▶ taken in ─ waiting ─ CPU update ──▶ (WeightsReady) ──▶ H2D
          └─ latency out ─┘                                   └─ latency in ─┘
 
-A message also waits for whoever is at work: the optimizer looks at its inbox between two tiles, a copy into the GPU begins
-when the one before has ended. So the latency proper is that of messages whose receiver was free. Device times stand on
-the host's clock to some 0.1 ms.
+A message also waits for whoever is at work: the optimizer looks at its inbox between two tiles, a copy into the GPU
+begins when the one before has ended. So the latency proper is that of messages whose receiver was free. Device times
+stand on the host's clock to some 0.1 ms.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from bisect import bisect_right
@@ -62,7 +63,7 @@ class Latency:
 def _median_and_p99(values: list[float]) -> tuple[float | None, float | None]:
     if not values:
         return None, None
-    p99 = sorted(values)[min(int(PERCENTILE * len(values)), len(values) - 1)]
+    p99 = sorted(values)[math.ceil(PERCENTILE * len(values)) - 1]
     return round(statistics.median(values), 4), round(p99, 4)
 
 
@@ -74,7 +75,7 @@ class Timeline:
         events = list(events)
         tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         trainers = {e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "trainer-0"}
-        steps = [e for e in events if e["ph"] == "X" and tracks[e["pid"], e["tid"]] == "step"]
+        steps = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
         if len(trainers) != 1 or not steps:
             raise ValueError(
                 f"a timeline of one trainer's steps is wanted: {len(trainers)} trainers, {len(steps)} steps"
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw one timeline, or two above each other")
     arguments = parser.parse_args(argv)
     try:
-        timelines = {title: Timeline.read(Path(path)) for title, path in map(_titled, arguments.timelines)}
+        timelines = {title: Timeline.read(path) for title, path in _titled(arguments.timelines).items()}
         if arguments.picture is not None:
             from benchmarks.gantt import draw  # needs matplotlib, which a machine for measuring may lack
 
@@ -243,10 +244,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _titled(text: str) -> tuple[str, str]:
-    """TITLE=PATH, or a path, whose run's folder is the title."""
-    title, equals, path = text.partition("=")
-    return (title, path) if equals else (Path(text).resolve().parent.name, text)
+def _titled(texts: Sequence[str]) -> dict[str, Path]:
+    """By title: TITLE=PATH, or a path, whose run's folder is the title. Raises `ValueError` if two have the same."""
+    titled: dict[str, Path] = {}
+    for text in texts:
+        title, equals, path = text.rpartition("=")
+        title, path = (title, path) if equals else (Path(text).resolve().parent.name, text)
+        if title in titled:
+            raise ValueError(f"two timelines are called {title}: give each a title, as in before={path}")
+        titled[title] = Path(path)
+    return titled
 
 
 def _range(text: str) -> range:
