@@ -157,8 +157,10 @@ class Engine:
             layer.filled[index] = layer.segments[index].gradient()
         tensor.grad = parameter.consumed
         for layer, _ in parameter.places:
-            if self._overlap and len(layer.filled) == len(layer.segments):
-                self._dispatch(layer)
+            if len(layer.filled) == len(layer.segments):
+                self._meter.backward(layer.lid)
+                if self._overlap:
+                    self._dispatch(layer)
 
     def _check_gradient(self, parameter: TrainedParameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -214,6 +216,8 @@ class Engine:
         """Send off all layers that have gradients; without overlap, one after the other, each to its end."""
         for layer in self.layers:
             if layer.filled:
+                if len(layer.filled) < len(layer.segments):
+                    self._meter.backward(layer.lid)
                 self._dispatch(layer)
                 if not self._overlap and not layer.life.is_current:
                     self._await(layer, on_host=True)
@@ -221,7 +225,6 @@ class Engine:
     def _dispatch(self, layer: TrainedLayer) -> None:
         """The layer's gradients are all there: to the optimizer, or straight into the device's update."""
         step, counts = self._step, layer.counts()
-        self._meter.backward(layer.lid)
         if layer.life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
             self._update_on_device(layer, counts)
             return

@@ -276,10 +276,13 @@ class Meter:
         if marks.forward and marks.backward:
             found += _turn(interval("forward_s", marks.forward[-1][0], marks.forward[-1][1][1], marks.backward[0][1]))
             found[-1] = found[-1]._replace(lids=(marks.backward[0][0],))
-        # A device update follows its layer's mark on the same stream.
-        updated = {lid: span[1] for kind, lid, _, span in marks.spans if kind == "gpu_update_s"}
+        # A device update follows its layer's mark on the same stream; without overlap, all follow the last mark.
+        updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
+        updated_s = {update.lids[0]: update.ended_s for update in updates}
         for (before, mark), (lid, ended) in pairwise(marks.backward):
-            found.append(interval("backward_s", (lid,), updated.get(before, mark), ended))
+            whole = interval("backward_s", (lid,), mark, ended)
+            after_s = updated_s.get(before, whole.began_s)
+            found.append(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole)
         return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:

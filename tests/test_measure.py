@@ -111,6 +111,18 @@ def test_a_step_is_taken_apart() -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
+def test_without_overlap_updates_follow_the_whole_backward() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    meter.forward((0,), clock.span(0, 0))
+    for lid, at_s in ((2, 3.0), (1, 5.0), (0, 8.0)):
+        meter_backward(meter, clock, lid, at_s)
+    meter.span("gpu_update_s", 2, clock.span(9.0, 10.0))
+    meter.span("gpu_update_s", 1, clock.span(10.0, 11.0))
+    times = end(meter, clock, 0, 12.0)
+    assert [times[lid].backward_s for lid in (2, 1, 0)] == [2.0, 2.0, 3.0]
+
+
 def test_nothing_is_measured_before_the_device_has_passed_it() -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS)

@@ -144,6 +144,21 @@ def test_steps_k_and_plans(timeline: Timeline) -> None:
     assert all(reasons)
 
 
+def test_without_overlap_backward_ends_before_any_update(run_dir: Path) -> None:
+    model = llama()
+    with adamw(model, k=0.5, overlap=False, trace=True) as opt:
+        train(model, opt, range(4))
+    lives = Timeline.of(run_dir).lives()
+    for step in range(4):
+        events = [
+            event for (its_step, _), life in lives.items() if its_step == step for event in sum(life.values(), [])
+        ]
+        begun = [event.began_s for event in events if event.args.get("kind") in ("D2H", "update")]
+        backwards = [event for event in events if event.args.get("kind") == "backward"]
+        assert len(backwards) == len(begun) > 3
+        assert max(event.ended_s for event in backwards) <= min(begun)
+
+
 def test_a_program_under_the_launcher(run_dir: Path) -> None:
     """The flag stands before the program; an earlier run's events do not come back."""
     earlier = trace.TraceWriter(run_dir, "trainer", rank=7)
