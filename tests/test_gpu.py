@@ -98,7 +98,7 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         for index, entry in optimizer.state_dict()["state"].items():
             state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
-        assert (optimizer.statistics().moved > 20) is ("policy" in options)
+        assert (optimizer.statistics().moved > 0) is ("policy" in options)
         optimizer.close()
         results.append(state)
     for other in results[1:]:
