@@ -139,7 +139,8 @@ def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     def too_late(self: Engine, layer: TrainedLayer) -> None:
         if not layer.life.is_current:
             let_go.set()
-            wait(self, layer)
+            for late in self.layers:
+                wait(self, late)
         dispatch(self, layer)
 
     monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
