@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -34,7 +34,9 @@ CLOSE_TIMEOUT_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Move:
-    """One plan's handovers. `arenas` and `devices` are there and not yet their layers', `copies` those to the CPU."""
+    """One plan's handovers. `arenas` and `devices` are there and not yet their layers', `copies` those to the CPU,
+    `closing` the arenas that layers have left.
+    """
 
     plan: Plan
     leaving: list[TrainedLayer]
@@ -42,6 +44,7 @@ class _Move:
     arenas: dict[int, ArenaPlanes] = field(default_factory=dict)
     devices: dict[int, DevicePlanes] = field(default_factory=dict)
     copies: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
+    closing: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
     prepared: bool = False
     begun: bool = False
 
@@ -116,7 +119,8 @@ class Handover:
             departure = self._transfers.state_out(copies)
             layer.planes = move.arenas.pop(layer.lid)
             self._give(layer, move.plan, step, after=departure)
-            move.copies.append((arena, departure))
+            # Who sends TakeOver keeps what is being copied until it is there; then the device's memory is free.
+            move.copies.append((arena, replace(departure, keep=())))
         room = self._transfers.room()
         for layer in move.coming:
             with self._health.changed:
@@ -140,19 +144,18 @@ class Handover:
         move = self._move
         if move is None or not move.begun:
             return None
-        closing: list[tuple[ArenaPlanes, Transfer]] = []
         for layer in move.coming:
             await_update(layer)
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             self._transfers.land(moving.arrival)
-            closing.append((layer.arena, moving.arrival))
-            layer.planes = moving.device
+            arena, layer.planes = layer.arena, moving.device
+            move.closing.append((arena, moving.arrival))
             layer.life.change_owner("gpu")
             giving = GiveUp(plan_id=move.plan.plan_id, lid=layer.lid, step=step)
             self._link.post("optimizer", giving, after=moving.arrival)
         self._move, self._settling = None, move.copies
-        self._run(partial(_clear_up, move.copies, closing))
+        self._run(partial(_clear_up, move.copies, move.closing))
         return move.plan, len(move.leaving) + len(move.coming)
 
     def settle(self) -> None:
@@ -188,13 +191,14 @@ class Handover:
         self._transfers.state_out(copies).synchronize()
 
     def close(self) -> None:
-        """Give up what was prepared and no layer has got. The link is closed already."""
+        """Give up what was prepared and no layer has got, and what layers have left. The link is closed already."""
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._move is not None:
-            for arena in self._move.arenas.values():
+            for arena in (*self._move.arenas.values(), *(arena for arena, _ in self._move.closing)):
                 arena.close()
             self._move.arenas.clear()
+            self._move.closing.clear()
             self._move.devices.clear()
 
     def _give(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, weights
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hytrain
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
-from hytrain.transfer import HostTransfers
+from hytrain.handover import Handover
+from hytrain.planes import TrainedLayer
+from hytrain.transfer import Copy, HostTransfers, Transfer
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -75,6 +82,55 @@ def test_an_interrupted_handover_ends_training(monkeypatch: pytest.MonkeyPatch) 
             train(model, opt, range(10_000), square_loss)
         with pytest.raises(HyTrainError, match="handover of layers was interrupted"):
             opt.state_dict()
+
+
+def test_a_handover_interrupted_before_its_end_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two layers is the GPU's already when Ctrl-C comes; the leak check looks for its arena."""
+    finish = Handover.finish
+
+    def interrupted(self: Handover, step: int, await_update: Callable[[TrainedLayer], None]) -> Any:
+        calls = 0
+
+        def second(layer: TrainedLayer) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            await_update(layer)
+
+        return finish(self, step, second)
+
+    monkeypatch.setattr(Handover, "finish", interrupted)
+    model = perceptron()
+    with adamw(model, policy="random") as opt:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, opt, range(10_000), square_loss)
+
+
+def test_the_memory_of_layers_that_left_the_device_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies under way keep their sources, as on a GPU; once they are there, nobody does."""
+    left: list[weakref.ref[Tensor]] = []
+    begin, move = Handover.begin, HostTransfers._move
+
+    def state_out(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
+        return replace(move(self, copies), keep=[source for _, source in copies])
+
+    def watched(self: Handover, step: int) -> None:
+        assert self._move is not None
+        for layer in self._move.leaving:
+            left.extend(weakref.ref(plane) for plane in layer.state("exp_avg") if plane is not None)
+        begin(self, step)
+
+    monkeypatch.setattr(HostTransfers, "state_out", state_out)
+    monkeypatch.setattr(Handover, "begin", watched)
+    model = perceptron()
+    with adamw(model, policy="random") as opt:
+        steps = itertools.count()
+        while not left or opt._engine._handover._move is not None:
+            train(model, opt, [next(steps)], square_loss)
+        monkeypatch.setattr(Handover, "prepare", lambda self, plan: None)  # no further plan
+        train(model, opt, [next(steps), next(steps)], square_loss)
+        assert all(reference() is None for reference in left)
 
 
 def test_evaluation_leaves_no_marks_behind() -> None:
