@@ -401,14 +401,14 @@ class Engine:
 
     def close(self) -> None:
         """Let the last updates land, then leave the run. Nothing works after this."""
-        if self.health.failure is None and not self._in_backward:
-            try:
-                self.synchronize()
-            except HyTrainError:
-                pass  # the run is over already; whoever trains has heard of it
-        self.health.fail(UsageError("this hytrain.AdamW is closed"))
-        self._link.close()
-        self.release()
+        try:
+            if self.health.failure is None and not self._in_backward:
+                with contextlib.suppress(HyTrainError):  # the run is over already; whoever trains has heard of it
+                    self.synchronize()
+        finally:
+            self.health.fail(UsageError("this hytrain.AdamW is closed"))
+            self._link.close()
+            self.release()
 
     def release(self) -> None:
         """Give all planes up, once no copy from or into them is under way."""

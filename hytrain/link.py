@@ -147,8 +147,11 @@ class Link:
         """Say goodbye and stop the threads. In a forked child this does nothing: the link is its parent's."""
         if os.getpid() != self._pid:
             return
-        for role in self._outboxes:
-            self.post(role, Goodbye(role="trainer", rank=0))
+        for role, outbox in self._outboxes.items():
+            if self._threads:
+                self.post(role, Goodbye(role="trainer", rank=0))
+            else:  # construction failed before there was a sender
+                outbox.send(Goodbye(role="trainer", rank=0))
         self._jobs.put(None)
         os.write(self._stop_write, b"stop")  # closing says nothing while a forked child holds the other end
         os.close(self._stop_write)

@@ -150,10 +150,12 @@ class AdamW(torch.optim.Optimizer):
             overlap=overlap,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
+        layers = tuple(layer.spec for layer in self._layers)
         try:
+            calibration = calibrate(layers, self._device, transfers, host)
             self._link.join()
             table = LayerTable(
-                layers=tuple(layer.spec for layer in self._layers),
+                layers=layers,
                 device=self._device.type,
                 policy=policy,
                 objective=objective,
@@ -162,7 +164,7 @@ class AdamW(torch.optim.Optimizer):
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=cluster.host_memory_limit,
             )
-            plan = self._link.agree(table, calibrate(table.layers, self._device, transfers, host))
+            plan = self._link.agree(table, calibration)
             self._link.start(self._engine)
             self._engine.start(plan)
         except BaseException:
@@ -313,11 +315,13 @@ def _close(
     if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector runs on whatever thread
         threading.Thread(target=_close, args=(pid, engine, place, detach, parameters), name="hytrain-close").start()
         return
-    engine.close()
-    detach()
-    for known in parameters:
-        _managed.pop(id(known.parameter), None)
-    place.close()
+    try:
+        engine.close()
+    finally:  # Ctrl-C while the last updates land
+        detach()
+        for known in parameters:
+            _managed.pop(id(known.parameter), None)
+        place.close()
 
 
 def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:

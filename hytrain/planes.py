@@ -99,8 +99,9 @@ class ArenaPlanes:
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
         """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
         self._file, self._transfers = file, transfers
-        self._shared: Mapping | None = file.map_shared()
+        self._shared: Mapping | None = None
         try:
+            self._shared = file.map_shared()
             transfers.pin(self._shared.address, self._shared.nbytes, gently=gently)
         except BaseException:
             file.close()

@@ -180,6 +180,7 @@ class CudaTransfers:
         """Copy pinned planes into memory that was allocated before `room`."""
         assert room is not None, "made by room()"
         self._state.wait_event(room)
+        self._state.wait_stream(self._in)  # the planes are given up when this copy is over: so are those before it
         return self._copy(self._state, copies)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:

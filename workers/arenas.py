@@ -9,6 +9,7 @@ long, so it is done in pieces between which the optimizer works on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -96,7 +97,8 @@ class Arenas:
         self._touched_bytes = 0
         self._coming.popleft()
         self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
-        send_arena(self._connection, arena, token=self._token)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a trainer that leaves: its Goodbye follows
+            send_arena(self._connection, arena, token=self._token)
 
     def release(self, lid: int) -> None:
         """Give the layer's memory back, as far as this process holds it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hytrain
+from hytrain.engine import Engine
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
 from hytrain.handover import Handover
 from hytrain.planes import TrainedLayer
@@ -166,3 +167,24 @@ def test_a_copy_of_a_part_has_new_weights() -> None:
         part = copy.deepcopy(model[2])
         opt.synchronize()
         assert torch.equal(part[0].weight, model[2][0].weight)
+
+
+def test_a_failed_construction_and_an_interrupted_close_leave_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    model = perceptron()
+    with monkeypatch.context() as patch:
+        patch.setattr("hytrain.optim.calibrate", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            hytrain.AdamW(model)
+    opt = hytrain.AdamW(model, lr=LR)
+    train(model, opt, range(2), square_loss)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "synchronize", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            opt.close()
+    with adamw(model) as opt:
+        train(model, opt, [2], square_loss)
