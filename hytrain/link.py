@@ -155,6 +155,8 @@ class Link:
         self._jobs.put(None)
         os.write(self._stop_write, b"stop")  # closing says nothing while a forked child holds the other end
         os.close(self._stop_write)
+        if not self._threads:
+            os.close(self._stop_read)  # which the inbox would have taken over
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
         with contextlib.suppress(OSError):
