@@ -57,6 +57,8 @@ class Handover:
         self._move: _Move | None = None
         self._settling: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
+        # Plans arrive on the link's thread: a move and the thread that works on it are seen together or not at all.
+        self._lock = threading.Lock()
 
     def start(self, plan: Plan) -> None:
         """First owners: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
@@ -74,8 +76,9 @@ class Handover:
         gpu = frozenset(plan.gpu_lids)
         leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
         coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
-        self._move = _Move(plan, leaving, coming)
-        self._run(partial(self._prepare, self._move))
+        with self._lock:
+            self._move = _Move(plan, leaving, coming)
+            self._run(partial(self._prepare, self._move))
 
     def _prepare(self, move: _Move) -> None:
         """A GPU without room for a layer leaves it and those after it where they are."""
@@ -154,8 +157,9 @@ class Handover:
             layer.life.change_owner("gpu")
             giving = GiveUp(plan_id=move.plan.plan_id, lid=layer.lid, step=step)
             self._link.post("optimizer", giving, after=moving.arrival)
-        self._move, self._settling = None, move.copies
-        self._run(partial(_clear_up, move.copies, move.closing))
+        with self._lock:
+            self._move, self._settling = None, move.copies
+            self._run(partial(_clear_up, move.copies, move.closing))
         return move.plan, len(move.leaving) + len(move.coming)
 
     def settle(self) -> None:
@@ -169,11 +173,17 @@ class Handover:
 
         A copy must not cross from one pinned piece to the next, so nothing stays pinned; the next handover is slower.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
         if self._move is not None:
             for layer in self._move.coming:
                 layer.arena.unpin_state()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return once the thread has made ready, or cleared up, all it was told to."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
 
     # ------------------------------------------------------------
 
@@ -192,8 +202,7 @@ class Handover:
 
     def close(self) -> None:
         """Give up what was prepared and no layer has got, and what layers have left. The link is closed already."""
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
+        self.wait(CLOSE_TIMEOUT_S)
         if self._move is not None:
             for arena in (*self._move.arenas.values(), *(arena for arena, _ in self._move.closing)):
                 arena.close()
@@ -206,7 +215,7 @@ class Handover:
         self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
 
     def _run(self, task: Callable[[], None]) -> None:
-        """Run a task on a thread of its own, after the one before; what it raises, training raises."""
+        """Run a task on a thread of its own, after the one before; what it raises, training raises. Holds the lock."""
         before = self._thread
 
         def run() -> None:
@@ -219,8 +228,9 @@ class Handover:
             except Exception as error:
                 self._health.fail(ClusterError(f"a handover failed: {type(error).__name__}: {error}"))
 
-        self._thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
+        thread.start()
+        self._thread = thread
 
 
 def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:

@@ -52,6 +52,7 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        optimizer._engine._handover.wait()
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
         state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
@@ -73,7 +74,7 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_
     for name, (state, _) in runs.items():
         different = [key for key in expected if not torch.equal(state[key], expected[key])]
         assert not different, f"k={name}"
-    assert runs["random"][1] > 0, "nothing moved"
+    assert runs["random"][1] > 20
 
 
 def wide(dtype: torch.dtype) -> nn.Module:
@@ -90,15 +91,17 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
         model = wide(dtype)
         optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), **options)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(0)
-        for _ in range(200):
+        for step in range(200):
             x = torch.randn(16, 3000, generator=generator).to("cuda", dtype)
             (model(x) - x.sin()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step % 2:
+                optimizer._engine._handover.wait()
         state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         for index, entry in optimizer.state_dict()["state"].items():
             state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
-        assert (optimizer.statistics().moved > 0) is ("policy" in options)
+        assert (optimizer.statistics().moved > 50) is ("policy" in options)
         optimizer.close()
         results.append(state)
     for other in results[1:]:

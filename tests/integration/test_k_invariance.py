@@ -10,6 +10,8 @@ import torch
 from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, weights
 from torch import Tensor, nn
 
+import hytrain
+
 STEPS = 50
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -34,6 +36,13 @@ def trained_at_half(dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Te
         return weights(model), final
 
 
+def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
+    """Let every handover be prepared before the next step: how often layers move then hardly depends on the machine."""
+    for step in range(steps):
+        train(model, opt, [step])
+        opt._engine._handover.wait()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +50,9 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
     expected_weights, expected_state = trained_at_half(dtype)
     model = make(dtype)
     with adamw(model, **CHOICES[choice]) as opt:
-        train(model, opt, range(STEPS))
+        train_and_prepare(model, opt, STEPS)
         if choice == "moving":
-            assert opt.statistics().moved > 0
+            assert opt.statistics().moved > 10
         assert differing(state(opt), expected_state) == []
         assert differing(weights(model), expected_weights) == []
     assert any(name.startswith("remainder") for name in expected_state) is (dtype is torch.bfloat16)
@@ -67,9 +76,9 @@ def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype, monkeypatch: 
     for options in ({"policy": "random"}, {"k": 0.0, "overlap": False}):
         model = make(dtype)
         with adamw(model, **options) as opt:
-            train(model, opt, range(200))
+            train_and_prepare(model, opt, 200)
             results.append(state(opt) | weights(model))
-            assert (opt.statistics().moved > 0) is ("policy" in options)
+            assert (opt.statistics().moved > 50) is ("policy" in options)
     assert differing(*results) == []
 
 
