@@ -54,6 +54,7 @@ class Boundary:
             k=fraction(gpu_lids, self._numels),
             gpu_layers=gpu_lids,
             moved=self.statistics.moved,
+            moving=self._handover.has_worked(),
         )
         self._stepped_s = now_s
         report = TrainerReport(
@@ -64,6 +65,7 @@ class Boundary:
             measured=self._meter.measured,
             stall_s=self.statistics.stall_s,
             k=self.statistics.k,
+            moving=self.statistics.moving,
             gpu_lids=gpu_lids,
             gpu_free_bytes=self._free_gpu_bytes(),
             layers=times,

@@ -59,6 +59,7 @@ class Handover:
         self._thread: threading.Thread | None = None
         # Plans arrive on the link's thread: a move and the thread that works on it are seen together or not at all.
         self._lock = threading.Lock()
+        self._worked = False
 
     def start(self, plan: Plan) -> None:
         """First owners: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
@@ -178,6 +179,14 @@ class Handover:
             for layer in self._move.coming:
                 layer.arena.unpin_state()
 
+    def has_worked(self) -> bool:
+        """Whether layers have moved, or their memory was worked on, since this was asked last."""
+        with self._lock:
+            under_way = self._move is not None and self._move.begun
+            at_work = self._thread is not None and self._thread.is_alive()
+            worked, self._worked = self._worked, under_way or at_work
+        return worked or under_way
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Return once the thread has made ready, or cleared up, all it was told to."""
         with self._lock:
@@ -230,7 +239,7 @@ class Handover:
 
         thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
         thread.start()
-        self._thread = thread
+        self._thread, self._worked = thread, True
 
 
 def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:

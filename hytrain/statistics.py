@@ -11,6 +11,7 @@ class Statistics:
 
     Seconds are wall time; `stall_s` is what forward waited for weights, as last measured. `k` is the fraction of the
     trained parameters that the GPU owns, `gpu_layers` the IDs of its layers, `moved` the handovers since the start.
+    `moving` says that handovers were under way, or their memory was made ready or given back, which can slow a step.
     """
 
     step: int = 0
@@ -19,3 +20,4 @@ class Statistics:
     k: float = 0.0
     gpu_layers: tuple[int, ...] = ()
     moved: int = 0
+    moving: bool = False

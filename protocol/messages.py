@@ -327,7 +327,8 @@ class TrainerReport:
     """The trainer to the coordinator after each step.
 
     `layers` and `stall_s` are of step `measured`, the last one that the device had passed, None while there is none.
-    `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped.
+    `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped. `moving`
+    says that memory of layers that change owners was made ready or given back during `step`, or their state copied.
     """
 
     step: int
@@ -337,6 +338,7 @@ class TrainerReport:
     measured: int | None
     stall_s: float
     k: float
+    moving: bool
     gpu_lids: tuple[int, ...]
     gpu_free_bytes: int | None
     layers: tuple[LayerTimes, ...]

@@ -291,6 +291,7 @@ class Trainer:
                 measured=step,
                 stall_s=0.0,
                 k=0.0,
+                moving=False,
                 gpu_lids=gpu_lids,
                 gpu_free_bytes=None,
                 layers=times,

@@ -142,6 +142,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "measured": step,
         "stall_s": 0.1,
         "k": len(gpu_lids) / LAYERS,
+        "moving": False,
         "gpu_lids": gpu_lids,
         "gpu_free_bytes": None,
         "layers": times,
@@ -282,6 +283,20 @@ def test_steps_in_which_layers_moved_are_not_planned_from() -> None:
     assert driver.state._planning._book.profile() == before  # type: ignore[union-attr]
     driver.handle(report(plan.step + 1, plan.gpu_lids, layers=slow, step_s=9.0))
     assert driver.state._planning._book.profile() != before  # type: ignore[union-attr]
+
+
+def test_steps_beside_work_on_memory_are_not_planned_from(driver: Driver) -> None:
+    """The trainer says so with the step's report; what was measured in it comes then or later."""
+    driver.start(policy="fixed", k=0.0)
+    driver.handle(report(1, stall_s=0.0))
+    book = driver.state._planning._book  # type: ignore[union-attr]
+    before = book.profile()
+    driver.handle(report(2, measured=None, moving=True))
+    driver.handle(report(3, measured=2, stall_s=0.0, step_s=0.6))
+    driver.handle(cpu_report(2, 99.0))
+    assert book.profile() == before
+    driver.handle(report(4, measured=3, stall_s=0.0, step_s=0.6))
+    assert book.profile() != before
 
 
 def test_times_belong_to_the_step_that_was_measured(driver: Driver) -> None:

@@ -4,8 +4,9 @@
     TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every so many steps ─▶ the next plan
     commands: k, policy, objective, threads ─▶ the next plan at once
 
-Left out of the measurements are the first step, which warms up, and a step in which layers moved, since copies of
-their state went beside its own. A step in which the CPU got other threads counts for its layers, not as a whole.
+Left out of the measurements are the first step, which warms up, and steps in which layers moved, or memory was made
+ready for that or given back: copies of state went beside their own, the driver and the page tables were busy. A step
+in which the CPU got other threads counts for its layers, not as a whole.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Planning:
         self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
         self._plan: m.Plan | None = None
         self._steps: dict[int, tuple[float, tuple[int, ...]]] = {}  # duration, owners
-        self._moved_in: set[int] = set()  # steps in which a plan moved layers
+        self._moved_in: set[int] = set()  # steps in which a plan moved layers or worked on their memory
         self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
         self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
 
@@ -103,6 +104,8 @@ class Planning:
         """A step is over; what was measured in it or in one before is taken in."""
         self._step = report.step
         self._steps[report.step] = report.step_s, report.gpu_lids
+        if report.moving:
+            self._moved_in.add(report.step)
         self._forget(through=report.step - OPEN_STEPS)
         if report.measured is not None and self._counts(report.measured):
             for name in TIMES:
