@@ -10,7 +10,8 @@ several policies one after the other: before a segment it sends the segment's co
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
 #: hidden, intermediate, layers, heads, vocabulary
@@ -26,7 +27,7 @@ SHAPES: Final = {
 class Segment:
     """Steps of one kind: `settle` that are only noted, then `measure` that count.
 
-    `patience` more steps are given to settling while k still changes. `label` tells this segment from others of the
+    `patience` more steps are given to settling while layers still move. `label` tells this segment from others of the
     same system and batch. `profile` looks at the GPU's kernels during the measured steps; `digest` sums up the weights
     after them.
     """
@@ -66,6 +67,10 @@ class Job:
     def key(self, segment: Segment) -> tuple[object, ...]:
         """What says that two rows are repeats of each other, if one machine and one commit made them."""
         return (self.system, self.shape, segment.batch, self.sequence, self.dtype, self.clip, segment.label)
+
+    def only(self, batches: Collection[int]) -> Self:
+        """The job without segments of other batch sizes."""
+        return replace(self, segments=tuple(segment for segment in self.segments if segment.batch in batches))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

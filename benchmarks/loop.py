@@ -49,6 +49,10 @@ class Running:
     def k(self) -> float | None:
         return None if self.optimizer is None else float(self.optimizer.statistics().k)
 
+    def moving(self) -> bool:
+        """Whether layers moved in the last step, or memory was worked on for that."""
+        return self.optimizer is not None and bool(self.optimizer.statistics().moving)
+
     def number(self) -> int:
         """The last finished step's number, as in metrics.jsonl."""
         return 0 if self.optimizer is None else int(self.optimizer.statistics().step)

@@ -81,9 +81,9 @@ def sweep(template: Job) -> list[Job]:
     for k in (*STATIC_KS, *reversed(STATIC_KS)):
         # The more layers move, the longer their memory takes to be there.
         settle = 6 + round(20 * abs(float(k) - before))
-        segments.append(Segment(batch=8, label=f"k={k}", settle=settle, measure=6, patience=8, commands=(("k", k),)))
+        segments.append(Segment(batch=8, label=f"k={k}", settle=settle, measure=6, patience=12, commands=(("k", k),)))
         before = float(k)
-    again = Segment(batch=8, label="auto", settle=16, measure=8, patience=8, commands=(("k", "auto"),))
+    again = Segment(batch=8, label="auto", settle=16, measure=8, patience=16, commands=(("k", "auto"),))
     return [job(template, "hytrain:auto", *segments, again)]
 
 
@@ -93,9 +93,10 @@ def policies(template: Job) -> list[Job]:
     for batch in BATCHES:
         for policy in ("deadline", "balance", "cotrain", "fixed"):
             commands = (("k", "0.5"),) if policy == "fixed" else (("k", "auto"), ("policy", policy))
-            measure = 5 if batch > 8 else 7
+            # Short steps are over before many layers have moved.
+            settle, measure = (10, 5) if batch > 8 else (14, 7) if batch > 4 else (20, 9)
             segments.append(
-                Segment(batch=batch, label=policy, settle=10, measure=measure, patience=8, commands=commands)
+                Segment(batch=batch, label=policy, settle=settle, measure=measure, patience=20, commands=commands)
             )
     return [job(template, "hytrain:auto", *segments)]
 
@@ -103,7 +104,7 @@ def policies(template: Job) -> list[Job]:
 def objectives(template: Job) -> list[Job]:
     """What the planner gives up for memory."""
     segments = [
-        Segment(batch=8, label=name, settle=12, measure=8, patience=12, commands=(("objective", name),))
+        Segment(batch=8, label=name, settle=12, measure=8, patience=20, commands=(("objective", name),))
         for name in ("speed", "gpu-memory", "host-memory")
     ]
     return [job(template, "hytrain:auto", *segments)]
@@ -114,7 +115,7 @@ def batches(template: Job) -> list[Job]:
     return [
         job(template, "no-offload", *(Segment(batch=batch, settle=3, measure=7) for batch in BATCHES)),
         job(template, "forward-backward", *(Segment(batch=batch, settle=3, measure=7) for batch in BATCHES)),
-        job(template, "hytrain:auto", *(Segment(batch=b, settle=14, measure=8, patience=12) for b in BATCHES)),
+        job(template, "hytrain:auto", *(Segment(batch=b, settle=14, measure=8, patience=30) for b in BATCHES)),
         plain(template, "torchao-fp32", batch=1),
     ]
 
@@ -146,7 +147,7 @@ def threads(template: Job) -> list[Job]:
 def idle(template: Job) -> list[Job]:
     """The GPU's idle share and its causes."""
     return [
-        job(template, system, Segment(batch=8, label="profiled", settle=settle, measure=7, profile=True))
+        job(template, system, Segment(batch=8, label="profiled", settle=settle, measure=7, patience=16, profile=True))
         for system, settle in (("hytrain:auto", 14), ("no-offload", 4), ("forward-backward", 4))
     ]
 

@@ -33,7 +33,7 @@ from benchmarks.job import Job, Segment
 from benchmarks.loop import Running, Setting, Unavailable, batches, build_model, flops_a_step
 from benchmarks.systems import SYSTEMS
 
-#: Steps for which k must have stood still before a segment that has patience is measured.
+#: Steps for which k must have stood still, and no layer have moved, before a segment that has patience is measured.
 STILL_STEPS: Final = 4
 
 
@@ -135,6 +135,7 @@ class Steps:
         self._cuda = job.device == "cuda"
         self._marks: list[Any] = []
         self.ks: list[float | None] = []
+        self._moving: list[bool] = []
         self.first = running.number() + 1
         self.loss = 0.0
         self._mark()
@@ -143,6 +144,7 @@ class Steps:
         loss = self._running.step(self._batches[len(self.ks) % len(self._batches)])
         self._mark()
         self.ks.append(self._running.k())
+        self._moving.append(self._running.moving())
         self._last_loss = loss.detach()
 
     def settled(self) -> bool:
@@ -150,7 +152,8 @@ class Steps:
         done, segment = len(self.ks), self._segment
         if done < segment.settle:
             return False
-        still = done >= STILL_STEPS and len(set(self.ks[-STILL_STEPS:])) == 1
+        same_k = done >= STILL_STEPS and len(set(self.ks[-STILL_STEPS:])) == 1
+        still = same_k and not any(self._moving[-STILL_STEPS:])
         return still or done >= segment.settle + segment.patience
 
     def times(self) -> list[float]:

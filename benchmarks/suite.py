@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts.PARTS))
-    parser.add_argument("--systems", nargs="+", default=[], help="instead of parts: these, at --batch")
+    parser.add_argument("--systems", nargs="+", default=[], help="instead of parts: these")
     parser.add_argument("--results", type=Path, default=Path("runs/benchmarks"), help="folder of the result set")
     parser.add_argument("--list", action="store_true", help="say what would be started, and how long that may take")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing that would end later")
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="measure again what this host has measured")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     parser.add_argument("--shape", choices=SHAPES, default="3b")
-    parser.add_argument("--batch", type=int, default=8, help="for --systems")
+    parser.add_argument("--batch", type=int, nargs="+", default=[], help="only these batch sizes; --systems: else 8")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -82,8 +82,12 @@ def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
         threads=arguments.threads,
     )
     if part == "":
-        return [parts.plain(template, system, arguments.batch) for system in arguments.systems]
-    return parts.PARTS[part](template)
+        batches = arguments.batch or [8]
+        return [parts.plain(template, system, batch) for system in arguments.systems for batch in batches]
+    jobs = parts.PARTS[part](template)
+    return (
+        [job.only(arguments.batch) for job in jobs if job.only(arguments.batch).segments] if arguments.batch else jobs
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> list[tuple[str, Job]]:

@@ -374,6 +374,14 @@ def test_a_budget_starts_nothing_that_would_end_late(
     assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
 
 
+def test_only_some_batch_sizes(tmp_path: Path, watched: list[Job]) -> None:
+    run_suite(tmp_path, "batches", "main", "--batch", "4", "1")
+    batches = {job.system: [segment.batch for segment in job.segments] for job in watched}
+    assert batches == {"no-offload": [4, 1], "forward-backward": [4, 1], "hytrain:auto": [4, 1], "torchao-fp32": [1]}
+    run_suite(tmp_path, "--systems", "no-offload", "--batch", "16", "2")
+    assert [job.segments[0].batch for job in watched[4:]] == [16, 2]
+
+
 @pytest.mark.spawns
 def test_one_system_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real child on a CPU; and one that can't run there, which is a row with a sentence."""
