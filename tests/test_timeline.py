@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import timeline
+from benchmarks import record, timeline
 from benchmarks.timeline import Latency, Timeline, numbers
 from hytrain import trace
 from hytrain.trace import TraceWriter
@@ -211,3 +211,17 @@ def test_a_picture_needs_its_steps(path: Path, tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         timeline.main([str(path), "--picture", str(tmp_path / "out.png")])
     assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.spawns
+def test_recorded_runs_differ_by_their_overlap(tmp_path: Path) -> None:
+    """Not overlapped, no update of a step is under way while the next step's forward is."""
+    small = ["--device", "cpu", "--dtype", "float32", "--shape", "demo", "--sequence", "8", "--batch", "1"]
+    assert record.main([str(tmp_path), *small, "--steps", "4"]) == 0
+    for kind in record.KINDS:
+        run = Timeline.read(tmp_path / kind / "trace.json")
+        assert len(run.steps) == 4 and run.of_kind("CPU update")
+        if kind == "serial":
+            ended_ms = {span.step: span.ended_ms for span in run.of_kind("CPU update")}  # the last one's counts
+            later = [span for span in run.of_kind("forward") if span.step > 0]
+            assert later and all(span.began_ms >= ended_ms[span.step - 1] for span in later)
