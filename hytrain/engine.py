@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.boundary import Boundary
+from hytrain.clipping import Clipping
 from hytrain.errors import ClusterError, HyTrainError, StaleReadError, UsageError
 from hytrain.handover import Handover
 from hytrain.health import Health
@@ -51,6 +52,8 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         free_gpu_bytes: Callable[[], int | None],
+        max_grad_norm: float | None = None,
+        on_nonfinite: str | None = None,
         overlap: bool = True,
         trace: TraceWriter | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class Engine:
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups = read_groups
         self._overlap = overlap
+        self.clipping = Clipping(parameters, max_norm=max_grad_norm, on_nonfinite=on_nonfinite, transfers=transfers)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self.health)
@@ -70,6 +74,7 @@ class Engine:
         self._hypers: list[Hyper] = []
         self._in_backward = self._backward_done = False
         self._written = self._state_loaded = False
+        self._held: list[tuple[TrainedLayer, tuple[int, ...]]] = []
         self._root = Gate(())
         self._synchronized = -1
 
@@ -175,11 +180,13 @@ class Engine:
 
     def _begin_step(self) -> None:
         self._finish_handovers()
+        self.clipping.settle()
         self._import_written()
         self._state_loaded = False
         self._groups = self._read_groups()
         self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
-        self._link.post("optimizer", StepBegin(step=self._step, groups=self._groups))
+        begin = StepBegin(step=self._step, groups=self._groups, awaits_verdict=self.clipping.is_wanted)
+        self._link.post("optimizer", begin)
 
     def _begin_backward(self, parameter: TrainedParameter) -> None:
         if self._backward_done:
@@ -211,22 +218,43 @@ class Engine:
         self._in_backward, self._backward_done = False, True
         if self._overlap:
             self._flush()
+            self._judge()
 
     def _flush(self) -> None:
         """Send off all layers that have gradients; without overlap, one after the other, each to its end."""
-        for layer in self.layers:
-            if layer.filled:
-                if len(layer.filled) < len(layer.segments):
-                    self._meter.backward(layer.lid)
-                self._dispatch(layer)
-                if not self._overlap and not layer.life.is_current:
-                    self._await(layer, on_host=True)
+        layers = [layer for layer in self.layers if layer.filled]
+        for layer in layers:
+            if len(layer.filled) < len(layer.segments):
+                self._meter.backward(layer.lid)
+        if not self._overlap:
+            for layer in layers:
+                self.clipping.add(layer)
+            self._judge()
+        for layer in layers:
+            self._dispatch(layer)
+            if not self._overlap and not layer.life.is_current:
+                self._await(layer, on_host=True)
+
+    def _judge(self) -> None:
+        """The step's gradients are all there: their norm says what becomes of them."""
+        if not self.clipping.is_wanted:
+            return
+        arrival = self.clipping.judge(self._step)
+        self._link.post("optimizer", self.clipping.verdict, after=arrival)
+        for layer, counts in self._held:
+            self._update_on_device(layer, counts)
+        self._held.clear()
 
     def _dispatch(self, layer: TrainedLayer) -> None:
         """The layer's gradients are all there: to the optimizer, or straight into the device's update."""
         step, counts = self._step, layer.counts()
+        if self._overlap:
+            self.clipping.add(layer)
         if layer.life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
-            self._update_on_device(layer, counts)
+            if self._overlap and self.clipping.is_wanted:
+                self._held.append((layer, counts))
+            else:
+                self._update_on_device(layer, counts)
             return
         departure = self._transfers.gradients_out(layer.outgoing())
         layer.filled.clear()
@@ -243,8 +271,11 @@ class Engine:
         began = self._transfers.clock.mark()
         for index, gradient in layer.filled.items():
             segment = layer.segments[index]
-            numbers = scalars(self._hypers[segment.spec.group], counts[index])
-            layer.device.update(index, segment, gradient, numbers, self._host)
+            hyper, count = self._hypers[segment.spec.group], counts[index]
+            if gradient.is_cuda:
+                layer.device.update(index, segment, gradient, scalars(hyper, count), verdict=self.clipping.scale)
+            elif (scale := self.clipping.host_scale()) is not None:
+                layer.device.update(index, segment, gradient, scalars(hyper, count, scale), self._host)
         layer.filled.clear()
         layer.note_writes(counts)
         self._meter.span("gpu_update_s", layer.lid, (began, self._transfers.clock.mark()))
@@ -344,6 +375,7 @@ class Engine:
                 self._await(layer, on_host=True)
         self._finish_handovers()
         self._handover.settle()
+        self.clipping.settle()
         self._synchronized = self._step
 
     def expose_state(self) -> None:

@@ -43,6 +43,10 @@ class BackendUnavailable(HyTrainError, RuntimeError):
     """An update backend that this machine cannot run."""
 
 
+class NonFiniteGradients(HyTrainError):
+    """A gradient was infinite or not a number; the step was left out, and every bit of the state is as before."""
+
+
 class ClusterError(HyTrainError, RuntimeError):
     """The processes of a run, or the way to them, failed."""
 

@@ -50,7 +50,7 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Job:
     to: str
-    message: Message
+    message: Message | Callable[[], Message]
     after: Transfer | None
     before_sending: Callable[[], object] | None
 
@@ -126,12 +126,15 @@ class Link:
     def post(
         self,
         to: str,
-        message: Message,
+        message: Message | Callable[[], Message],
         *,
         after: Transfer | None = None,
         before_sending: Callable[[], object] | None = None,
     ) -> None:
-        """Send `message` to role `to` once `after` has finished. `before_sending` then runs on the sender thread."""
+        """Send `message` to role `to` once `after` has finished. `before_sending` then runs on the sender thread.
+
+        A message that is known only then is given as a function.
+        """
         self._jobs.put(_Job(to, message, after, before_sending))
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile:
@@ -172,7 +175,8 @@ class Link:
                     job.after.synchronize()
                 if job.before_sending is not None:
                     job.before_sending()
-                self._outboxes[job.to].send(job.message)
+                message = job.message() if callable(job.message) else job.message
+                self._outboxes[job.to].send(message)
                 del job
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))

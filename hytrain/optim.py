@@ -57,6 +57,9 @@ class AdamW(torch.optim.Optimizer):
         model: the module to train. Its parameters stay where they are, bfloat16 or float32, on one device.
         param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
+        max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
+        on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
+            "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
         k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
         policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
         objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
@@ -82,6 +85,8 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        max_grad_norm: float | None = None,
+        on_nonfinite: str | None = None,
         k: float | str = "auto",
         policy: str = "deadline",
         objective: str = "speed",
@@ -95,6 +100,8 @@ class AdamW(torch.optim.Optimizer):
         trace: bool | None = None,
     ) -> None:
         fixed_k = _check_options(k, policy, objective, backend, gradient_dtype)
+        _check_clipping(max_grad_norm, on_nonfinite)
+        self._max_grad_norm, self._on_nonfinite = max_grad_norm, on_nonfinite
         device = _check_model(model)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(_trainable_groups(model, param_groups), defaults)
@@ -147,6 +154,8 @@ class AdamW(torch.optim.Optimizer):
             host=host,
             read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
+            max_grad_norm=self._max_grad_norm,
+            on_nonfinite=self._on_nonfinite,
             overlap=overlap,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
@@ -240,6 +249,19 @@ class AdamW(torch.optim.Optimizer):
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
         self._link.post("coordinator", Log(step=step, numbers={name: float(value) for name, value in numbers.items()}))
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's global gradient norm before clipping, float32 on the device, shape (); None without one.
+
+        It is taken with `max_grad_norm` or `on_nonfinite` only. Reading its value waits for the device.
+        """
+        return self._engine.clipping.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out by `on_nonfinite`, as far as they are known: the last one's verdict may be on its way."""
+        return self._engine.clipping.skipped
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and who owns what."""
@@ -358,6 +380,13 @@ def _check_options(
     if isinstance(k, str) or not 0.0 <= k <= 1.0:
         raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
     return float(k)
+
+
+def _check_clipping(max_grad_norm: float | None, on_nonfinite: str | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm!r}: a number above 0, or None")
+    if on_nonfinite not in (None, "skip", "raise"):
+        raise ConfigError(f'on_nonfinite is {on_nonfinite!r}: "skip", "raise" or None')
 
 
 def _check_model(model: nn.Module) -> torch.device:

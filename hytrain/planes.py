@@ -180,9 +180,18 @@ class DevicePlanes:
         return self._planes[plane]
 
     def update(
-        self, index: int, segment: TrainedSegment, grads: Tensor, scalars: Scalars, host: Backend | None
+        self,
+        index: int,
+        segment: TrainedSegment,
+        grads: Tensor,
+        scalars: Scalars,
+        host: Backend | None = None,
+        verdict: Tensor | None = None,
     ) -> None:
-        """AdamW on segment `index`, on the current stream; on device "cpu" the host's backend does it."""
+        """AdamW on segment `index`, on the current stream; on device "cpu" the host's backend does it.
+
+        `verdict` is what `Clipping.judge` says, on the device; the host's backend needs it in `scalars`.
+        """
         remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
         assert exp_avg is not None and exp_avg_sq is not None
         grads = grads.to(DTYPES[segment.spec.grads_dtype])
@@ -197,6 +206,7 @@ class DevicePlanes:
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
                     scalars=scalars,
+                    verdict=verdict,
                 )
         else:
             assert host is not None, "device cpu has a host backend"

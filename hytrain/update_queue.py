@@ -1,10 +1,11 @@
 """What the optimizer process works on next: a pure state machine over the layers that it owns.
 
-    GradReady ─▶ queued, lowest rank first ─▶ next_tile() … tile_done() ─▶ WeightsReady
+    GradReady ─(Verdict)─▶ queued, lowest rank first ─▶ next_tile() … tile_done() ─▶ WeightsReady
     TakeOver ─▶ owned                          owned ─▶ GiveUp
 
 Layers are worked on in tiles of some million elements, and the queue is looked at again after each tile, so
 that a gradient whose weights are needed sooner goes first. A layer whose update has begun keeps its progress.
+Where a step awaits its verdict, gradients wait for it.
 A tile takes a few milliseconds: long against what it costs to look, short against a layer.
 """
 
@@ -14,7 +15,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Final
 
-from protocol.messages import GradReady, GroupHyper, Layer, StepBegin, WeightsReady
+from protocol.messages import GradReady, GroupHyper, Layer, StepBegin, Verdict, WeightsReady
 
 TILE_NUMEL: Final = 1 << 24
 
@@ -27,7 +28,8 @@ class QueueError(RuntimeError):
 class Tile:
     """A range of one segment to update: elements [start, stop) of segment `segment` of layer `lid`.
 
-    `count` is the segment's step count, `hyper` its group's hyperparameters in this step.
+    `count` is the segment's step count, `hyper` its group's hyperparameters in this step; the gradient is to be
+    multiplied by `scale`.
     """
 
     lid: int
@@ -37,6 +39,7 @@ class Tile:
     stop: int
     count: int
     hyper: GroupHyper
+    scale: float
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class _Work:
 
     ready: GradReady
     groups: tuple[GroupHyper, ...]
+    scale: float = 1.0
     segment: int = 0
     start: int = 0
 
@@ -62,13 +66,17 @@ class UpdateQueue:
     _work: dict[int, _Work] = field(default_factory=dict)
     _heap: list[tuple[int, int]] = field(default_factory=list)
     _done: dict[int, int] = field(default_factory=dict)
+    _verdict: Verdict | None = None
+    _awaits_verdict: bool = False
+    _held: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ranks = [layer.rank for layer in self.layers]
 
     @property
     def idle(self) -> bool:
-        return not self._work
+        """Whether there is nothing to work on, though gradients may wait for a verdict."""
+        return not self._heap
 
     @property
     def step(self) -> int:
@@ -91,17 +99,40 @@ class UpdateQueue:
         if len(ranks) != len(self.layers):
             raise QueueError(f"{len(ranks)} ranks for {len(self.layers)} layers")
         self.ranks = list(ranks)
-        self._heap = [(self.ranks[lid], lid) for lid in self._work]
+        self._heap = [(self.ranks[lid], lid) for lid in self._work if lid not in self._held]
         heapq.heapify(self._heap)
 
     def begin(self, message: StepBegin) -> None:
         """Hyperparameters of a step; it must be later than the last. Updates of the last one may still be owed."""
         if message.step <= self._step:
             raise QueueError(f"StepBegin({message.step}) after step {self._step}")
+        if self._awaits_verdict and self._verdict is None and self._held:
+            raise QueueError(f"StepBegin({message.step}) without a verdict on step {self._step}")
         self._step, self._groups = message.step, message.groups
+        self._awaits_verdict, self._verdict = message.awaits_verdict, None
 
-    def grad_ready(self, message: GradReady) -> None:
-        """Queue the layer's update. Raises `QueueError` for a layer, step or segment count that cannot be."""
+    def verdict(self, message: Verdict) -> list[WeightsReady]:
+        """Gradients that waited are queued; of a skipped step, all that waited are done, unchanged."""
+        if message.step != self._step or not self._awaits_verdict or self._verdict is not None:
+            raise QueueError(f"Verdict on step {message.step} in step {self._step}, which awaits none")
+        self._verdict, held, self._held = message, self._held, []
+        return [done for lid in held if (done := self._judged(lid, message)) is not None]
+
+    def _judged(self, lid: int, verdict: Verdict) -> WeightsReady | None:
+        work = self._work[lid]
+        if verdict.skipped:
+            del self._work[lid]
+            self._done[lid] = work.ready.step
+            return WeightsReady(step=work.ready.step, lid=lid)
+        work.scale = verdict.scale
+        heapq.heappush(self._heap, (self.ranks[lid], lid))
+        return None
+
+    def grad_ready(self, message: GradReady) -> WeightsReady | None:
+        """Queue the layer's update. Raises `QueueError` for a layer, step or segment count that cannot be.
+
+        If the step was skipped already, the layer is done, unchanged.
+        """
         lid = message.lid
         if lid not in self.owned:
             raise QueueError(f"GradReady of layer {lid}, which the optimizer does not own")
@@ -115,7 +146,10 @@ class UpdateQueue:
         if any(segment.group >= len(self._groups) for segment in segments):
             raise QueueError(f"layer {lid} has a parameter group that StepBegin({self._step}) did not name")
         self._work[lid] = _Work(message, self._groups)
-        heapq.heappush(self._heap, (self.ranks[lid], lid))
+        if self._awaits_verdict and self._verdict is None:
+            self._held.append(lid)
+            return None
+        return self._judged(lid, self._verdict or Verdict(step=message.step, scale=1.0, skipped=False))
 
     def next_tile(self) -> Tile | None:
         """The next range to update, of the owed layer with the lowest rank; None when nothing is owed."""
@@ -128,7 +162,7 @@ class UpdateQueue:
         segment = self.layers[lid].segments[work.segment]
         stop = min(work.start + self.tile_numel, segment.numel)
         count, hyper = work.ready.counts[work.segment], work.groups[segment.group]
-        return Tile(lid, work.ready.step, work.segment, work.start, stop, count, hyper)
+        return Tile(lid, work.ready.step, work.segment, work.start, stop, count, hyper, work.scale)
 
     def tile_done(self, tile: Tile) -> WeightsReady | None:
         """`tile` has been updated; the message to send if that was the layer's last."""
@@ -147,5 +181,6 @@ class UpdateQueue:
 
     def check(self) -> None:
         assert set(self._work) <= self.owned, "updates are owed only on layers that are owned"
-        assert sorted(lid for _, lid in self._heap) == sorted(self._work), "the heap holds what is owed"
+        assert sorted([lid for _, lid in self._heap] + self._held) == sorted(self._work), "the heap holds what is owed"
+        assert not self._held or (self._awaits_verdict and self._verdict is None), "what is held awaits a verdict"
         assert all(any(w.ready.counts[w.segment :]) for w in self._work.values()), "finished work leaves"

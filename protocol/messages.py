@@ -2,7 +2,7 @@
 
     handshake   Hello -> Welcome -> Ready
     layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
-    a step      StepBegin -> GradReady ... -> WeightsReady ...
+    a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, Log -> StatusRequest, Status, Command, CommandReply
     the end     Failure, SessionEnded, Goodbye
@@ -191,10 +191,14 @@ class GroupHyper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBegin:
-    """The trainer to the optimizer, before the step's first GradReady."""
+    """The trainer to the optimizer, before the step's first GradReady.
+
+    `awaits_verdict`: gradients may have to be scaled, or left alone; a Verdict follows, and no WeightsReady before it.
+    """
 
     step: int
     groups: tuple[GroupHyper, ...]
+    awaits_verdict: bool
 
     def __post_init__(self) -> None:
         _require(self.step >= 0, "steps count from 0")
@@ -214,6 +218,19 @@ class GradReady:
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
         _require(min(self.counts, default=-1) >= 0 < max(self.counts, default=0), "step counts of an update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The trainer to the optimizer, when backward is over: multiply the step's gradients by `scale`, or skip it."""
+
+    step: int
+    scale: float
+    skipped: bool
+
+    def __post_init__(self) -> None:
+        _require(self.step >= 0, "steps count from 0")
+        _require(0.0 <= self.scale <= 1.0 or self.scale != self.scale, f"a scale of {self.scale}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,6 +483,7 @@ Message = (
     | PlanesReady
     | StepBegin
     | GradReady
+    | Verdict
     | WeightsReady
     | Plan
     | PlanAck

@@ -191,8 +191,12 @@ class Session:
     def _handle(self, message: m.Message) -> None:
         match message:
             case m.GradReady(lid=lid):
-                self._queue.grad_ready(message)
                 self._progress.arrived(lid, time.monotonic())
+                if (done := self._queue.grad_ready(message)) is not None:
+                    self._send(done)
+            case m.Verdict():
+                for done in self._queue.verdict(message):
+                    self._send(done)
             case m.StepBegin():
                 self._queue.begin(message)
             case m.Plan():
@@ -243,13 +247,15 @@ class Session:
         """One tile, and what follows from it."""
         planes = self._arenas.segments[tile.lid][tile.segment]
         began_s = time.monotonic()
-        planes.update(self._backend, tile.start, tile.stop, _scalars(tile.hyper, tile.count))
+        planes.update(self._backend, tile.start, tile.stop, _scalars(tile.hyper, tile.count, tile.scale))
         self._progress.updated(tile.lid, tile.step, began_s, time.monotonic())
-        if (done := self._queue.tile_done(tile)) is None:
-            return
+        if (done := self._queue.tile_done(tile)) is not None:
+            self._send(done)
+
+    def _send(self, done: m.WeightsReady) -> None:
         sent_s = time.monotonic()  # before it is: the trainer may have taken it in when `send` returns
         self._trainer.send(done)
-        self._progress.sent(tile.lid, tile.step, sent_s)
+        self._progress.sent(done.lid, done.step, sent_s)
         if self._queue.idle:
             self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
 
@@ -260,8 +266,8 @@ class Session:
 
 
 @lru_cache(maxsize=256)
-def _scalars(hyper: m.GroupHyper, count: int) -> Scalars:
-    return scalars(Hyper(**dict(zip(type(hyper).__slots__, astuple(hyper), strict=True))), count)
+def _scalars(hyper: m.GroupHyper, count: int, scale: float) -> Scalars:
+    return scalars(Hyper(**dict(zip(type(hyper).__slots__, astuple(hyper), strict=True))), count, scale)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class Progress:
     def sent(self, lid: int, step: int, at_s: float) -> None:
         """The layer's last tile is done, and its WeightsReady goes out."""
         queued_s = at_s - self._arrived_s.pop(lid)
-        self._updates.append(CpuUpdate(lid=lid, update_s=self._update_s.pop(lid), queued_s=queued_s))
+        if (update_s := self._update_s.pop(lid, None)) is not None:  # a skipped step has none
+            self._updates.append(CpuUpdate(lid=lid, update_s=update_s, queued_s=queued_s))
         if self._trace is not None:
             self._end_run(self._trace)
             self._trace.instant("messages", f"WeightsReady {self._names[lid]}", at_s, lid=lid, step=step)

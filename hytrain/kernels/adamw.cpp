@@ -26,7 +26,7 @@ namespace {
 using bf16 = uint16_t;  // bit pattern
 
 struct Scalars {  // in the order of native.py's SCALARS
-    float sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
+    float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
 };
 
 inline uint32_t bits(float x) {
@@ -69,7 +69,7 @@ inline void update_strip(Weight *__restrict weights, const Grad *__restrict grad
     const float mix1 = from_average ? s.mix1 : s.mix1 - 1.0f;
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) {
-        const float g = s.sign * gradient(grads[i]);
+        const float g = s.factor * gradient(grads[i]);
         const float m_old = exp_avg[i];
         const float m = std::fma(mix1, g - m_old, from_average ? m_old : g);
         const float v = std::fma(s.mix2 * g, g, exp_avg_sq[i] * s.beta2);

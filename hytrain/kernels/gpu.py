@@ -29,8 +29,11 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     scalars: Scalars,
+    verdict: Tensor | None = None,
 ) -> None:
     """Update one segment in place, on the current device and stream.
+
+    `verdict` is a float32 scalar on the device that the gradient is multiplied by; below 0, nothing is updated.
 
     All tensors are contiguous and have one shape, [numel]; `remainder` is int16 and belongs to bfloat16
     weights. Raises ValueError for planes that do not belong together, BackendUnavailable without Triton.
@@ -53,7 +56,7 @@ def update(
         exp_avg,
         exp_avg_sq,
         numel,
-        scalars.sign,
+        scalars.factor,
         scalars.mix1,
         scalars.mix2,
         scalars.beta2,
@@ -61,6 +64,8 @@ def update(
         scalars.neg_step_size,
         scalars.sqrt_bias2,
         scalars.eps,
+        exp_avg if verdict is None else verdict,
+        JUDGED=verdict is not None,
         BLOCK=BLOCK,
         **OPTIONS,
     )

@@ -22,7 +22,7 @@ from hytrain.kernels.scalars import Scalars
 SOURCE = Path(__file__).with_name("adamw.cpp")
 
 # The members of adamw.cpp's Scalars, in its order.
-SCALARS = ("sign", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
+SCALARS = ("factor", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
 
 
 class _Scalars(ctypes.Structure):

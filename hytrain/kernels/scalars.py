@@ -29,7 +29,7 @@ class Hyper:
 class Scalars:
     """What the update of one segment at one step multiplies and divides by (Loshchilov & Hutter, 2019).
 
-        g = sign * g
+        g = factor * g                                  -1 to maximize, times what clipping scales by
         m = m + mix1 * (g - m)
         v = v * beta2 + mix2 * g * g
         p = p * decay + (neg_step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
@@ -39,7 +39,8 @@ class Scalars:
 
     hyper: Hyper
     step: int
-    sign: float
+    scale: float
+    factor: float
     mix1: float
     mix2: float
     beta2: float
@@ -49,14 +50,18 @@ class Scalars:
     eps: float
 
 
-def scalars(hyper: Hyper, step: int) -> Scalars:
-    """The scalars of a segment's update number `step`, counted from 1. Raises ValueError for step 0."""
+def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
+    """The scalars of a segment's update number `step`, counted from 1. Raises ValueError for step 0.
+
+    `scale` is what the gradient is multiplied by first, a float32.
+    """
     if step < 1:
         raise ValueError(f"an update's step counts from 1, not {step}: increment it before the update")
     return Scalars(
         hyper=hyper,
         step=step,
-        sign=-1.0 if hyper.maximize else 1.0,
+        scale=scale,
+        factor=-scale if hyper.maximize else scale,
         mix1=1 - hyper.beta1,
         mix2=1 - hyper.beta2,
         beta2=hyper.beta2,

@@ -96,11 +96,14 @@ class TorchBackend:
         exp_avg_sq: Tensor,
         remainder: Tensor | None = None,
     ) -> None:
+        grads = grads.float()
+        if scalars.scale != 1.0:
+            grads = grads * scalars.scale
         if remainder is None:
-            self._adamw(weights, grads.float(), exp_avg, exp_avg_sq, scalars)
+            self._adamw(weights, grads, exp_avg, exp_avg_sq, scalars)
             return
         master = join(weights, remainder)
-        self._adamw(master, grads.float(), exp_avg, exp_avg_sq, scalars)
+        self._adamw(master, grads, exp_avg, exp_avg_sq, scalars)
         upper, lower = split(master)
         weights.copy_(upper)
         remainder.copy_(lower)

@@ -59,10 +59,10 @@ def _store_master(weights, remainder, master, mask):
 @triton.jit
 def _update(
     weights, grads, remainder, exp_avg, exp_avg_sq, mask,
-    sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+    factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
 ):  # fmt: skip
     """One block; pointers are tensors of pointers."""
-    g = sign * _load_gradient(grads, mask)
+    g = factor * _load_gradient(grads, mask)
     m_old = tl.load(exp_avg, mask=mask)
     v_old = tl.load(exp_avg_sq, mask=mask)
     p_old = _load_master(weights, remainder, mask)
@@ -83,11 +83,18 @@ def _update(
 def adamw_kernel(
     weights, grads, remainder, exp_avg, exp_avg_sq,
     numel: tl.int64,
-    sign: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
+    factor: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
     decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
-    BLOCK: tl.constexpr,
+    verdict, JUDGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The types of the scalars are fixed and no value is specialised: one compilation serves every step."""
+    """The types of the scalars are fixed and no value is specialised: one compilation serves every step.
+
+    If JUDGED, `verdict` points at what the gradient is scaled by; below 0 it means that nothing is to be done.
+    """
+    if JUDGED:
+        scale = tl.load(verdict)
+        numel = tl.where(scale < 0, 0, numel)
+        factor = factor * scale
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     weights += offsets
@@ -98,10 +105,10 @@ def adamw_kernel(
     if begin + BLOCK <= numel:
         _update(
             weights, grads, remainder, exp_avg, exp_avg_sq, None,
-            sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
         )  # fmt: skip
     else:
         _update(
             weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel,
-            sign, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
         )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The global gradient norm, and what it says about a step: how its gradients are scaled, or that it is skipped.
+
+    layer full ─ add: one norm a segment ─┐
+    backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
+                                                      └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
+
+The norms are computed where gradients appear, whoever owns the layer, and summed up in the parameters' order: as
+`torch.nn.utils.clip_grad_norm_` does it, but in float32 for any gradient, and for a parameter in pieces piece by
+piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hytrain.errors import NonFiniteGradients
+from hytrain.planes import TrainedLayer, TrainedParameter
+from hytrain.transfer import Transfer, Transfers
+from protocol.messages import Verdict
+
+#: As in torch.nn.utils.clip_grad_norm_.
+NORM_EPS: Final = 1e-6
+#: What the scale is for a step that is to be left out.
+SKIPPED: Final = -1.0
+
+
+class Clipping:
+    """One model's norms. `grad_norm` is the last step's, `scale` what its gradients are multiplied by: float32
+    scalars on the device. `skipped` counts the steps that were left out.
+    """
+
+    def __init__(
+        self,
+        parameters: list[TrainedParameter],
+        *,
+        max_norm: float | None,
+        on_nonfinite: str | None,
+        transfers: Transfers,
+    ) -> None:
+        self._parameters, self._transfers = parameters, transfers
+        self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
+        self._order = {id(known): index for index, known in enumerate(parameters)}
+        self._norms: dict[tuple[int, int], Tensor] = {}
+        self._on_host: Tensor | None = None
+        self._arrival: Transfer | None = None
+        self._step = -1
+        self.grad_norm: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.skipped = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether steps wait for a verdict."""
+        return self._max_norm is not None or self._on_nonfinite is not None
+
+    def add(self, layer: TrainedLayer) -> None:
+        """The layer's gradients are complete, in `filled`."""
+        if not self.is_wanted:
+            return
+        for index, gradient in layer.filled.items():
+            segment = layer.segments[index]
+            place = self._order[id(segment.owner)], segment.start
+            self._norms[place] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+    def judge(self, step: int) -> Transfer:
+        """All gradients of `step` are there: decide on the device, and send the decision to the host."""
+        norm = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
+        self._norms.clear()
+        scale = torch.ones_like(norm)
+        if self._max_norm is not None:
+            scale = torch.clamp(self._max_norm / (norm + NORM_EPS), max=1.0)
+        if self._on_nonfinite is not None:
+            scale = torch.where(torch.isfinite(norm), scale, SKIPPED)
+        self.grad_norm, self.scale, self._step = norm, scale, step
+        self._on_host = torch.empty(1, pin_memory=scale.is_cuda)
+        self._arrival = self._transfers.state_out([(self._on_host, scale.view(1))])
+        return self._arrival
+
+    def verdict(self) -> Verdict:
+        """The last decision, once it has arrived: what the optimizer is told."""
+        scale = self._read()
+        return Verdict(step=self._step, scale=1.0 if scale == SKIPPED else scale, skipped=scale == SKIPPED)
+
+    def host_scale(self) -> float | None:
+        """On device "cpu", what to multiply gradients by now; None for nothing is to be done."""
+        scale = 1.0 if self.scale is None else float(self.scale)
+        return None if scale == SKIPPED else scale
+
+    def settle(self) -> None:
+        """Count the last step, once its verdict is known; a skipped one counts for no parameter.
+
+        Raises `NonFiniteGradients`, once, for a skipped step if it is to raise.
+        """
+        if self._arrival is None:
+            return
+        self._arrival.synchronize()
+        self._arrival = None
+        if self._read() != SKIPPED:
+            return
+        self.skipped += 1
+        for known in self._parameters:
+            known.count -= known.step == self._step
+        if self._on_nonfinite == "raise":
+            raise NonFiniteGradients(
+                f"a gradient of step {self._step} was not finite: the step was left out, every bit of the state is as "
+                'before; look at the loss, or pass on_nonfinite="skip"'
+            )
+
+    def _read(self) -> float:
+        assert self._on_host is not None, "judged before"
+        return float(self._on_host[0])
