@@ -11,6 +11,7 @@ piece. So scale and verdict do not depend on k. Nothing here waits for the devic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,6 +26,25 @@ from protocol.messages import Verdict
 NORM_EPS: Final = 1e-6
 #: What the scale is for a step that is to be left out.
 SKIPPED: Final = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was decided about a step, on its way to the host."""
+
+    step: int
+    arrival: Transfer
+    _on_host: Tensor
+
+    @property
+    def scale(self) -> float:
+        """Once it has arrived."""
+        return float(self._on_host[0])
+
+    def verdict(self) -> Verdict:
+        """What the optimizer is told, once it has arrived."""
+        skipped = self.scale == SKIPPED
+        return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped)
 
 
 class Clipping:
@@ -44,9 +64,7 @@ class Clipping:
         self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
-        self._on_host: Tensor | None = None
-        self._arrival: Transfer | None = None
-        self._step = -1
+        self._last: Judgement | None = None
         self.grad_norm: Tensor | None = None
         self.scale: Tensor | None = None
         self.skipped = 0
@@ -65,8 +83,11 @@ class Clipping:
             place = self._order[id(segment.owner)], segment.start
             self._norms[place] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
-    def judge(self, step: int) -> Transfer:
-        """All gradients of `step` are there: decide on the device, and send the decision to the host."""
+    def judge(self, step: int) -> Judgement:
+        """All gradients of `step` are there: decide on the device, and send the decision to the host.
+
+        The last one was settled before.
+        """
         norm = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
         self._norms.clear()
         scale = torch.ones_like(norm)
@@ -74,15 +95,10 @@ class Clipping:
             scale = torch.clamp(self._max_norm / (norm + NORM_EPS), max=1.0)
         if self._on_nonfinite is not None:
             scale = torch.where(torch.isfinite(norm), scale, SKIPPED)
-        self.grad_norm, self.scale, self._step = norm, scale, step
-        self._on_host = torch.empty(1, pin_memory=scale.is_cuda)
-        self._arrival = self._transfers.state_out([(self._on_host, scale.view(1))])
-        return self._arrival
-
-    def verdict(self) -> Verdict:
-        """The last decision, once it has arrived: what the optimizer is told."""
-        scale = self._read()
-        return Verdict(step=self._step, scale=1.0 if scale == SKIPPED else scale, skipped=scale == SKIPPED)
+        self.grad_norm, self.scale = norm, scale
+        on_host = torch.empty(1, pin_memory=scale.is_cuda)
+        self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
+        return self._last
 
     def host_scale(self) -> float | None:
         """On device "cpu", what to multiply gradients by now; None for nothing is to be done."""
@@ -94,21 +110,17 @@ class Clipping:
 
         Raises `NonFiniteGradients`, once, for a skipped step if it is to raise.
         """
-        if self._arrival is None:
+        last, self._last = self._last, None
+        if last is None:
             return
-        self._arrival.synchronize()
-        self._arrival = None
-        if self._read() != SKIPPED:
+        last.arrival.synchronize()
+        if last.scale != SKIPPED:
             return
         self.skipped += 1
         for known in self._parameters:
-            known.count -= known.step == self._step
+            known.count -= known.step == last.step
         if self._on_nonfinite == "raise":
             raise NonFiniteGradients(
-                f"a gradient of step {self._step} was not finite: the step was left out, every bit of the state is as "
+                f"a gradient of step {last.step} was not finite: the step was left out, every bit of the state is as "
                 'before; look at the loss, or pass on_nonfinite="skip"'
             )
-
-    def _read(self) -> float:
-        assert self._on_host is not None, "judged before"
-        return float(self._on_host[0])

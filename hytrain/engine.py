@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -74,7 +75,7 @@ class Engine:
         self._hypers: list[Hyper] = []
         self._in_backward = self._backward_done = False
         self._written = self._state_loaded = False
-        self._held: list[tuple[TrainedLayer, tuple[int, ...]]] = []
+        self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
         self._root = Gate(())
         self._synchronized = -1
 
@@ -239,10 +240,10 @@ class Engine:
         """The step's gradients are all there: their norm says what becomes of them."""
         if not self.clipping.is_wanted:
             return
-        arrival = self.clipping.judge(self._step)
-        self._link.post("optimizer", self.clipping.verdict, after=arrival)
-        for layer, counts in self._held:
-            self._update_on_device(layer, counts)
+        judgement = self.clipping.judge(self._step)
+        self._link.post("optimizer", judgement.verdict, after=judgement.arrival)
+        for update in self._held:
+            update()
         self._held.clear()
 
     def _dispatch(self, layer: TrainedLayer) -> None:
@@ -251,10 +252,12 @@ class Engine:
         if self._overlap:
             self.clipping.add(layer)
         if layer.life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
+            update = partial(self._update_on_device, layer, counts, dict(layer.filled))
+            layer.filled.clear()
             if self._overlap and self.clipping.is_wanted:
-                self._held.append((layer, counts))
+                self._held.append(update)
             else:
-                self._update_on_device(layer, counts)
+                update()
             return
         departure = self._transfers.gradients_out(layer.outgoing())
         layer.filled.clear()
@@ -267,16 +270,18 @@ class Engine:
             before_sending=lambda: layer.life.on(Event.COPIED, step),
         )
 
-    def _update_on_device(self, layer: TrainedLayer, counts: tuple[int, ...]) -> None:
+    def _update_on_device(
+        self, layer: TrainedLayer, counts: tuple[int, ...], gradients: dict[int, torch.Tensor]
+    ) -> None:
+        on_host = self._host is not None
+        scale = self.clipping.host_scale() if on_host else 1.0
+        if scale is None:
+            return  # a skipped step; on a GPU the kernel sees to that
         began = self._transfers.clock.mark()
-        for index, gradient in layer.filled.items():
+        for index, gradient in gradients.items():
             segment = layer.segments[index]
-            hyper, count = self._hypers[segment.spec.group], counts[index]
-            if gradient.is_cuda:
-                layer.device.update(index, segment, gradient, scalars(hyper, count), verdict=self.clipping.scale)
-            elif (scale := self.clipping.host_scale()) is not None:
-                layer.device.update(index, segment, gradient, scalars(hyper, count, scale), self._host)
-        layer.filled.clear()
+            numbers = scalars(self._hypers[segment.spec.group], counts[index], scale)
+            layer.device.update(index, segment, gradient, numbers, self._host, None if on_host else self.clipping.scale)
         layer.note_writes(counts)
         self._meter.span("gpu_update_s", layer.lid, (began, self._transfers.clock.mark()))
 

@@ -73,11 +73,19 @@ class Optimizer:
             case m.StepBegin():
                 self.queue.begin(message)
             case m.GradReady():
-                self.queue.grad_ready(message)
+                done = self.queue.grad_ready(message)
+                self.leave_alone([] if done is None else [done])
+            case m.Verdict():
+                self.leave_alone(self.queue.verdict(message))
             case m.RanksLearned(ranks=ranks):
                 self.queue.learn_ranks(ranks)
             case m.PlanApplied(plan_id=plan_id):
                 self.book.forget(plan_id)
+
+    def leave_alone(self, skipped: list[m.WeightsReady]) -> None:
+        for done in skipped:
+            self.arenas[done.lid].unread = None
+            self.world.send("optimizer", "trainer", done)
 
     def require_plan(self, plan_id: int, lid: int, owner: str) -> None:
         assert self.book is not None

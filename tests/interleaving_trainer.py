@@ -65,6 +65,7 @@ class Trainer:
         self.landing: dict[int, Mark] = {}
         self.move: Move | None = None
         self.moving: dict[int, Moving] = {}
+        self.skipped: set[int] = set()
         self.closing: deque[tuple[Arena, Mark]] = deque()
         self.sent: dict[int, tuple[int, ...]] = {}
         self.counts = [[0] * len(layer.segments) for layer in world.table.layers]
@@ -95,11 +96,16 @@ class Trainer:
             self.compute.run(self.reading(lid, step))
             yield None
         yield from self.finish(step)
-        self.post("optimizer", m.StepBegin(step=step, groups=(HYPER,)))
+        awaits_verdict = rng.random() < 0.5
+        self.held: list[Callable[[], None]] | None = [] if awaits_verdict else None
+        self.post("optimizer", m.StepBegin(step=step, groups=(HYPER,), awaits_verdict=awaits_verdict))
         for lid in reversed(entered):
             filled = [rng.random() < 0.9 for _ in self.counts[lid]]
             if any(filled) or lid == entered[0]:
                 self.gradient(lid, step, filled if any(filled) else [True] * len(filled))
+            yield None
+        if self.held is not None:
+            self.judge(step, skipped=rng.random() < 0.3)
             yield None
         self.report(step)
         if step == 0:
@@ -136,9 +142,12 @@ class Trainer:
         for tile in tiles:
             memory.produced[tile] = step
         if self.lives[lid].on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
-            state = memory.master
-            for tile in tiles:
-                self.compute.run(partial(self.update_on_device, lid, state, step, tile, made))
+            updates = [partial(self.update_on_device, lid, memory.master, step, tile, made) for tile in tiles]
+            if self.held is not None:
+                self.held += updates
+                return
+            for update in updates:
+                self.compute.run(update)
             return
         self.out.wait(self.compute.mark())
         arena = self.arenas[lid]
@@ -147,6 +156,18 @@ class Trainer:
         self.out.run(lambda: setattr(arena, "unread", step))
         self.sent[lid] = counts
         self.send_off(lid, m.GradReady(step=step, lid=lid, counts=counts), self.out.mark())
+
+    def judge(self, step: int, *, skipped: bool) -> None:
+        """All gradients are there. A skipped step is as if it had not been."""
+        verdict = m.Verdict(step=step, scale=1.0, skipped=skipped)
+        self.post("optimizer", verdict, after=self.compute.mark())
+        if skipped:
+            self.skipped.add(step)
+            for memory in self.world.memories:
+                memory.produced = list(memory.before.get(step, memory.produced))
+        else:
+            for update in self.held or []:
+                self.compute.run(update)
 
     def send_off(self, lid: int, ready: m.GradReady, copied: Mark) -> None:
         self.post(
@@ -370,5 +391,7 @@ class Trainer:
 
     def copy_in(self, lid: int, arena: Arena, tile: int, step: int) -> None:
         require(arena.written is None, f"I2: layer {lid} is copied while update {arena.written} writes it")
-        require(arena.weights[tile] == step, f"I1: the copy of update {step} finds {arena.weights[tile]}")
-        self.world.memories[lid].weights[tile] = step
+        memory = self.world.memories[lid]
+        due = memory.before[step][tile] if step in self.skipped else step
+        require(arena.weights[tile] == due, f"I1: the copy of update {step} finds {arena.weights[tile]}")
+        memory.weights[tile] = due

@@ -28,6 +28,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.SetThreads, "threads"): st.integers(1, 2**31),
     (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
+    (m.Verdict, "scale"): st.floats(0, 1),
     (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),
     (m.Plan, "k"): st.floats(0, 1),
 }

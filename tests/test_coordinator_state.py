@@ -189,7 +189,9 @@ def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) ->
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
 
 
-@pytest.mark.parametrize("message", [m.WeightsReady(step=0, lid=0), m.StepBegin(step=0, groups=()), WELCOME], ids=type)
+@pytest.mark.parametrize(
+    "message", [m.WeightsReady(step=0, lid=0), m.StepBegin(step=0, groups=(), awaits_verdict=True), WELCOME], ids=type
+)
 def test_what_is_not_for_a_coordinator_is_refused(driver: Driver, message: m.Message) -> None:
     driver.start()
     with pytest.raises(ValueError, match=f"no use for {type(message).__name__}"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.update_queue import QueueError, Tile, UpdateQueue
-from protocol.messages import GradReady, GroupHyper, Layer, Segment, StepBegin, WeightsReady
+from protocol.messages import GradReady, GroupHyper, Layer, Segment, StepBegin, Verdict, WeightsReady
 
 
 def hyper(lr: float = 1e-3) -> GroupHyper:
@@ -37,8 +37,12 @@ def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0
     return queue
 
 
+def begin_message(step: int, *lrs: float, awaits_verdict: bool = False) -> StepBegin:
+    return StepBegin(step=step, groups=tuple(hyper(lr) for lr in lrs or (1e-3,)), awaits_verdict=awaits_verdict)
+
+
 def begin(queue: UpdateQueue, step: int, *lrs: float) -> None:
-    queue.begin(StepBegin(step=step, groups=tuple(hyper(lr) for lr in lrs or (1e-3,))))
+    queue.begin(begin_message(step, *lrs))
     queue.check()
 
 
@@ -78,11 +82,11 @@ def test_a_layer_in_tiles() -> None:
         tiles.append(tile)
         answers.append(done)
     assert tiles == [
-        Tile(lid=0, step=0, segment=0, start=0, stop=100, count=3, hyper=hyper(0.1)),
-        Tile(lid=0, step=0, segment=0, start=100, stop=200, count=3, hyper=hyper(0.1)),
-        Tile(lid=0, step=0, segment=0, start=200, stop=250, count=3, hyper=hyper(0.1)),
-        Tile(lid=0, step=0, segment=1, start=0, stop=100, count=2, hyper=hyper(0.2)),
-        Tile(lid=0, step=0, segment=2, start=0, stop=30, count=1, hyper=hyper(0.1)),
+        Tile(lid=0, step=0, segment=0, start=0, stop=100, count=3, hyper=hyper(0.1), scale=1.0),
+        Tile(lid=0, step=0, segment=0, start=100, stop=200, count=3, hyper=hyper(0.1), scale=1.0),
+        Tile(lid=0, step=0, segment=0, start=200, stop=250, count=3, hyper=hyper(0.1), scale=1.0),
+        Tile(lid=0, step=0, segment=1, start=0, stop=100, count=2, hyper=hyper(0.2), scale=1.0),
+        Tile(lid=0, step=0, segment=2, start=0, stop=30, count=1, hyper=hyper(0.1), scale=1.0),
     ]
     assert answers == [None] * 4 + [WeightsReady(step=0, lid=0)]
     assert queue.step == 0 and queue.next_tile() is None
@@ -165,7 +169,10 @@ def gradient(lid: int, step: int, *counts: int) -> Callable[[UpdateQueue], None]
         (gradient(1, 3), "a second GradReady of layer 1 in step 3"),
         (lambda queue: (begin(queue, 4), gradient(1, 4)(queue)), "a second GradReady of layer 1 in step 4"),
         (lambda queue: (begin(queue, 4), gradient(0, 4, 1, 1)(queue)), "counts 2 of 1 segments"),
-        (lambda queue: (queue.begin(StepBegin(step=4, groups=())), gradient(0, 4)(queue)), "parameter group"),
+        (
+            lambda queue: (queue.begin(StepBegin(step=4, groups=(), awaits_verdict=False)), gradient(0, 4)(queue)),
+            "parameter group",
+        ),
         (lambda queue: begin(queue, 3), r"StepBegin\(3\) after step 3"),
         (lambda queue: begin(queue, 2), r"StepBegin\(2\) after step 3"),
         (lambda queue: queue.take_over(0), "layer 0, which is already owned"),
@@ -251,3 +258,76 @@ def test_each_owed_element_is_updated_once(seed: int, tile_numel: int) -> None:
                 rng.shuffle(ranks)
                 queue.learn_ranks(tuple(ranks))
         assert not owed
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def judged(queue: UpdateQueue, step: int, scale: float = 1.0, *, skipped: bool = False) -> list[WeightsReady]:
+    done = queue.verdict(Verdict(step=step, scale=scale, skipped=skipped))
+    queue.check()
+    return done
+
+
+def test_gradients_wait_for_the_verdict_and_are_scaled_by_it() -> None:
+    queue = make([16], [16], [16])
+    queue.begin(begin_message(0, awaits_verdict=True))
+    for lid in (2, 0):
+        ready(queue, lid, 0)
+    assert queue.next_tile() is None and queue.idle
+    assert judged(queue, 0, 0.25) == []
+    ready(queue, 1, 0)  # sent before the verdict, arrived behind it
+    tiles = [work(queue)[0] for _ in range(3)]
+    assert [(tile.lid, tile.scale) for tile in tiles] == [(0, 0.25), (1, 0.25), (2, 0.25)]
+    begin(queue, 1)
+    ready(queue, 0, 1)
+    assert work(queue)[0].scale == 1.0
+
+
+def test_work_that_is_left_keeps_its_own_scale() -> None:
+    queue = make([32], [16], tile_numel=16)
+    queue.begin(begin_message(0, awaits_verdict=True))
+    ready(queue, 0, 0)
+    judged(queue, 0, 0.5)
+    queue.begin(begin_message(1, awaits_verdict=True))
+    ready(queue, 1, 1)
+    assert work(queue)[0].scale == 0.5 and queue.next_tile() is not None
+    judged(queue, 1, 0.125)
+    assert {tile.scale for tile in (work(queue)[0], work(queue)[0])} == {0.5, 0.125}
+
+
+def test_a_skipped_step_is_done_without_an_update() -> None:
+    queue = make([16], [16])
+    queue.begin(begin_message(0, awaits_verdict=True))
+    ready(queue, 1, 0)
+    assert judged(queue, 0, skipped=True) == [WeightsReady(step=0, lid=1)]
+    assert queue.grad_ready(GradReady(step=0, lid=0, counts=(1,))) == WeightsReady(step=0, lid=0)
+    queue.check()
+    assert queue.idle and queue.next_tile() is None
+    queue.give_up(0)
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_verdict_comes_once_and_where_it_is_awaited(awaits: bool) -> None:
+    queue = make([16])
+    queue.begin(begin_message(2, awaits_verdict=awaits))
+    if awaits:
+        ready(queue, 0, 2)
+        with pytest.raises(QueueError, match="without a verdict on step 2"):
+            begin(queue, 3)
+        with pytest.raises(QueueError, match="Verdict on step 1 in step 2"):
+            judged(queue, 1)
+        judged(queue, 2)
+    with pytest.raises(QueueError, match="which awaits none"):
+        judged(queue, 2)
+
+
+def test_held_gradients_survive_new_ranks() -> None:
+    queue = make([16], [16])
+    queue.begin(begin_message(0, awaits_verdict=True))
+    ready(queue, 0, 0)
+    ready(queue, 1, 0)
+    queue.learn_ranks((1, 0))
+    queue.check()
+    judged(queue, 0)
+    assert [work(queue)[0].lid for _ in range(2)] == [1, 0]

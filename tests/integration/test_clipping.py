@@ -1,0 +1,147 @@
+"""Clipping by the global norm, and steps with gradients that are not finite: as clip-then-step, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, weights
+from torch import Tensor, nn
+
+import hytrain
+from hytrain.errors import ConfigError, NonFiniteGradients
+
+STEPS = 200
+#: of the steps; the norm that this share of them exceeds is found in an unclipped run
+SHARES = (0.0, 0.05, 0.5, 1.0)
+
+
+class Planted(nn.Module):
+    """A perceptron whose gradients are made inf or NaN in chosen steps, in chosen layers."""
+
+    def __init__(self, dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> None:
+        super().__init__()
+        self.body = perceptron(dtype=dtype)
+        self.poison, self.step = poison, 0
+        for index, parameter in enumerate(self.body.parameters()):
+            parameter.register_hook(self.hook(index))
+
+    def hook(self, index: int) -> Any:
+        def poisoned(gradient: Tensor) -> Tensor | None:
+            where, value = self.poison.get(self.step, (-1, 0.0))
+            return gradient.index_fill(0, torch.tensor([1]), value) if where == index else None
+
+        return poisoned
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+def make(dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> Planted:
+    return Planted(dtype, poison)
+
+
+def run(
+    dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int, float]], **options: Any
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """Final weights and state, every step's norm, and how many steps were skipped."""
+    model, norms = make(dtype, poison), []
+    with adamw(model, max_grad_norm=max_norm, on_nonfinite="skip", **options) as opt:
+        for step in range(STEPS):
+            model.step = step
+            train(model, opt, [step], square_loss)
+            assert opt.grad_norm is not None
+            norms.append(float(opt.grad_norm))
+        return state(opt) | weights(model), norms, opt.skipped_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", SHARES)
+def test_every_way_gives_the_bits_of_clip_then_step(
+    share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
+    poison = {7: (0, math.inf), 30: (5, math.nan), 31: (2, -math.inf), 120: (7, math.nan)}
+    _, norms, _ = run(dtype, None, poison, k=0.0, overlap=False)
+    ordered = sorted((norm for norm in norms if math.isfinite(norm)), reverse=True)
+    max_norm = ordered[0] * 2 if share == 0 else ordered[round(share * len(ordered)) - 1] * (1 - 1e-4)
+    expected, found, skipped = run(dtype, max_norm, poison, k=0.0, overlap=False)
+    assert skipped == len(poison) == sum(not math.isfinite(norm) for norm in found)
+    clipped = sum(norm > max_norm for norm in found if math.isfinite(norm)) / len(found)
+    assert (clipped > 0) is (share > 0) and (clipped > 0.9) is (share == 1.0)
+    for options in ({"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
+        result, norms, skipped = run(dtype, max_norm, poison, **options)
+        assert differing(result, expected) == [], options
+        assert [n for n in norms if math.isfinite(n)] == [n for n in found if math.isfinite(n)] and skipped == len(
+            poison
+        )
+
+
+def test_fp32_is_clipped_as_by_torch() -> None:
+    """The norm and the bits of clip_grad_norm_ and torch.optim.AdamW(fused=True)."""
+    ours, theirs = perceptron(), perceptron()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    with adamw(ours, max_grad_norm=0.05, k=0.5) as opt:
+        for step in range(50):
+            train(ours, opt, [step], square_loss)
+            square_loss(theirs, step).backward()
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+            reference.step()
+            reference.zero_grad()
+            assert opt.grad_norm is not None and torch.equal(opt.grad_norm, norm)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_a_skipped_step_leaves_every_bit_and_every_count() -> None:
+    model = make(torch.bfloat16, {3: (1, math.nan)})
+    with adamw(model, on_nonfinite="skip", k=0.5) as opt:
+        for step in range(3):
+            train(model, opt, [step], square_loss)
+        before = {name: tensor.clone() for name, tensor in (state(opt) | weights(model)).items()}
+        model.step = 3
+        train(model, opt, [3], square_loss)
+        assert differing(state(opt) | weights(model), before) == []
+        assert opt.skipped_steps == 1
+        model.step = 4
+        train(model, opt, [4], square_loss)
+        assert len(differing(weights(model), {k: v for k, v in before.items() if k in weights(model)})) > 0
+
+
+def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
+    model = make(torch.float32, {1: (0, math.inf)})
+    with adamw(model, on_nonfinite="raise", k=0.5) as opt:
+        train(model, opt, [0], square_loss)
+        opt.synchronize()
+        before = {name: tensor.clone() for name, tensor in weights(model).items()}
+        model.step = 1
+        train(model, opt, [1], square_loss)
+        with pytest.raises(NonFiniteGradients, match="a gradient of step 1 was not finite"):
+            opt.synchronize()
+        opt.synchronize()
+        assert differing(weights(model), before) == []
+        model.step = 2
+        train(model, opt, [2], square_loss)
+
+
+@pytest.mark.parametrize("make_model", [gpt2, llama])
+def test_real_models_with_tied_weights_and_schedules(make_model: Any) -> None:
+    results = []
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.4}, {"policy": "random"}):
+        model = make_model()
+        with adamw(model, max_grad_norm=0.5, **options) as opt:
+            train(model, opt, range(30))
+            results.append(state(opt) | weights(model))
+    assert all(differing(result, results[0]) == [] for result in results[1:])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": math.nan}, {"on_nonfinite": "ignore"}],
+)
+def test_impossible_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        hytrain.AdamW(perceptron(), **options)
