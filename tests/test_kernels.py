@@ -474,3 +474,45 @@ def test_threads_may_change_between_calls(name: str) -> None:
     )
     counts = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("threads")]
     assert counts == [["1", "1"], ["4", "4"], ["2", "2"]]
+
+
+# ---------------------------------------------------------------- clipping
+
+
+@PAIRS
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_scaled_gradient_is_a_gradient_times_the_scale(name: str, pair: tuple[str, str], maximize: bool) -> None:
+    """In float32: exactly what the fp32 gradient, multiplied first, gives."""
+    update, generator = open_update(name), torch.Generator().manual_seed(8)
+    hyper = dataclasses.replace(HYPER, maximize=maximize)
+    master = torch.randn(1000, generator=generator)
+    grads = some_grads(1000, generator).to(getattr(torch, pair[1]))
+    scale = float(torch.tensor(0.3))
+    scaled, expected = Planes.of(master, pair[0]), Planes.of(master, "float32")
+    for step in (1, 2):
+        update(scaled, grads, scalars(hyper, step, scale))
+        update(expected, grads.float() * scale, scalars(hyper, step))
+    assert torch.equal(scaled.master().view(torch.int32), expected.master().view(torch.int32))
+    assert torch.equal(scaled.exp_avg_sq, expected.exp_avg_sq)
+
+
+@pytest.mark.gpu
+@PAIRS
+def test_the_verdict_on_the_device_is_the_scale(pair: tuple[str, str]) -> None:
+    """As if it had been known on the host; below 0, not a bit changes."""
+    from hytrain.kernels import gpu
+
+    generator = torch.Generator().manual_seed(9)
+    numel = 3 * 1024 + 5
+    master = torch.randn(numel, generator=generator).cuda()
+    grads = some_grads(numel, generator).to("cuda", getattr(torch, pair[1]))
+    for scale in (0.37, 1.0, -1.0):
+        verdict = torch.tensor(scale, device="cuda")
+        judged, known, before = (Planes.of(master, pair[0]) for _ in range(3))
+        for planes, extra in ((judged, {"verdict": verdict}), (known, {})):
+            if scale < 0 and not extra:
+                continue
+            numbers = scalars(HYPER, 1) if extra else scalars(HYPER, 1, float(verdict))
+            gpu.update(**vars(planes), grads=grads, scalars=numbers, **extra)  # type: ignore[arg-type]
+        assert_identical(judged, before if scale < 0 else known)
