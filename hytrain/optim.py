@@ -168,6 +168,7 @@ class AdamW(torch.optim.Optimizer):
                 device=self._device.type,
                 policy=policy,
                 objective=objective,
+                awaits_verdict=self._engine.clipping.is_wanted,
                 k=k,
                 backend=backend,
                 gpu_bytes=memory.for_state_bytes(),

@@ -107,13 +107,15 @@ class LayerTable:
 
     It takes that way so that it reaches the optimizer before the first plan, which the coordinator sends after it.
 
-    `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned layers, None if unknown.
+    `awaits_verdict`: updates wait for the end of backward. `k` is None for "auto". `gpu_bytes` bounds the optimizer
+    state of GPU-owned layers, None if unknown.
     """
 
     layers: tuple[Layer, ...]
     device: str
     policy: str
     objective: str
+    awaits_verdict: bool
     k: float | None
     backend: str
     gpu_bytes: int | None

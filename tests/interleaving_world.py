@@ -171,6 +171,7 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
         device="cpu",
         policy="random",
         objective="speed",
+        awaits_verdict=False,
         k=None,
         backend="auto",
         gpu_bytes=None,

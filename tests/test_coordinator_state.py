@@ -107,6 +107,7 @@ def table(**changes: Any) -> m.LayerTable:
     layers = tuple(m.Layer(lid=lid, rank=lid, name=f"block {lid}", segments=(segment,)) for lid in range(LAYERS))
     usual: dict[str, Any] = {
         "objective": "speed",
+        "awaits_verdict": False,
         "layers": layers,
         "device": "cpu",
         "policy": "random",

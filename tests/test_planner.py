@@ -441,3 +441,29 @@ def test_random_moves_layers_at_every_call_and_is_the_seed_s_alone() -> None:
     assert {len(owned) for owned in seen} == {2, 3, 4}
     prefixes = {lids(*range(count)) for count in range(7)}
     assert len(seen - prefixes) > 30
+
+
+def test_where_updates_wait_for_the_end_of_backward_the_cpu_has_only_the_forward() -> None:
+    layers = tuple(
+        LayerProfile(
+            lid=rank,
+            rank=rank,
+            numel=100,
+            forward_s=1.0,
+            backward_s=2.0,
+            d2h_s=0.1,
+            h2d_s=0.1,
+            cpu_update_s=1.0,
+            gpu_update_s=0.1,
+            gpu_state_bytes=1000,
+            host_bytes=1400,
+        )
+        for rank in range(10)
+    )
+    free, bound = Profile(layers=layers), Profile(layers=layers, awaits_verdict=True)
+    few = frozenset(range(2))
+    assert simulate(free, few).stall_s == 0 < simulate(bound, frozenset()).stall_s
+    backward_s = 10 * 2.0 + 2 * 0.1
+    updates = [begin for kind, _, begin, _ in simulate(bound, few).events if kind == "cpu_update"]
+    assert min(updates) == pytest.approx(backward_s)
+    assert simulate(bound, frozenset(range(10))).step_s == simulate(free, frozenset(range(10))).step_s

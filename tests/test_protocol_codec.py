@@ -157,6 +157,7 @@ def layer_table(**changes: Any) -> list[Any]:
         "device": "cpu",
         "policy": "fixed",
         "objective": "speed",
+        "awaits_verdict": False,
         "k": None,
         "backend": "auto",
         "gpu_bytes": None,

@@ -58,7 +58,8 @@ class Planning:
         self._replan_every = replan_every
         self._facts = [_facts(layer) for layer in table.layers]
         self._numels = [layer.numel for layer in table.layers]
-        self._book = MeasurementBook(self._facts, rates=CPU_RATES if table.device == "cpu" else None)
+        rates = CPU_RATES if table.device == "cpu" else None
+        self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger()
         self._uncalibrated = {"trainer", "optimizer"}

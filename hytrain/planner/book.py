@@ -148,7 +148,10 @@ class MeasurementBook:
     embedding, a module that did not run) and counts as 0, the careful side: less time to hide an update in.
     """
 
-    def __init__(self, layers: Iterable[LayerFacts], *, rates: Rates | None = None) -> None:
+    def __init__(
+        self, layers: Iterable[LayerFacts], *, rates: Rates | None = None, awaits_verdict: bool = False
+    ) -> None:
+        self._awaits_verdict = awaits_verdict
         self._layers: Sequence[LayerFacts] = tuple(layers)
         self._rank_of = {layer.lid: layer.rank for layer in self._layers}
         self._rates = rates or Rates()
@@ -247,7 +250,8 @@ class MeasurementBook:
             )
             for layer in sorted(self._layers, key=lambda layer: self._rank_of[layer.lid])
         )
-        return Profile(layers=tuple(layers), other_s=max(0.0, (self._busy_s.value or 0.0) - work_s))
+        other_s = max(0.0, (self._busy_s.value or 0.0) - work_s)
+        return Profile(layers=tuple(layers), other_s=other_s, awaits_verdict=self._awaits_verdict)
 
     def check(self) -> None:
         self._busy_s.check()

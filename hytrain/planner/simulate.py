@@ -58,6 +58,8 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     profile.require(gpu_lids)
     events: list[Event] = []
     landed, now = _backward(profile, gpu_lids, events)
+    if profile.awaits_verdict:
+        landed = [(layer, max(end_s, now)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     ready_s = {
@@ -80,7 +82,10 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
 def _backward(
     profile: Profile, gpu_lids: frozenset[int], events: list[Event]
 ) -> tuple[list[tuple[LayerProfile, float]], float]:
-    """From the highest rank down: when each gradient has landed in host memory, and when the GPU is done."""
+    """From the highest rank down: when each gradient has landed in host memory, and when the GPU is done.
+
+    Where the GPU's updates wait for the end of backward, they take as long there as they would in between.
+    """
     now = 0.0
     leaving: list[tuple[LayerProfile, float, float]] = []
     for layer in reversed(profile.layers):
