@@ -19,7 +19,7 @@ _ADVICE: Final = {
     "accumulate": "a second backward before step() and zero_grad() would accumulate gradients, which HyTrain does "
     "not support yet: call opt.step() and opt.zero_grad() after each backward",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
-    "remove clip_grad_norm_ / clip_grad_value_",
+    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart",
     "scale": "gradient scaling is not supported yet: train in bfloat16 or float32 without a GradScaler",
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",

@@ -129,6 +129,7 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved
