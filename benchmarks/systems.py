@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
-from benchmarks.loop import LR, Running, Setting, Unavailable, clip, loss_of
+from benchmarks.loop import LR, Running, Setting, clip, loss_of
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
     """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps."""
     import hytrain
 
-    if setting.clip:
-        raise Unavailable("hytrain.AdamW does not clip gradients")
     options = parse_options(setting.option)
+    if setting.clip:
+        options["max_grad_norm"] = setting.clip
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
 
     def step(batch: Tensor) -> Tensor:

@@ -108,6 +108,32 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
         assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
 
 
+def poisoned(model: nn.Module, poison: dict[int, float]) -> nn.Module:
+    """The third parameter's gradient is made inf or NaN in some steps."""
+    steps = iter(range(10**6))
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        value = poison.get(next(steps))
+        return None if value is None else gradient.index_fill(0, torch.tensor([1], device="cuda"), value)
+
+    list(model.parameters())[2].register_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+    results = []
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
+        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
+        state, _ = train(model, tmp_path, max_grad_norm=0.7, on_nonfinite="skip", **options)
+        results.append(state)
+    unclipped, _ = train(poisoned(llama(dtype), {}), tmp_path, k=0.0)
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+    assert all(tensor.isfinite().all() for tensor in results[0].values())
+    assert not torch.equal(results[0]["lm_head.weight"], unclipped["lm_head.weight"])
+
+
 def test_autocast_over_float32_parameters(tmp_path: Path) -> None:
     first, _ = train(llama(torch.float32), tmp_path, autocast=True, k=0.0)
     second, _ = train(llama(torch.float32), tmp_path, autocast=True, k=1.0)
