@@ -64,6 +64,7 @@ class Boundary:
             step_s=self.statistics.step_s,
             measured=self._meter.measured,
             stall_s=self.statistics.stall_s,
+            middle_s=self._meter.middle_s,
             k=self.statistics.k,
             moving=self.statistics.moving,
             gpu_lids=gpu_lids,

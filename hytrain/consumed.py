@@ -16,8 +16,8 @@ from hytrain.errors import UsageError
 _aten = torch.ops.aten
 
 _ADVICE: Final = {
-    "accumulate": "a second backward before step() and zero_grad() would accumulate gradients, which HyTrain does "
-    "not support yet: call opt.step() and opt.zero_grad() after each backward",
+    "accumulate": "a second backward before step() and zero_grad() would add to gradients that are gone: to accumulate "
+    "over n backwards, pass grad_accumulation=n to hytrain.AdamW; else call opt.step() and opt.zero_grad() after each",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
     "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart",
     "scale": "gradient scaling is not supported yet: train in bfloat16 or float32 without a GradScaler",

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from hytrain.accumulation import Accumulation
 from hytrain.boundary import Boundary
 from hytrain.clipping import Clipping
 from hytrain.errors import ClusterError, HyTrainError, StaleReadError, UsageError
@@ -55,6 +56,7 @@ class Engine:
         free_gpu_bytes: Callable[[], int | None],
         max_grad_norm: float | None = None,
         on_nonfinite: str | None = None,
+        grad_accumulation: int = 1,
         overlap: bool = True,
         trace: TraceWriter | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class Engine:
         self._read_groups = read_groups
         self._overlap = overlap
         self.clipping = Clipping(parameters, max_norm=max_grad_norm, on_nonfinite=on_nonfinite, transfers=transfers)
+        self.accumulation = Accumulation(grad_accumulation)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self.health)
@@ -74,6 +77,7 @@ class Engine:
         self._groups: Groups | None = None
         self._hypers: list[Hyper] = []
         self._in_backward = self._backward_done = False
+        self._backward = 0  # backwards begun
         self._written = self._state_loaded = False
         self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
         self._root = Gate(())
@@ -96,7 +100,8 @@ class Engine:
             self.health.check()
             self._import_written()
             self._refuse_foreign_writes()
-            self._meter.restart()
+            if self.accumulation.is_first:
+                self._meter.restart()
             if not torch.is_grad_enabled():
                 self.synchronize()  # without gradients nobody would notice a read that no gate covers
         self._enter(self._root)
@@ -113,7 +118,7 @@ class Engine:
         gate.step = self._step
         if not gate.layers:
             return
-        measured = not inside_backward and torch.is_grad_enabled()
+        measured = not inside_backward and torch.is_grad_enabled() and self.accumulation.is_first
         arrived = self._transfers.clock.mark() if measured else None
         for layer in gate.layers:
             if not layer.life.is_current:
@@ -149,24 +154,31 @@ class Engine:
         if tensor.grad is None:
             return
         self._check_gradient(parameter, tensor.grad)
-        if self._groups is None:
-            self._begin_step()
         if not self._in_backward:
             self._begin_backward(parameter)
-        if parameter.step == self._step:
-            self.health.refuse(f"a second gradient of {parameter.name} in one step")
+        if parameter.backward == self._backward:
+            self.health.refuse(f"a second gradient of {parameter.name} in one backward")
+        parameter.backward = self._backward
         if all(gate.step != self._step for gate in parameter.gates):
             self._meet_uncovered(parameter)
-        parameter.step = self._step
-        parameter.count += 1
-        for layer, index in parameter.places:
-            layer.filled[index] = layer.segments[index].gradient()
+        if not self.accumulation.is_last:
+            self.accumulation.add(parameter)
+            return
+        self._fill(parameter)
         tensor.grad = parameter.consumed
         for layer, _ in parameter.places:
             if len(layer.filled) == len(layer.segments):
                 self._meter.backward(layer.lid)
                 if self._overlap:
                     self._dispatch(layer)
+
+    def _fill(self, parameter: TrainedParameter) -> None:
+        """Give the step's gradient of a parameter to its layers."""
+        gradient = self.accumulation.take(parameter)
+        parameter.step = self._step
+        parameter.count += 1
+        for layer, index in parameter.places:
+            layer.filled[index] = layer.segments[index].part(gradient)
 
     def _check_gradient(self, parameter: TrainedParameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -190,14 +202,23 @@ class Engine:
         self._link.post("optimizer", begin)
 
     def _begin_backward(self, parameter: TrainedParameter) -> None:
+        self.accumulation.begin()
+        if self.accumulation.is_last and self._groups is None:
+            self._begin_step()
         if self._backward_done:
             self.health.refuse(
                 f"a backward reached {parameter.name} before step() was called for the last one: call opt.step() "
-                "after each backward; gradient accumulation is not supported yet"
+                "after each backward, or pass grad_accumulation=n"
+                if self.accumulation.backwards == 1
+                else f"a backward reached {parameter.name} before step() was called: with "
+                f"grad_accumulation={self.accumulation.backwards}, call opt.step() after so many"
             )
         if _inside_reentrant_checkpoint():
             self.health.refuse("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         self._in_backward = True
+        self._backward += 1
+        if not (self.accumulation.is_first and self.accumulation.is_last):
+            self._meter.turn()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _meet_uncovered(self, parameter: TrainedParameter) -> None:
@@ -215,8 +236,17 @@ class Engine:
                 self._root.layers = (*self._root.layers, layer)
 
     def _end_backward(self) -> None:
-        """Called by autograd when the whole backward has succeeded: layers without all gradients leave too (I5)."""
-        self._in_backward, self._backward_done = False, True
+        """Called by autograd when the whole backward has succeeded."""
+        self._in_backward = False
+        self.accumulation.end()
+        if self.accumulation.is_last:
+            self._complete()
+
+    def _complete(self) -> None:
+        """The step's last backward is over: layers without all gradients leave too (I5)."""
+        self._backward_done = True
+        for parameter in self.accumulation.pending:
+            self._fill(parameter)
         if self._overlap:
             self._flush()
             self._judge()
@@ -295,6 +325,9 @@ class Engine:
         for parameter in self.parameters:
             if parameter.parameter.grad is not None and parameter.parameter.grad is not parameter.consumed:
                 self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
+        if self.accumulation.pending and not self._backward_done:  # fewer backwards than were announced
+            self._begin_step()
+            self._complete()
         if self._groups is None:
             return
         if self._read_groups() != self._groups:
@@ -304,11 +337,17 @@ class Engine:
             )
         self._flush()
         self._groups, self._backward_done = None, False
+        self.accumulation.reset()
         self._boundary.report(self._step, self.steps + 1)
         self._step += 1
         self._boundary.learn_ranks(self._root)
         with self._handing_over():
             self._boundary.begin_plan(self._step)
+
+    def drop_gradients(self) -> None:
+        """Gradients that were summed for a later update are not wanted."""
+        if not self._in_backward and not self._backward_done:
+            self.accumulation.reset()
 
     def _finish_handovers(self) -> None:
         with self._handing_over():

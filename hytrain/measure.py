@@ -156,19 +156,22 @@ class CudaClock:
 class StepMarks:
     """The marks of one step: `forward` and `backward` in the order they were left.
 
-    `spans` are copies and device updates: kind, layer, the step that they belong to.
+    `spans` are copies and device updates: kind, layer, the step that they belong to. `turns` are there if the step has
+    several backwards: where each began.
     """
 
     step: int
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
+    turns: list[Mark] = field(default_factory=list)
     end: Mark = None
 
     def marks(self) -> Iterator[Mark]:
         """All of them, the first one of the step's own work first, then those of copies, the end at last."""
         for _, span in self.forward:
             yield from span
+        yield from self.turns
         for _, mark in self.backward:
             yield mark
         for *_, span in self.spans:
@@ -204,7 +207,7 @@ class Meter:
         self._turning = threading.Lock()  # copies are reported by another thread
         self._left_in: dict[int, int] = {}
         self._drawn_until: dict[str, float] = {}
-        self.stall_s = 0.0
+        self.stall_s = self.middle_s = 0.0
         self.measured: int | None = None  # the step of the last times
         if trace is not None:
             clock.anchor()
@@ -218,6 +221,10 @@ class Meter:
         if not self._now.backward:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._now.forward.clear()
+
+    def turn(self) -> None:
+        """One of several backwards begins: what is measured lies before the first and after the last."""
+        self._now.turns.append(self._clock.mark())
 
     def backward(self, lid: int) -> None:
         self._now.backward.append((lid, self._clock.mark()))
@@ -248,6 +255,7 @@ class Meter:
             self._draw(marks, intervals, self._trace)
             self._trace.flush()
             self._clock.anchor()
+        self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
         self._clock.recycle(marks.marks())
         return self._times(intervals)
 
@@ -274,8 +282,13 @@ class Meter:
         for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
             found.append(interval("forward_s", lids, went, arrived))
         if marks.forward and marks.backward:
-            found += _turn(interval("forward_s", marks.forward[-1][0], marks.forward[-1][1][1], marks.backward[0][1]))
-            found[-1] = found[-1]._replace(lids=(marks.backward[0][0],))
+            (lids, (_, went)), (lid, done) = marks.forward[-1], marks.backward[0]
+            if marks.turns:
+                found.append(interval("forward_s", lids, went, marks.turns[0]))
+                found.append(interval("backward_s", (lid,), marks.turns[-1], done))
+            else:
+                found += _turn(interval("forward_s", lids, went, done))
+                found[-1] = found[-1]._replace(lids=(lid,))
         # A device update follows its layer's mark on the same stream; without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}

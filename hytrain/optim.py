@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +58,8 @@ class AdamW(torch.optim.Optimizer):
         model: the module to train. Its parameters stay where they are, bfloat16 or float32, on one device.
         param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
+        grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loss's scale is the
+            loop's business. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
             "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
@@ -85,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        grad_accumulation: int = 1,
         max_grad_norm: float | None = None,
         on_nonfinite: str | None = None,
         k: float | str = "auto",
@@ -101,6 +105,9 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         fixed_k = _check_options(k, policy, objective, backend, gradient_dtype)
         _check_clipping(max_grad_norm, on_nonfinite)
+        if not isinstance(grad_accumulation, int) or grad_accumulation < 1:
+            raise ConfigError(f"grad_accumulation is {grad_accumulation!r}: a whole number of backwards, 1 or more")
+        self._grad_accumulation = grad_accumulation
         self._max_grad_norm, self._on_nonfinite = max_grad_norm, on_nonfinite
         device = _check_model(model)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
@@ -156,6 +163,7 @@ class AdamW(torch.optim.Optimizer):
             free_gpu_bytes=memory.free_bytes,
             max_grad_norm=self._max_grad_norm,
             on_nonfinite=self._on_nonfinite,
+            grad_accumulation=self._grad_accumulation,
             overlap=overlap,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
@@ -197,11 +205,15 @@ class AdamW(torch.optim.Optimizer):
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None. They were consumed in backward, so there is nothing to fill with zeros."""
+        """Set gradients to None, and drop those that were summed for a step that has not come.
+
+        The others were consumed in backward, so there is nothing to fill with zeros.
+        """
         if not set_to_none:
             raise UsageError(
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
             )
+        self._engine.drop_gradients()
         super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,6 +238,13 @@ class AdamW(torch.optim.Optimizer):
         self._engine.state_was_loaded()
 
     # ------------------------------------------------------------ HyTrain's own
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only sum their gradients up; the step's updates begin in the first one after it.
+
+        As `DistributedDataParallel.no_sync`, for loops that know themselves which micro-batch is the last.
+        """
+        return self._engine.accumulation.held()
 
     def synchronize(self) -> None:
         """Return once every update has landed in the parameters: before reading them from outside forward."""

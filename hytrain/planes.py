@@ -40,7 +40,8 @@ class Gate:
 
 
 class TrainedParameter:
-    """One parameter that HyTrain trains. `count` is its step count, `step` the last step it had a gradient in.
+    """One parameter that HyTrain trains. `count` is its step count, `step` the last step it had a gradient in,
+    `backward` the last backward.
 
     Its `gates` are those of the modules that read it when they are called. `version` is what autograd's counter
     must show as long as nobody else writes the parameter.
@@ -49,7 +50,7 @@ class TrainedParameter:
     def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
         self.name, self.parameter, self.group = name, parameter, group
         self.count = 0
-        self.step = -1
+        self.step = self.backward = -1
         self.address = parameter.data_ptr()
         self.version: int | None = parameter._version
         self.consumed = ConsumedGradient(parameter)
@@ -68,8 +69,8 @@ class TrainedParameter:
         if self.version is not None:
             self.version = self.parameter._version
 
-    def gradient(self, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the gradient, in the parameter's storage order, shape (numel,)."""
+    def gradient(self) -> Tensor:
+        """The gradient in the parameter's storage order, shape (numel,)."""
         gradient = self.parameter.grad
         assert gradient is not None
         if gradient.stride() != self.parameter.stride():
@@ -77,7 +78,7 @@ class TrainedParameter:
                 self.parameter.size(), self.parameter.stride(), dtype=gradient.dtype, device=gradient.device
             )
             gradient = aligned.copy_(gradient)
-        return storage_order(gradient)[start : start + numel]
+        return storage_order(gradient)
 
 
 @dataclass(slots=True)
@@ -89,8 +90,9 @@ class TrainedSegment:
     start: int
     weights: Tensor
 
-    def gradient(self) -> Tensor:
-        return self.owner.gradient(self.start, self.spec.numel)
+    def part(self, whole: Tensor) -> Tensor:
+        """This segment's elements of a tensor in the parameter's storage order."""
+        return whole[self.start : self.start + self.spec.numel]
 
 
 class ArenaPlanes:

@@ -345,7 +345,8 @@ class LayerTimes:
 class TrainerReport:
     """The trainer to the coordinator after each step.
 
-    `layers` and `stall_s` are of step `measured`, the last one that the device had passed, None while there is none.
+    `layers`, `stall_s`, `middle_s` are of step `measured`, the last one that the device had passed, None while there is
+    none. Of several backwards in a step, `layers` has the first forward and the last backward, `middle_s` all between.
     `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped. `moving`
     says that memory of layers that change owners was made ready or given back during `step`, or their state copied.
     """
@@ -356,6 +357,7 @@ class TrainerReport:
     step_s: float
     measured: int | None
     stall_s: float
+    middle_s: float
     k: float
     moving: bool
     gpu_lids: tuple[int, ...]

@@ -311,6 +311,7 @@ class Trainer:
                 step_s=1.0,
                 measured=step,
                 stall_s=0.0,
+                middle_s=0.0,
                 k=0.0,
                 moving=False,
                 gpu_lids=gpu_lids,

@@ -142,6 +142,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "step_s": 0.5,
         "measured": step,
         "stall_s": 0.1,
+        "middle_s": 0.0,
         "k": len(gpu_lids) / LAYERS,
         "moving": False,
         "gpu_lids": gpu_lids,

@@ -182,3 +182,22 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
 def test_gradients_in_bfloat16_for_float32_parameters(tmp_path: Path) -> None:
     runs = [train(llama(torch.float32), tmp_path, k=k, gradient_dtype=torch.bfloat16)[0] for k in (0.0, 1.0)]
     assert all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+    results = []
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
+        model = llama(dtype)
+        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), grad_accumulation=3, **options)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(10):
+            for _ in range(3):
+                batch = torch.randint(0, 1024, (2, 64), generator=generator).cuda()
+                (model(input_ids=batch, labels=batch).loss / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+        optimizer.close()
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []

@@ -111,6 +111,25 @@ def test_a_step_is_taken_apart() -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
+def test_of_several_backwards_the_first_forward_and_the_last_backward_count() -> None:
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    meter.forward((0,), clock.span(0, 0))
+    meter.forward((2,), clock.span(2, 2))
+    for at_s in (5.0, 20.0, 40.0):
+        clock.now_s = at_s
+        meter.turn()
+    for lid, at_s in ((2, 43.0), (1, 44.0), (0, 46.0)):
+        meter_backward(meter, clock, lid, at_s)
+    times = end(meter, clock, 0, 47.0)
+    assert meter.middle_s == 35.0
+    assert [times[lid].backward_s for lid in (2, 1, 0)] == [3.0, 1.0, 2.0]
+    assert (times[0].forward_s, times[2].forward_s) == (2.0, 3.0)
+    record(meter, clock, 50.0)
+    end(meter, clock, 1, 66.0)
+    assert meter.middle_s == 0.0
+
+
 def test_without_overlap_updates_follow_the_whole_backward() -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS)

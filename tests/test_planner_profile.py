@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.planner import Ewma, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, Rates
+from hytrain.planner import Ewma, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
 
 
 def smoothed(*samples: float) -> Ewma:
@@ -177,6 +178,19 @@ def test_what_layers_do_not_explain_is_the_loop_s_own_time_but_not_stalls() -> N
     for _ in range(9):
         book.observe_step(step_s=5.0, stall_s=0.0, gpu_lids=())
     assert other_s() == 0.0, "never negative"
+
+
+def test_the_middle_of_a_step_with_several_backwards_hides_no_updates() -> None:
+    book = book_of(100, 300)
+    book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 2.0, 11: 2.0})
+    book.observe_optimizer(cpu_update_s={10: 4.0, 11: 12.0})
+    book.observe_step(step_s=106.0, stall_s=0.0, gpu_lids=(), middle_s=100.0)
+    profile = book.profile()
+    assert profile is not None and (profile.middle_s, profile.other_s) == (100.0, 0.0)
+    without = replace(profile, middle_s=0.0)
+    here, there = simulate(profile, frozenset()), simulate(without, frozenset())
+    assert here.stalls_s == there.stalls_s and here.stall_s > 1.0
+    assert here.step_s == pytest.approx(there.step_s + 100.0)
 
 
 def test_layers_come_by_rank_and_ranks_can_be_learned_again() -> None:

@@ -110,6 +110,13 @@ def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
         assert part in refusal(path)
 
 
+def test_a_batch_has_equal_parts(recipe_file: Path) -> None:
+    recipe = config.load(recipe_file, ["data.batch_size=6", "train.grad_accumulation=3"])
+    assert recipe.train.grad_accumulation == 3
+    with pytest.raises(ConfigError, match="multiple of train.grad_accumulation"):
+        config.load(recipe_file, ["data.batch_size=6", "train.grad_accumulation=4"])
+
+
 def test_no_sample_and_no_evaluation_of_random_tokens(tmp_path: Path) -> None:
     path = tmp_path / "random.yaml"
     path.write_text(yaml.safe_dump(MINIMAL | {"data": {"kind": "random"}}))

@@ -154,6 +154,12 @@ def test_losses_are_those_of_a_plain_loop(runs: Runs) -> None:
     assert [numbers["loss"] for _, numbers in runs.optimizers[0].records] == expected
 
 
+def test_a_batch_in_parts_gives_the_whole_one_s_losses(runs: Runs) -> None:
+    plain = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
+    whole, parts = runs.train("whole", *plain), runs.train("parts", *plain, "train.grad_accumulation=2")
+    assert parts.training_loss == pytest.approx(whole.training_loss, rel=1e-3) and parts.step == whole.step
+
+
 @pytest.mark.parametrize("tokenizer", ["{kind: bytes}", "{kind: bpe, vocab_size: 270}"])
 def test_resumed_run_is_the_uninterrupted_run(runs: Runs, tokenizer: str) -> None:
     """Dropout is on, so the random generator must be as it was, too."""

@@ -114,7 +114,9 @@ class Planning:
                 self._book.observe_trainer(**{name: times})
             step = self._steps.get(report.measured)
             if step is not None and report.measured not in self._commanded_in:
-                self._book.observe_step(step_s=step[0], stall_s=report.stall_s, gpu_lids=step[1])
+                self._book.observe_step(
+                    step_s=step[0], stall_s=report.stall_s, gpu_lids=step[1], middle_s=report.middle_s
+                )
         if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
             owned = sum(self._facts[lid].gpu_state_bytes for lid in report.gpu_lids)
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)

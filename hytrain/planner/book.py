@@ -156,7 +156,8 @@ class MeasurementBook:
         self._rank_of = {layer.lid: layer.rank for layer in self._layers}
         self._rates = rates or Rates()
         self._roles = {role: _Role() for role in ROLES}
-        self._busy_s = Ewma()  # a step without its stalls and the GPU's updates
+        self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
+        self._middle_s = Ewma()
 
     @property
     def rates(self) -> Rates:
@@ -213,14 +214,16 @@ class MeasurementBook:
         """One step's times by lid. ValueError for an unknown layer or an impossible time."""
         self._observe("cpu_update_s", cpu_update_s)
 
-    def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int]) -> None:
+    def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int], middle_s: float = 0.0) -> None:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
 
         What a step takes beyond its stalls and its layers' times is the loop's own: loss, data, `step()`. Stalls are
-        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in.
+        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in. So are
+        the `middle_s` between the first forward and the last backward of a step with several.
         """
         gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
-        self._busy_s.add(max(0.0, step_s - stall_s - sum(gpu_update_s[lid] for lid in gpu_lids)))
+        self._middle_s.add(middle_s)
+        self._busy_s.add(max(0.0, step_s - stall_s - middle_s - sum(gpu_update_s[lid] for lid in gpu_lids)))
 
     def rerank(self, rank_of: Mapping[int, int]) -> None:
         """Take over newly learned ranks. ValueError unless they name exactly the layers of the book."""
@@ -251,10 +254,12 @@ class MeasurementBook:
             for layer in sorted(self._layers, key=lambda layer: self._rank_of[layer.lid])
         )
         other_s = max(0.0, (self._busy_s.value or 0.0) - work_s)
-        return Profile(layers=tuple(layers), other_s=other_s, awaits_verdict=self._awaits_verdict)
+        middle_s = self._middle_s.value or 0.0
+        return Profile(layers=tuple(layers), other_s=other_s, middle_s=middle_s, awaits_verdict=self._awaits_verdict)
 
     def check(self) -> None:
         self._busy_s.check()
+        self._middle_s.check()
         for role in self._roles.values():
             assert role.means.keys() <= self._rank_of.keys()
             assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()

@@ -58,11 +58,13 @@ class Profile:
     """All trainable layers, lowest rank first. Sums are over all of them, whoever owns them now.
 
     `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
-    The CPU's updates go on meanwhile. `awaits_verdict`: all updates wait for the end of backward.
+    The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
+    has several, when there is nothing to update. `awaits_verdict`: all updates wait for the end of backward.
     """
 
     layers: tuple[LayerProfile, ...]
     other_s: float = 0.0
+    middle_s: float = 0.0
     awaits_verdict: bool = False
 
     def __post_init__(self) -> None:

@@ -7,9 +7,9 @@ Owns the model of the pipeline; the policies ask it how long a step would take i
     CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         lowest rank first
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
 
-Between backward and forward lies what else the loop does. Every layer's forward waits for its own update, so
-when a backward begins, both links and the CPU are idle: each step is the same as the one before, and one step is
-the steady state.
+Between backward and forward lies what else the loop does; other micro-batches of a step come behind the forward. Every
+layer's forward waits for its own update, so when a backward begins, both links and the CPU are idle: each step is the
+same as the one before, and one step is the steady state.
 
 The CPU looks at its queue after each tile, so a layer of lower rank that arrives meanwhile starts at the
 running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
@@ -76,7 +76,13 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
         events.append(("forward", layer.lid, now, now + layer.forward_s))
         now += layer.forward_s
         gpu_busy_s += layer.forward_s
-    return Timeline(step_s=now, stalls_s=stalls_s, gpu_busy_s=gpu_busy_s, cpu_busy_s=cpu_busy_s, events=tuple(events))
+    return Timeline(
+        step_s=now + profile.middle_s,
+        stalls_s=stalls_s,
+        gpu_busy_s=gpu_busy_s + profile.middle_s,
+        cpu_busy_s=cpu_busy_s,
+        events=tuple(events),
+    )
 
 
 def _backward(

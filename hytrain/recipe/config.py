@@ -129,6 +129,7 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    grad_accumulation: Positive = 1  # each batch goes through in so many parts, whose gradients are summed
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
@@ -189,6 +190,12 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     cluster: Cluster = Cluster()
     sample: Sample | None = None
+
+    @model_validator(mode="after")
+    def _equal_parts(self) -> Recipe:
+        if self.data.batch_size % self.train.grad_accumulation:
+            raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
+        return self
 
     @model_validator(mode="after")
     def _text_where_needed(self) -> Recipe:

@@ -55,9 +55,12 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
-        with task.autocast():
-            loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        loss = torch.zeros((), device=batch.device)
+        for part in batch.chunk(plan.grad_accumulation):
+            with task.autocast():
+                share = model(input_ids=part, labels=part).loss / plan.grad_accumulation
+            share.backward()
+            loss += share.detach()
         opt.step()
         opt.zero_grad()
         schedule.step()

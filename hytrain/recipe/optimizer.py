@@ -60,6 +60,7 @@ def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         betas=train.betas,
         eps=train.eps,
         weight_decay=train.weight_decay,
+        grad_accumulation=train.grad_accumulation,
         max_grad_norm=train.max_grad_norm,
         k=wanted.k,
         policy=wanted.policy,
