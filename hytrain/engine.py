@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Final
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.accumulation import Accumulation
@@ -80,6 +81,8 @@ class Engine:
         self._backward = 0  # backwards begun
         self._written = self._state_loaded = False
         self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
+        self.frozen: list[nn.Parameter] = []
+        self._thaw: Callable[[], Callable[[], None] | None] = lambda: None
         self._root = Gate(())
         self._synchronized = -1
 
@@ -92,19 +95,41 @@ class Engine:
                 self.health.changed.wait_for(lambda: self.health.failure is not None, FAILURE_GRACE_S)
             raise self.health.failure or error from error
 
+    def watch(self, frozen: list[nn.Parameter], thaw: Callable[[], Callable[[], None] | None]) -> None:
+        """Once one of these needs a gradient, call what `thaw` refers to, which replaces this engine."""
+        self.frozen, self._thaw = frozen, thaw
+
+    def succeed(self, before: Engine) -> None:
+        """Go on counting where another engine has ended."""
+        self.steps = before.steps
+        self.clipping.skipped = before.clipping.skipped
+
     # ------------------------------------------------------------ forward
 
     def before_root(self) -> None:
         """The whole model is entered: what was written from outside counts, and what no other gate covers waits."""
         if _graph_task() == -1:
             self.health.check()
-            self._import_written()
-            self._refuse_foreign_writes()
+            self.settle_writes()
+            if self._thaws() and (thaw := self._thaw()) is not None:
+                thaw()
+                return  # the other engine has been told
             if self.accumulation.is_first:
                 self._meter.restart()
             if not torch.is_grad_enabled():
                 self.synchronize()  # without gradients nobody would notice a read that no gate covers
         self._enter(self._root)
+
+    def settle_writes(self) -> None:
+        """What was written from outside, and said so, becomes the masters; raises `UsageError` for other writes."""
+        self._import_written()
+        self._refuse_foreign_writes()
+
+    def _thaws(self) -> bool:
+        """Whether a frozen parameter has been unfrozen, and a step begins."""
+        if not torch.is_grad_enabled() or self._groups is not None or not self.accumulation.is_first:
+            return False
+        return any(parameter.requires_grad for parameter in self.frozen)
 
     def before_forward(self, gate: Gate) -> None:
         """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
@@ -343,6 +368,12 @@ class Engine:
         self._boundary.learn_ranks(self._root)
         with self._handing_over():
             self._boundary.begin_plan(self._step)
+
+    def require_boundary(self, what: str) -> None:
+        """Raise `UsageError` between a step's first gradient and `step()`."""
+        self.health.check()
+        if self._groups is not None or self._in_backward or not self.accumulation.is_first:
+            raise UsageError(f"{what} between backward and step(): call it after opt.step()")
 
     def drop_gradients(self) -> None:
         """Gradients that were summed for a later update are not wanted."""

@@ -39,6 +39,10 @@ class _Hook:
     def __init__(self, engine: Engine | None) -> None:
         self._engine = weakref.ref(engine) if engine is not None else None
 
+    def release(self) -> None:
+        """Do nothing from now on, also if the module is just running its hooks."""
+        self._engine = None
+
     @property
     def engine(self) -> Engine | None:
         return self._engine() if self._engine is not None else None
@@ -133,16 +137,23 @@ def attach(
     engine: Engine, model: nn.Module, gates: list[tuple[nn.Module, Gate]], parameters: list[TrainedParameter]
 ) -> Callable[[], None]:
     """Register all hooks; returns what removes them."""
+    hooks: list[_Hook] = []
+    handles: list[RemovableHandle] = []
+
+    def hang(register: Callable[..., RemovableHandle], hook: _Hook, **options: Any) -> None:
+        hooks.append(hook)
+        handles.append(register(hook, **options))
+
     # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm); the root's first of all.
-    handles: list[RemovableHandle] = [
-        module.register_forward_pre_hook(BeforeForward(engine, gate), prepend=True) for module, gate in gates
-    ]
-    handles.append(model.register_forward_pre_hook(BeforeRoot(engine), prepend=True))
-    handles += [known.parameter.register_post_accumulate_grad_hook(OnGradient(engine, known)) for known in parameters]
+    for module, gate in gates:
+        hang(module.register_forward_pre_hook, BeforeForward(engine, gate), prepend=True)
+    hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
+    for known in parameters:
+        hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine, known))
     for module in model.modules():
-        handles.append(module.register_state_dict_pre_hook(BeforeStateDict(engine)))
-        handles.append(module.register_load_state_dict_pre_hook(BeforeStateDict(engine)))
-        handles.append(module.register_load_state_dict_post_hook(AfterLoadStateDict(engine)))
+        hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
+        hang(module.register_load_state_dict_pre_hook, BeforeStateDict(engine))
+        hang(module.register_load_state_dict_post_hook, AfterLoadStateDict(engine))
     holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
     for module in holders:
         vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
@@ -150,7 +161,8 @@ def attach(
     def detach() -> None:
         for module in holders:
             vars(module).pop("__deepcopy__", None)
-        for handle in handles:
+        for hook, handle in zip(hooks, handles, strict=True):
+            hook.release()
             handle.remove()
 
     return detach

@@ -29,23 +29,22 @@ from torch import Tensor, nn
 
 from hytrain import hooks, saving
 from hytrain.calibration import calibrate
+from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
-from hytrain.config import Cluster, ClusterConfig
+from hytrain.config import ClusterConfig
 from hytrain.engine import Engine
-from hytrain.errors import BackendUnavailable, ConfigError, UnsupportedError, UsageError
+from hytrain.errors import BackendUnavailable, UsageError
 from hytrain.kernels import backend as backends
 from hytrain.layers import ModelLayer, split_layers
 from hytrain.link import THREAD_PREFIX, Link
 from hytrain.memory import GpuMemory, require_host_memory
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
-from hytrain.planner.policies import POLICIES
 from hytrain.statistics import Statistics
 from hytrain.trace import TraceWriter
 from hytrain.transfer import transfers_for
-from protocol.messages import OBJECTIVES, GroupHyper, LayerTable, Log
+from protocol.messages import GroupHyper, LayerTable, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
-_GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
 
 #: Parameters that some hytrain.AdamW trains: no second one may.
 _managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -103,23 +102,22 @@ class AdamW(torch.optim.Optimizer):
         host_memory_limit: int | None = None,
         trace: bool | None = None,
     ) -> None:
-        fixed_k = _check_options(k, policy, objective, backend, gradient_dtype)
-        _check_clipping(max_grad_norm, on_nonfinite)
-        if not isinstance(grad_accumulation, int) or grad_accumulation < 1:
-            raise ConfigError(f"grad_accumulation is {grad_accumulation!r}: a whole number of backwards, 1 or more")
-        self._grad_accumulation = grad_accumulation
-        self._max_grad_norm, self._on_nonfinite = max_grad_norm, on_nonfinite
-        device = _check_model(model)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(_trainable_groups(model, param_groups), defaults)
-        for group in self.param_groups:
-            _check_group(group)
-        parts = split_layers(model, {id(p) for group in self.param_groups for p in group["params"]})
-        self._layers, self._parameters = build_layers(
-            parts, [group["params"] for group in self.param_groups], gradient_dtype
+        self._options = check_options(
+            k=k,
+            policy=policy,
+            objective=objective,
+            backend=backend,
+            gradient_dtype=gradient_dtype,
+            grad_accumulation=grad_accumulation,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            overlap=overlap,
         )
-        self._device, self._frozen = device, [p for p in model.parameters() if not p.requires_grad]
-        gates = _gates(self._layers, parts)
+        self._model, self._device = model, check_model(model, _managed)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(named_groups(model, param_groups), defaults)
+        for group in self.param_groups:
+            check_group(group)
         flags = {
             "cores": cores,
             "threads": threads,
@@ -127,31 +125,40 @@ class AdamW(torch.optim.Optimizer):
             "host_memory_limit": host_memory_limit,
             "trace": trace,
         }
-        cluster, place = find_or_start(ClusterConfig.resolve(flags=flags))
+        self._cluster, self._place = find_or_start(ClusterConfig.resolve(flags=flags))
         try:
-            self._start(cluster, "fixed" if fixed_k is not None else policy, objective, fixed_k, backend, overlap)
+            self._build()
         except BaseException:
-            place.close()
+            self._place.close()
             raise
-        self._cluster = cluster
-        detach = hooks.attach(self._engine, model, gates, self._parameters)
-        _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
-        self._close = weakref.finalize(self, _close, os.getpid(), self._engine, place, detach, self._parameters)
-        self._link.ready(f"{len(self._layers)} layers on {device}")
 
-    def _start(
-        self,
-        cluster: Cluster,
-        policy: str,
-        objective: str,
-        k: float | None,
-        backend: str,
-        overlap: bool,
-    ) -> None:
+    def _build(self, before_start: Callable[[], None] = lambda: None) -> None:
+        """Layers over all parameters that need gradients now, an engine over them, and the first plan.
+
+        `before_start` is called once it is known that this can be, and before anything is started.
+        """
+        groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        parts = split_layers(self._model, {id(parameter) for group in groups for parameter in group})
+        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype)
+        needed, limit = [layer.layout for layer in layers], self._cluster.host_memory_limit
+        require_host_memory(needed, self._options.k or 0.0, limit)
+        before_start()
+        self._layers, self._parameters = layers, parameters
+        gates = _gates(self._layers, parts)
+        self._start()
+        detach = hooks.attach(self._engine, self._model, gates, self._parameters)
+        frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        self._engine.watch(frozen, weakref.WeakMethod(self._thaw))
+        _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
+        self._leave = partial(_leave, self._engine, detach, self._parameters)
+        self._close = weakref.finalize(self, _close, os.getpid(), self._leave, self._place)
+        self._link.ready(f"{len(self._layers)} layers on {self._device}")
+
+    def _start(self) -> None:
+        options, cluster = self._options, self._cluster
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
-        host = _host_backend(backend) if self._device.type == "cpu" else None
-        require_host_memory([layer.layout for layer in self._layers], k or 0.0, cluster.host_memory_limit)
+        host = _host_backend(options.backend) if self._device.type == "cpu" else None
         self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
         self._engine = Engine(
             self._layers,
@@ -161,10 +168,10 @@ class AdamW(torch.optim.Optimizer):
             host=host,
             read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
-            max_grad_norm=self._max_grad_norm,
-            on_nonfinite=self._on_nonfinite,
-            grad_accumulation=self._grad_accumulation,
-            overlap=overlap,
+            max_grad_norm=options.max_grad_norm,
+            on_nonfinite=options.on_nonfinite,
+            grad_accumulation=options.grad_accumulation,
+            overlap=options.overlap,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
         layers = tuple(layer.spec for layer in self._layers)
@@ -174,11 +181,11 @@ class AdamW(torch.optim.Optimizer):
             table = LayerTable(
                 layers=layers,
                 device=self._device.type,
-                policy=policy,
-                objective=objective,
+                policy=options.policy,
+                objective=options.objective,
                 awaits_verdict=self._engine.clipping.is_wanted,
-                k=k,
-                backend=backend,
+                k=options.k,
+                backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=cluster.host_memory_limit,
             )
@@ -190,6 +197,38 @@ class AdamW(torch.optim.Optimizer):
             self._engine.release()
             raise
 
+    def _rebuild(self) -> None:
+        """Begin anew over the parameters that need gradients now; what was trained so far stays, to the bit.
+
+        For a moment host memory holds the old state and the new one.
+        """
+        before, parameters = self._engine, self._parameters
+        before.settle_writes()
+        before.expose_state()
+        kept = saving.Kept(self._parameters)
+
+        def leave() -> None:
+            self._close.detach()
+            self._leave()
+
+        try:
+            self._build(leave)
+        except BaseException:
+            if self._close.alive:
+                for known in parameters:  # building layers has counted a write
+                    known.note_all_writes()
+            else:
+                self._place.close()
+            raise
+        self._engine.succeed(before)
+        self._engine.expose_state()
+        kept.restore(self._parameters)
+
+    def _thaw(self) -> None:
+        """The model is entered and some of its frozen parameters are not frozen any more: train them from now on."""
+        self._rebuild()
+        self._engine.before_root()
+
     # ------------------------------------------------------------ torch.optim.Optimizer
 
     @torch.no_grad()
@@ -200,8 +239,11 @@ class AdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step(closure) would run backward several times for one update: call step() without")
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise UsageError("a parameter that was frozen when hytrain.AdamW was made has a gradient: make it anew")
+        if any(parameter.grad is not None for parameter in self._engine.frozen):
+            raise UsageError(
+                "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
+                "once, so that HyTrain sees it"
+            )
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,10 +259,27 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only at construction: refused afterwards."""
-        if hasattr(self, "_engine"):
-            raise UsageError("add_param_group after construction is not supported yet: make hytrain.AdamW anew")
-        super().add_param_group(param_group)
+        """Train more parameters of the model, from the next step on; all others go on as they were.
+
+        Raises `UsageError` between backward and `step()`, and what the constructor raises.
+        """
+        if not hasattr(self, "_engine"):
+            super().add_param_group(param_group)
+            return
+        before = self._engine
+        before.require_boundary("add_param_group")
+        named = named_groups(self._model, [param_group])
+        own = {id(known.parameter) for known in self._parameters}
+        check_free((p for group in named for p in group["params"]), set(_managed) - own)
+        for group in named:
+            super().add_param_group(group)
+        try:
+            check_group(self.param_groups[-1])
+            self._rebuild()
+        except BaseException:
+            if self._engine is before:
+                del self.param_groups[len(self.param_groups) - len(named) :]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
@@ -344,26 +403,27 @@ def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:
     )
 
 
-def _close(
-    pid: int,
-    engine: Engine,
-    place: PrivateCluster | Seat,
-    detach: Callable[[], None],
-    parameters: list[TrainedParameter],
-) -> None:
+def _close(pid: int, leave: Callable[[], None], place: PrivateCluster | Seat) -> None:
     """End an optimizer; in a forked child, whose parent goes on with it, do nothing."""
     if os.getpid() != pid:
         return
     if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector runs on whatever thread
-        threading.Thread(target=_close, args=(pid, engine, place, detach, parameters), name="hytrain-close").start()
+        threading.Thread(target=_close, args=(pid, leave, place), name="hytrain-close").start()
         return
     try:
-        engine.close()
+        leave()
     finally:  # Ctrl-C while the last updates land
+        place.close()
+
+
+def _leave(engine: Engine, detach: Callable[[], None], parameters: list[TrainedParameter]) -> None:
+    """End an engine: the run's processes are free for another."""
+    try:
+        engine.close()
+    finally:
         detach()
         for known in parameters:
             _managed.pop(id(known.parameter), None)
-        place.close()
 
 
 def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:
@@ -381,83 +441,3 @@ def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn
         for segment in layer.segments:
             segment.owner.gates = [gate for gate in covers.get(id(segment.owner.parameter), []) if layer in gate.layers]
     return gates
-
-
-def _check_options(
-    k: float | str, policy: str, objective: str, backend: str, gradient_dtype: torch.dtype | None
-) -> float | None:
-    """k as a number, None for "auto". Raises `ConfigError`."""
-    if objective not in OBJECTIVES:
-        raise ConfigError(f"objective {objective!r} is unknown: choose one of {', '.join(OBJECTIVES)}")
-    if policy not in POLICIES:
-        raise ConfigError(f"policy {policy!r} is unknown: choose one of {', '.join(POLICIES)}")
-    if backend != "auto" and backend not in backends.BACKENDS:
-        raise ConfigError(f"backend {backend!r} is unknown: choose auto, {', '.join(backends.BACKENDS)}")
-    if gradient_dtype not in (None, torch.bfloat16, torch.float32):
-        raise ConfigError(f"gradient_dtype {gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16")
-    if k == "auto":
-        return None
-    if isinstance(k, str) or not 0.0 <= k <= 1.0:
-        raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
-    return float(k)
-
-
-def _check_clipping(max_grad_norm: float | None, on_nonfinite: str | None) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm is {max_grad_norm!r}: a number above 0, or None")
-    if on_nonfinite not in (None, "skip", "raise"):
-        raise ConfigError(f'on_nonfinite is {on_nonfinite!r}: "skip", "raise" or None')
-
-
-def _check_model(model: nn.Module) -> torch.device:
-    """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
-            raise UnsupportedError("more than one rank is not supported yet: hooks would see unreduced gradients")
-    if isinstance(model, nn.DataParallel):
-        raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")
-    devices = {parameter.device for parameter in trainable}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
-        )
-    if any(id(parameter) in _managed for parameter in trainable):
-        raise UnsupportedError("a parameter is trained by another hytrain.AdamW already: close() that one first")
-    return next(iter(devices))
-
-
-def _trainable_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The groups without frozen parameters, which HyTrain leaves alone."""
-    if param_groups is None:
-        param_groups = [{"params": list(model.parameters())}]
-    groups = []
-    ours = {id(parameter) for parameter in model.parameters()}
-    for group in param_groups:
-        if not isinstance(group, dict):
-            raise UnsupportedError('param_groups must be dictionaries with "params", over parameters of the model')
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if any(id(parameter) not in ours for parameter in given):
-            raise UnsupportedError("param_groups names a parameter that the model does not have")
-        groups.append({**group, "params": [parameter for parameter in given if parameter.requires_grad]})
-    return [group for group in groups if group["params"]]
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for options of torch's AdamW that HyTrain lacks, `ConfigError` for impossible values."""
-    unknown = [key for key in set(group) - _GROUP_KEYS if group[key]]
-    if unknown:
-        raise UnsupportedError(f"hytrain.AdamW has no option {unknown[0]!r}")
-    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
-        raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
-    beta1, beta2 = group["betas"]
-    if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")

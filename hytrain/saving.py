@@ -100,6 +100,25 @@ def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
     return int(index["steps"])
 
 
+class Kept:
+    """The state of some parameters, to be given to the same ones over other planes. Host planes are not copied."""
+
+    def __init__(self, parameters: list[TrainedParameter]) -> None:
+        self._counts = {id(known.parameter): known.count for known in parameters}
+        self._planes: dict[tuple[int, str], Tensor] = {}
+        for known in parameters:
+            for plane in STATE_PLANES:
+                if known.count and (tensor := gather(known, plane)) is not None:
+                    self._planes[id(known.parameter), plane] = tensor.cpu()
+
+    def restore(self, parameters: list[TrainedParameter]) -> None:
+        """Write it into the planes of those among `parameters` that it is of, piece by piece."""
+        for known in parameters:
+            known.count = self._counts.get(id(known.parameter), 0)
+            for plane in STATE_PLANES:
+                scatter(known, plane, self._planes.pop((id(known.parameter), plane), None))
+
+
 def gather(known: TrainedParameter, plane: str) -> Tensor | None:
     """A parameter's state in one plane, in its shape: a view, or a copy if the parameter is in pieces."""
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]

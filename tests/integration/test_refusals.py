@@ -288,16 +288,6 @@ def other_dtype(model: Any, opt: hytrain.AdamW) -> None:
     loss(model).backward()
 
 
-def add_group(model: Any, opt: hytrain.AdamW) -> None:
-    opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-
-
-def thawed(model: Any, opt: hytrain.AdamW) -> None:
-    model[3].requires_grad_(True)
-    loss(model).backward()
-    opt.step()
-
-
 def reentrant_checkpoint(model: Any, opt: hytrain.AdamW) -> None:
     x = vectors(0).requires_grad_()
     checkpoint(model, x, use_reentrant=True).sum().backward()
@@ -354,8 +344,6 @@ PRACTICES: list[tuple[Callable[[Any, hytrain.AdamW], None], str]] = [
     (scaler_that_unscales, "without a GradScaler"),
     (moved_storage, "storage of .* was replaced"),
     (other_dtype, "storage of .* was replaced"),
-    (add_group, "make hytrain.AdamW anew"),
-    (thawed, "frozen when hytrain.AdamW was made"),
     (reentrant_checkpoint, "use_reentrant=False"),
     (exception_then_step, "last backward ended with an exception"),
     (exception_then_forward, "last backward ended with an exception"),

@@ -1,0 +1,122 @@
+"""What a `hytrain.AdamW` is asked for, checked before anything is started: options, groups, the model.
+
+`optim` calls this; each refusal is one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.kernels import backend as backends
+from hytrain.planner.policies import POLICIES
+from protocol.messages import OBJECTIVES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is the same for all parameters; see `hytrain.AdamW`. `k` is None for "auto"."""
+
+    k: float | None
+    policy: str
+    objective: str
+    backend: str
+    gradient_dtype: torch.dtype | None
+    grad_accumulation: int
+    max_grad_norm: float | None
+    on_nonfinite: str | None
+    overlap: bool
+
+
+_GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
+
+
+def check_options(*, k: float | str, **others: Any) -> Options:
+    """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
+    if k != "auto" and (isinstance(k, str) or not 0.0 <= k <= 1.0):
+        raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
+    options = Options(k=None if isinstance(k, str) else float(k), **others)
+    if options.objective not in OBJECTIVES:
+        raise ConfigError(f"objective {options.objective!r} is unknown: choose one of {', '.join(OBJECTIVES)}")
+    if options.policy not in POLICIES:
+        raise ConfigError(f"policy {options.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+    if options.backend != "auto" and options.backend not in backends.BACKENDS:
+        raise ConfigError(f"backend {options.backend!r} is unknown: choose auto, {', '.join(backends.BACKENDS)}")
+    if options.gradient_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"gradient_dtype {options.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
+        )
+    if not isinstance(options.grad_accumulation, int) or options.grad_accumulation < 1:
+        raise ConfigError(f"grad_accumulation is {options.grad_accumulation!r}: a whole number of backwards, from 1 on")
+    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {options.max_grad_norm!r}: a number above 0, or None")
+    if options.on_nonfinite not in (None, "skip", "raise"):
+        raise ConfigError(f'on_nonfinite is {options.on_nonfinite!r}: "skip", "raise" or None')
+    return options if options.k is None else replace(options, policy="fixed")
+
+
+def check_model(model: nn.Module, taken: Container[int]) -> torch.device:
+    """The device that the model is on; `taken` are the IDs of parameters that others train.
+
+    Raises `UnsupportedError` for what cannot be trained here.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError("more than one rank is not supported yet: hooks would see unreduced gradients")
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")
+    devices = {parameter.device for parameter in trainable}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
+        )
+    check_free(trainable, taken)
+    return next(iter(devices))
+
+
+def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
+    """Raise `UnsupportedError` if others train one of these."""
+    if any(id(parameter) in taken for parameter in parameters):
+        raise UnsupportedError("a parameter is trained by another hytrain.AdamW already: close() that one first")
+
+
+def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The groups as dictionaries of lists, without empty ones; frozen parameters stay in theirs, as with torch."""
+    if param_groups is None:
+        param_groups = [{"params": list(model.parameters())}]
+    groups = []
+    ours = {id(parameter) for parameter in model.parameters()}
+    for group in param_groups:
+        if not isinstance(group, dict):
+            raise UnsupportedError('param_groups must be dictionaries with "params", over parameters of the model')
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if any(id(parameter) not in ours for parameter in given):
+            raise UnsupportedError("param_groups names a parameter that the model does not have")
+        groups.append({**group, "params": given})
+    return [group for group in groups if group["params"]]
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for options of torch's AdamW that HyTrain lacks, `ConfigError` for impossible values."""
+    unknown = [key for key in set(group) - _GROUP_KEYS if group[key]]
+    if unknown:
+        raise UnsupportedError(f"hytrain.AdamW has no option {unknown[0]!r}")
+    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+        raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
+    beta1, beta2 = group["betas"]
+    if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")

@@ -1,0 +1,192 @@
+"""Parameters that come later: unfrozen ones, and new groups. What was trained before goes on as it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from helpers import Reference, adamw, differing, llama, perceptron, square_loss, state, train, weights
+from torch import nn
+
+from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
+
+LR = 1e-2
+
+
+def half_frozen(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = perceptron(dtype=dtype)
+    model[2:].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"policy": "random"}])
+def test_unfrozen_parameters_are_trained_from_then_on(options: dict[str, Any]) -> None:
+    ours, theirs = half_frozen(), half_frozen()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, **options) as opt:
+        for stage in (slice(2, 2), slice(2, 3), slice(3, 4)):
+            for model, optimizer in ((ours, opt), (theirs, reference)):
+                model[stage].requires_grad_(True)
+                train(model, optimizer, range(stage.start, stage.start + 5), square_loss)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+        mine, his = opt.state_dict(), reference.state_dict()
+        assert mine["state"].keys() == his["state"].keys()
+        assert mine["param_groups"][0]["params"] == his["param_groups"][0]["params"]
+        assert {int(entry["step"]) for entry in mine["state"].values()} == {15, 10, 5}
+        assert opt.statistics().step == 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
+    results = []
+    for again in (False, True):
+        model = llama(dtype)
+        with adamw(model, k=0.4, max_grad_norm=0.5, on_nonfinite="skip") as opt:
+            train(model, opt, range(6))
+            if again:
+                before = {name: tensor.clone() for name, tensor in (state(opt) | weights(model)).items()}
+                opt._rebuild()
+                assert differing(state(opt) | weights(model), before) == []
+            train(model, opt, range(6, 12))
+            results.append(state(opt) | weights(model))
+    assert differing(*results) == []
+
+
+def test_a_group_that_is_added_later() -> None:
+    """With its own learning rate; the run and its records go on."""
+    ours, theirs = perceptron(), perceptron()
+    reference = torch.optim.AdamW(list(theirs[:2].parameters()), lr=LR, fused=True)
+    with adamw(ours, [{"params": list(ours[:2].parameters())}], k=0.5) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            model[2:].requires_grad_(False)
+            train(model, optimizer, range(4), square_loss)
+            model[2:].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": LR / 4})
+            train(model, optimizer, range(4, 9), square_loss)
+        opt.log(9, loss=1.0)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+        folder = opt.run_dir
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "step_s" in record] == list(range(1, 10))
+
+
+def test_a_module_that_is_added_later() -> None:
+    class Grown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron()
+            self.head: nn.Module = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(self.body(x))
+            return y
+
+    ours, theirs = Grown(), Grown()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, k=0.5) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            train(model, optimizer, range(3), square_loss)
+            torch.manual_seed(7)
+            model.head = nn.Linear(32, 32)
+            optimizer.add_param_group({"params": model.head.parameters()})
+            train(model, optimizer, range(3, 6), square_loss)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_frozen_again_is_left_alone() -> None:
+    ours, theirs = perceptron(), perceptron()
+    reference = Reference(theirs, lr=LR)
+    with adamw(ours, k=0.5) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            train(model, optimizer, range(3), square_loss)
+            model[:2].requires_grad_(False)
+            train(model, optimizer, range(3, 6), square_loss)
+            model[:2].requires_grad_(True)
+            train(model, optimizer, range(6, 9), square_loss)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_not_in_the_middle_of_a_step() -> None:
+    model = half_frozen()
+    with adamw(model) as opt:
+        square_loss(model, 0).backward()
+        with pytest.raises(UsageError, match="add_param_group between backward and step"):
+            opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        opt.step()
+
+
+def test_only_where_the_model_is_called() -> None:
+    model = half_frozen()
+    with adamw(model) as opt:
+        model[2:].requires_grad_(True)
+        model[2](torch.ones(32)).sum().backward()
+        with pytest.raises(UsageError, match="the model itself was not called"):
+            opt.step()
+
+
+def test_refused_groups_change_nothing() -> None:
+    ours, theirs = half_frozen(), half_frozen()
+    with adamw(ours, k=0.5) as opt:
+        train(ours, opt, range(2), square_loss)
+        later = list(ours[2:].parameters())
+        with pytest.raises(UnsupportedError, match="does not have"):
+            opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            opt.add_param_group({"params": later})
+        with adamw(perceptron()) as other, pytest.raises(UnsupportedError, match="does not have"):
+            opt.add_param_group({"params": other._parameters[0].parameter})
+        ours.head = nn.Linear(32, 32)
+        with pytest.raises(ConfigError, match="must not be negative"):
+            opt.add_param_group({"params": ours.head.parameters(), "lr": -1.0})
+        with pytest.raises(UnsupportedError, match="no option 'amsgrad'"):
+            opt.add_param_group({"params": ours.head.parameters(), "amsgrad": True})
+        del ours.head
+        assert len(opt.param_groups) == 1
+        train(ours, opt, range(2, 4), square_loss)
+        opt.synchronize()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    train(theirs, reference, range(4), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half_frozen()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+
+        def refuse(*args: Any) -> None:
+            raise CapacityError("too much")
+
+        monkeypatch.setattr("hytrain.optim.require_host_memory", refuse)
+        model[2:].requires_grad_(True)
+        with pytest.raises(CapacityError, match="too much"):
+            square_loss(model, 2)
+        model[2:].requires_grad_(False)
+        train(model, opt, range(2, 4), square_loss)
+
+
+def test_what_was_written_before_is_not_lost() -> None:
+    """Loaded weights are the masters, without the old remainders; a write that nobody announced is refused."""
+    results = []
+    for later in (False, True):
+        model = half_frozen(torch.bfloat16)
+        with adamw(model, k=0.5) as opt:
+            train(model, opt, range(3), square_loss)
+            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
+            if later:
+                opt._rebuild()
+            train(model, opt, range(3, 5), square_loss)
+            results.append(state(opt) | weights(model))
+            with torch.no_grad():
+                model[0][0].weight.mul_(2)
+            with pytest.raises(UsageError, match="written from outside"):
+                opt._rebuild()
+            opt.import_weights()
+            opt._rebuild()
+    assert differing(*results) == []
