@@ -6,6 +6,7 @@ Imports point one way, workers → hytrain → protocol. A failure names the fil
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,23 @@ def test_what_is_allowed_passes() -> None:
     assert violations("from protocol import codec\nimport torch, os, time\nmodel.eval()", "hytrain/optim.py") == []
     assert violations("import zmq, os", "protocol/channel.py") == []
     assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinator.py") == []
+
+
+NAMED_TEST = re.compile(r"`((?:tests/)?[\w/]+\.py)::(\w+)`")
+
+
+def named_tests() -> list[tuple[str, str, str]]:
+    """Page, file and function of each test that a page names; a file without a folder is an integration test."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for file, function in NAMED_TEST.findall(page.read_text()):
+            folder = "" if file.startswith("tests/") else "tests/" if "/" in file else "tests/integration/"
+            found.append((page.name, folder + file, function))
+    return found
+
+
+def test_tests_that_the_pages_name_exist() -> None:
+    named = named_tests()
+    assert {page for page, _, _ in named} >= {"architecture.md", "semantics.md"}
+    lost = [each for each in named if not re.search(rf"^def {each[2]}\(", (ROOT / each[1]).read_text(), re.MULTILINE)]
+    assert lost == []

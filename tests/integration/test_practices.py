@@ -1,0 +1,137 @@
+"""What people do around a training loop, each as with torch: the same bits, or a sentence."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from helpers import Reference, adamw, differing, language_loss, llama, perceptron, square_loss, train, weights
+from torch import Tensor, nn
+
+import hytrain
+from hytrain.errors import UsageError
+
+#: How torch's AdamW computes, or what HyTrain has no counterpart of.
+NOT_OFFERED = {"amsgrad", "foreach", "capturable", "differentiable", "fused"}
+
+
+def test_arguments_and_defaults_are_torchs() -> None:
+    theirs = dict(inspect.signature(torch.optim.AdamW).parameters)
+    ours = inspect.signature(hytrain.AdamW).parameters
+    assert theirs.keys() - {"params"} - ours.keys() == NOT_OFFERED
+    for name in theirs.keys() & ours.keys():
+        assert ours[name].default == theirs[name].default, name
+
+
+@pytest.mark.parametrize("option", sorted(NOT_OFFERED))
+def test_what_is_not_offered_is_refused(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        hytrain.AdamW(perceptron(), **{option: True})
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
+def test_text_is_generated_in_the_middle_of_training(k: float) -> None:
+    """By the weights of the last step, and without harm to the next."""
+
+    def written(model: Any) -> Tensor:
+        model.eval()
+        tokens: Tensor = model.generate(
+            torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, pad_token_id=0, use_cache=True
+        )
+        model.train()
+        return tokens
+
+    ours, theirs = llama(), llama()
+    reference = Reference(theirs, lr=1e-2)
+    with adamw(ours, k=k) as opt:
+        for start in (0, 4, 8):
+            train(ours, opt, range(start, start + 4))
+            train(theirs, reference, range(start, start + 4))
+            assert torch.equal(written(ours), written(theirs))
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_an_interrupted_forward_does_no_harm() -> None:
+    """Ctrl-C in forward, or any exception there, leaves nothing half done."""
+    ours, theirs = perceptron(), perceptron()
+    with adamw(ours, k=0.5) as opt:
+        train(ours, opt, range(3), square_loss)
+        handle = ours[2].register_forward_hook(interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                square_loss(ours, 3)
+        handle.remove()
+        train(ours, opt, range(3, 6), square_loss)
+        opt.synchronize()
+    train(theirs, Reference(theirs, lr=1e-2), range(6), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_an_interrupted_backward_ends_training(k: float) -> None:
+    """Some layers are updated and some are not: going on would train something else."""
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(3), square_loss)
+        handle = model[1][0].weight.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            square_loss(model, 3).backward()
+        handle.remove()
+        for go_on in (opt.step, opt.synchronize, lambda: square_loss(model, 4)):
+            with pytest.raises(UsageError, match="last backward ended with an exception"):
+                go_on()
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_exception_between_steps_does_no_harm() -> None:
+    """Say, in logging: the last updates land, training goes on."""
+    ours, theirs = perceptron(), perceptron()
+    with adamw(ours, k=0.0) as opt:
+        for step in range(6):
+            train(ours, opt, [step], square_loss)
+            with pytest.raises(ZeroDivisionError):
+                raise ZeroDivisionError
+        opt.synchronize()
+    train(theirs, Reference(theirs, lr=1e-2), range(6), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+@pytest.mark.parametrize("schedule", ["OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "LambdaLR"])
+def test_schedulers(schedule: str) -> None:
+    """lr (and betas, which OneCycleLR moves, too) are read in each step."""
+
+    def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        made: dict[str, Any] = {
+            "OneCycleLR": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=12),
+            "ReduceLROnPlateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+            "SequentialLR": lambda: torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [
+                    torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4),
+                    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6),
+                ],
+                milestones=[4],
+            ),
+            "LambdaLR": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+        }
+        scheduler = made[schedule]()
+        for step in range(10):
+            loss = language_loss(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([loss.item()] if schedule == "ReduceLROnPlateau" else []))
+
+    ours, theirs = llama(), llama()
+    with adamw(ours, k=0.5) as opt:
+        scheduled(ours, opt)
+        opt.synchronize()
+        scheduled(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
+        assert differing(weights(ours), weights(theirs)) == []
+        assert opt.param_groups[0]["lr"] != 1e-2
