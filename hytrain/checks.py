@@ -29,6 +29,7 @@ class Options:
     gradient_dtype: torch.dtype | None
     grad_accumulation: int
     max_grad_norm: float | None
+    clip: str
     on_nonfinite: str | None
     overlap: bool
 
@@ -55,6 +56,8 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         raise ConfigError(f"grad_accumulation is {options.grad_accumulation!r}: a whole number of backwards, from 1 on")
     if options.max_grad_norm is not None and not options.max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm is {options.max_grad_norm!r}: a number above 0, or None")
+    if options.clip not in ("global", "per_layer"):
+        raise ConfigError(f'clip is {options.clip!r}: "global" or "per_layer"')
     if options.on_nonfinite not in (None, "skip", "raise"):
         raise ConfigError(f'on_nonfinite is {options.on_nonfinite!r}: "skip", "raise" or None')
     return options if options.k is None else replace(options, policy="fixed")

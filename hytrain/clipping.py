@@ -1,4 +1,6 @@
-"""The global gradient norm, and what it says about a step: how its gradients are scaled, or that it is skipped.
+"""Gradient norms, and what they say about a step: how its gradients are scaled, or that it is skipped.
+
+Global:
 
     layer full ─ add: one norm a segment ─┐
     backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
@@ -7,6 +9,9 @@
 The norms are computed where gradients appear, whoever owns the layer, and summed up in the parameters' order: as
 `torch.nn.utils.clip_grad_norm_` does it, but in float32 for any gradient, and for a parameter in pieces piece by
 piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`.
+
+Per layer, a different algorithm: each layer's gradients are scaled by their own norm as soon as they are complete.
+Nobody waits for a verdict.
 """
 
 from __future__ import annotations
@@ -57,11 +62,14 @@ class Clipping:
         parameters: list[TrainedParameter],
         *,
         max_norm: float | None,
+        per_layer: bool,
         on_nonfinite: str | None,
         transfers: Transfers,
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
-        self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
+        self._max_norm = None if per_layer else max_norm
+        self._max_layer_norm = max_norm if per_layer else None
+        self._on_nonfinite = on_nonfinite
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._last: Judgement | None = None
@@ -76,12 +84,20 @@ class Clipping:
 
     def add(self, layer: TrainedLayer) -> None:
         """The layer's gradients are complete, in `filled`."""
-        if not self.is_wanted:
+        if not self.is_wanted and self._max_layer_norm is None:
             return
-        for index, gradient in layer.filled.items():
-            segment = layer.segments[index]
-            place = self._order[id(segment.owner)], segment.start
-            self._norms[place] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        norms = {
+            index: torch.linalg.vector_norm(gradient, dtype=torch.float32) for index, gradient in layer.filled.items()
+        }
+        if self.is_wanted:
+            for index, norm in norms.items():
+                segment = layer.segments[index]
+                self._norms[self._order[id(segment.owner)], segment.start] = norm
+        if self._max_layer_norm is not None:
+            norm = torch.linalg.vector_norm(torch.stack([norms[index] for index in sorted(norms)]))
+            scale = torch.clamp(self._max_layer_norm / (norm + NORM_EPS), max=1.0)
+            for gradient in layer.filled.values():
+                gradient.mul_(scale)
 
     def judge(self, step: int) -> Judgement:
         """All gradients of `step` are there: decide on the device, and send the decision to the host.

@@ -56,6 +56,7 @@ class Engine:
         read_groups: Callable[[], Groups],
         free_gpu_bytes: Callable[[], int | None],
         max_grad_norm: float | None = None,
+        clip: str = "global",
         on_nonfinite: str | None = None,
         grad_accumulation: int = 1,
         overlap: bool = True,
@@ -67,7 +68,13 @@ class Engine:
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups = read_groups
         self._overlap = overlap
-        self.clipping = Clipping(parameters, max_norm=max_grad_norm, on_nonfinite=on_nonfinite, transfers=transfers)
+        self.clipping = Clipping(
+            parameters,
+            max_norm=max_grad_norm,
+            per_layer=clip == "per_layer",
+            on_nonfinite=on_nonfinite,
+            transfers=transfers,
+        )
         self.accumulation = Accumulation(grad_accumulation)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)

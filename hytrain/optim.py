@@ -60,6 +60,7 @@ class AdamW(torch.optim.Optimizer):
         grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loss's scale is the
             loop's business. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
+        clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
             "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
         k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
@@ -89,6 +90,7 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         grad_accumulation: int = 1,
         max_grad_norm: float | None = None,
+        clip: str = "global",
         on_nonfinite: str | None = None,
         k: float | str = "auto",
         policy: str = "deadline",
@@ -110,6 +112,7 @@ class AdamW(torch.optim.Optimizer):
             gradient_dtype=gradient_dtype,
             grad_accumulation=grad_accumulation,
             max_grad_norm=max_grad_norm,
+            clip=clip,
             on_nonfinite=on_nonfinite,
             overlap=overlap,
         )
@@ -169,6 +172,7 @@ class AdamW(torch.optim.Optimizer):
             read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
             max_grad_norm=options.max_grad_norm,
+            clip=options.clip,
             on_nonfinite=options.on_nonfinite,
             grad_accumulation=options.grad_accumulation,
             overlap=options.overlap,
@@ -333,7 +337,8 @@ class AdamW(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The last step's global gradient norm before clipping, float32 on the device, shape (); None without one.
 
-        It is taken with `max_grad_norm` or `on_nonfinite` only. Reading its value waits for the device.
+        It is taken where a step waits for it: with `on_nonfinite`, or with `max_grad_norm` and global clipping. Reading
+        its value waits for the device.
         """
         return self._engine.clipping.grad_norm
 

@@ -140,8 +140,53 @@ def test_real_models_with_tied_weights_and_schedules(make_model: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": math.nan}, {"on_nonfinite": "ignore"}],
+    [
+        {"max_grad_norm": 0.0},
+        {"max_grad_norm": -1.0},
+        {"max_grad_norm": math.nan},
+        {"on_nonfinite": "ignore"},
+        {"clip": "value"},
+    ],
 )
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         hytrain.AdamW(perceptron(), **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, {"policy": "random"}, {"k": 0.5, "overlap": False}])
+def test_each_layer_by_itself(options: dict[str, Any], accumulate: int) -> None:
+    """As clip_grad_norm_ on each block's parameters; some are clipped and some are not."""
+    ours, theirs = perceptron(), perceptron()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    limit, clipped = 0.09 * accumulate, []
+    with adamw(ours, max_grad_norm=limit, clip="per_layer", grad_accumulation=accumulate, **options) as opt:
+        for step in range(20):
+            for index in range(accumulate):
+                square_loss(ours, step + 100 * index).backward()
+                square_loss(theirs, step + 100 * index).backward()
+            opt.step()
+            opt.zero_grad()
+            clipped += [bool(nn.utils.clip_grad_norm_(block.parameters(), limit) > limit) for block in theirs]
+            reference.step()
+            reference.zero_grad()
+        opt.synchronize()
+        assert opt.grad_norm is None and len(opt._layers) == len(theirs)
+        assert differing(weights(ours), weights(theirs)) == []
+    assert 0 < sum(clipped) < len(clipped)
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
+def test_layers_by_themselves_in_steps_that_may_be_skipped(k: float) -> None:
+    """A skipped step leaves everything; the others are clipped layer by layer; the norm is the one before clipping."""
+    plain, poisoned = make(torch.float32, {}), make(torch.float32, {2: (1, math.nan)})
+    with adamw(plain, max_grad_norm=0.03, clip="per_layer", k=k) as opt:
+        train(plain, opt, [0, 1, 3], square_loss)
+        opt.synchronize()
+    with adamw(poisoned, max_grad_norm=0.03, clip="per_layer", on_nonfinite="skip", k=k) as opt:
+        for step in range(4):
+            poisoned.step = step
+            train(poisoned, opt, [step], square_loss)
+        opt.synchronize()
+        assert opt.skipped_steps == 1 and opt.grad_norm is not None and float(opt.grad_norm) > 0.03
+    assert differing(weights(poisoned), weights(plain)) == []
