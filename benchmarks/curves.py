@@ -1,0 +1,201 @@
+"""Whether HyTrain learns as torch.optim.AdamW does: the same recipe with several seeds, losses in one picture.
+
+    python -m benchmarks.curves DIR [--recipe R.yaml] [--seeds 1 2 3] [--set a.b=v …] [--picture OUT.png]
+
+    torch        the recipe's loop in one process, fp32, clip_grad_norm_ and torch.optim.AdamW(fused=True)
+    HyTrain      the same through three processes
+    HyTrain bf16 the same with bf16 weights over fp32 masters
+        └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ DIR/curves.json, a table, a picture
+
+A run that is there already, whole, is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hytrain.recipe import config, loop
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.journal import History
+from hytrain.recipe.model import decay_groups
+from hytrain.statistics import Statistics
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PLAIN: Final = "torch"
+#: System -> what it changes in the recipe.
+SYSTEMS: Final[dict[str, list[str]]] = {PLAIN: [], "HyTrain": [], "HyTrain bf16": ["model.dtype=bfloat16"]}
+COLOURS: Final = {PLAIN: "#2b2d42", "HyTrain": "#c8553d", "HyTrain bf16": "#588b8b"}
+SMOOTHING: Final = 50
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "demo.yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=v")
+    parser.add_argument("--picture", type=Path, metavar="OUT.png")
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
+    arguments = parser.parse_args(argv)
+    if arguments.plain:
+        train_plainly(config.load(arguments.recipe, arguments.overrides), arguments.folder)
+        return 0
+    found: dict[str, dict[int, History]] = {system: {} for system in SYSTEMS}
+    for seed in arguments.seeds:
+        for system, changes in SYSTEMS.items():
+            overrides = [*arguments.overrides, *changes, f"run.seed={seed}"]
+            folder = arguments.folder / f"{system.replace(' ', '-')}-{seed}"
+            found[system][seed] = run(system, arguments.recipe, overrides, folder)
+    (arguments.folder / "curves.json").write_text(json.dumps(numbers(found), indent=1) + "\n")
+    print(table(found))
+    if arguments.picture is not None:
+        draw(found, arguments.picture)
+    return 0
+
+
+def run(system: str, recipe: Path, overrides: list[str], folder: Path) -> History:
+    """One run, unless its folder has all steps. Raises `CalledProcessError` if it fails."""
+    steps = config.load(recipe, overrides).train.steps
+    history = History.read(folder / "metrics.jsonl", steps)
+    if len(history.training) == steps:
+        return history
+    sets = [word for override in overrides for word in ("--set", override)]
+    if system == PLAIN:
+        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", "--recipe", str(recipe), *sets]
+    else:
+        launcher = str(ROOT / "bin" / "hytrain-cluster")
+        command = [sys.executable, launcher, str(recipe), "--run-dir", str(folder), *sets]
+    print(f"{system}: {' '.join(overrides)} …", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.txt").open("w") as output:
+        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+    return History.read(folder / "metrics.jsonl", steps)
+
+
+# ---------------------------------------------------------------- torch's side
+
+
+class Plain(torch.optim.AdamW):
+    """What the recipe's loop needs of an optimizer, by torch alone."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, folder: Path) -> None:
+        train = recipe.train
+        super().__init__(
+            decay_groups(model, train.weight_decay), lr=train.lr, betas=train.betas, eps=train.eps, fused=True
+        )
+        self._parameters, self._max_norm = list(model.parameters()), train.max_grad_norm
+        self._file = (folder / "metrics.jsonl").open("w", buffering=1)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self._max_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+        super().step()
+
+    def log(self, step: int, **numbers: float) -> None:
+        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+    def statistics(self) -> Statistics:
+        return Statistics()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save(self.state_dict(), folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        self.load_state_dict(torch.load(folder / "state.pt"))
+
+    def processes(self) -> list[tuple[str, int, Sequence[int]]]:
+        return [("trainer", os.getpid(), sorted(os.sched_getaffinity(0)))]
+
+
+def train_plainly(recipe: Recipe, folder: Path) -> None:
+    """The recipe's loop in this process."""
+    loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def numbers(found: dict[str, dict[int, History]]) -> dict[str, Any]:
+    """Final validation losses by seed, their mean and spread; how far each system's losses are from torch's."""
+    result = {}
+    for system, runs in found.items():
+        final = {seed: history.validation[-1][1] for seed, history in runs.items()}
+        apart = max(
+            abs(mine[1] - theirs[1])
+            for seed, history in runs.items()
+            for mine, theirs in zip(history.training, found[PLAIN][seed].training, strict=True)
+        )
+        result[system] = {
+            "steps": len(next(iter(runs.values())).training),
+            "final_validation": final,
+            "mean": statistics.mean(final.values()),
+            "stdev": statistics.stdev(final.values()) if len(final) > 1 else 0.0,
+            "largest_distance_of_a_step": apart,
+        }
+    return result
+
+
+def table(found: dict[str, dict[int, History]]) -> str:
+    """The same as Markdown."""
+    lines = [
+        "| system | final validation loss, by seed | mean | standard deviation | largest distance of a step |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for system, result in numbers(found).items():
+        final = ", ".join(f"{value:.4f}" for value in result["final_validation"].values())
+        apart = result["largest_distance_of_a_step"]
+        lines.append(f"| {system} | {final} | {result['mean']:.4f} | {result['stdev']:.4f} | {apart:.4g} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, dict[int, History]], path: Path) -> None:
+    """Training losses, smoothed, and validation losses of all runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (whole, end) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
+    styles = {PLAIN: "-", "HyTrain": "--", "HyTrain bf16": ":"}
+    for system, runs in found.items():
+        for index, history in enumerate(runs.values()):
+            name = system if index == 0 else None
+            steps, losses = zip(*((step, loss) for step, loss, _ in history.training), strict=True)
+            whole.plot(steps, smoothed(losses), styles[system], color=COLOURS[system], label=name, linewidth=1.6)
+            end.plot(*zip(*history.validation, strict=True), styles[system], color=COLOURS[system], linewidth=1.6)
+    whole.set(xlabel="step", ylabel="nats per token", title=f"training loss, mean of {SMOOTHING} steps")
+    end.set(xlabel="step", title="validation loss")
+    whole.legend(frameon=False)
+    for axes in (whole, end):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    lowest = min(loss for runs in found.values() for history in runs.values() for _, loss in history.validation)
+    end.set_ylim(lowest - 0.05, lowest + 0.8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of the last steps."""
+    return [statistics.fmean(losses[max(0, at - SMOOTHING + 1) : at + 1]) for at in range(len(losses))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
