@@ -19,13 +19,14 @@ from typing import Any, Final
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hytrain.errors import UnsupportedError
 from hytrain.integrations import accelerate
 from hytrain.integrations.accelerate import FOLDER, AdamW
 
 #: Values of `TrainingArguments.optim` that mean this update.
-ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
+ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 
 
 class HyTrainCallback(TrainerCallback):
@@ -121,8 +122,8 @@ def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None
     args = trainer.args
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
-    if args.optim not in ADAMW:
-        raise UnsupportedError(f'optim="{args.optim}" is another update: HyTrain has AdamW, optim="adamw_torch"')
+    if (update := OptimizerNames(args.optim)) not in ADAMW:
+        raise UnsupportedError(f'optim="{update.value}" is another update: HyTrain has AdamW, optim="adamw_torch"')
     if type(trainer).create_optimizer is not Trainer.create_optimizer and param_groups is None:
         name = type(trainer).__name__
         raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
