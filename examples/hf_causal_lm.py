@@ -1,6 +1,6 @@
 """The Hugging Face Trainer, one line added: a small Llama learns State of the Union addresses, byte by byte.
 
-    python examples/hf_causal_lm.py             # ten minutes on two cores
+    python examples/hf_causal_lm.py             # minutes on two cores
     python examples/hf_causal_lm.py --small     # seconds
     python examples/hf_causal_lm.py --resume    # goes on from the last checkpoint, bit for bit
 
@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--small", action="store_true", help="a model and a text for trying it out")
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
 chosen = parser.parse_args()
-width, depth, window, steps = (64, 2, 64, 40) if chosen.small else (256, 6, 256, 1000)
+width, depth, window, steps = (64, 2, 64, 40) if chosen.small else (192, 4, 256, 500)
 
 text = lzma.open(Path(__file__).parent / "data/sotu.txt.xz").read(400 * window * 32)
 windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(-1, window)

@@ -18,7 +18,7 @@ from hytrain.integrations.transformers import adopt
 parser = argparse.ArgumentParser()
 parser.add_argument("--small", action="store_true", help="fewer epochs of a smaller model")
 small = parser.parse_args().small
-width, depth, epochs = (32, 2, 4) if small else (96, 6, 20)
+width, depth, epochs = (64, 2, 4) if small else (96, 4, 15)
 
 digits = load_digits()  # 1,797 pictures of 8 × 8 pixels, from 0 to 16
 pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
@@ -47,7 +47,7 @@ args = TrainingArguments(
     "runs/hf_vit_digits",
     num_train_epochs=epochs,
     per_device_train_batch_size=32,
-    learning_rate=3e-3,
+    learning_rate=2e-3,
     warmup_steps=20,
     eval_strategy="epoch",
     save_strategy="no",
