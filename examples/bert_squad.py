@@ -1,6 +1,6 @@
 """The Hugging Face Trainer with HyTrain on questions: BERT marks the answer in a paragraph.
 
-    python examples/bert_squad.py                             # a minute on two cores
+    python examples/bert_squad.py                             # half a minute on two cores
     python examples/bert_squad.py --small                     # seconds
     python examples/bert_squad.py --squad train-v1.1.json     # any file in the format of SQuAD 1.1
 

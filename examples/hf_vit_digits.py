@@ -1,6 +1,6 @@
 """The Hugging Face Trainer with HyTrain on pictures: a small ViT learns scikit-learn's handwritten digits.
 
-python examples/hf_vit_digits.py            # a minute on two cores
+python examples/hf_vit_digits.py            # half a minute on two cores
 python examples/hf_vit_digits.py --small    # seconds
 """
 
