@@ -109,7 +109,7 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
     if accelerator.num_processes > 1 or accelerator.distributed_type != accelerate.DistributedType.NO:
         raise UnsupportedError("more than one process is not supported yet: train on one GPU, without a launcher")
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UnsupportedError(f"{accelerator.mixed_precision} needs gradient scaling: train in bf16 or without")
+        raise UnsupportedError(f"{accelerator.mixed_precision} is not supported yet: train in bf16, or without it")
     if state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:
         raise UnsupportedError("hooks break the graph of a whole compiled model: compile its blocks, block.compile()")
     refuse_accumulation(accelerator.gradient_accumulation_steps)
