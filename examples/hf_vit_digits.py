@@ -18,7 +18,7 @@ from hytrain.integrations.transformers import adopt
 parser = argparse.ArgumentParser()
 parser.add_argument("--small", action="store_true", help="fewer epochs of a smaller model")
 small = parser.parse_args().small
-width, depth, epochs = (64, 2, 4) if small else (96, 4, 15)
+width, depth, epochs = (64, 2, 3) if small else (96, 4, 15)
 
 digits = load_digits()  # 1,797 pictures of 8 × 8 pixels, from 0 to 16
 pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1

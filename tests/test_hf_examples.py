@@ -39,10 +39,10 @@ def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("sklearn")
     accuracies = re.findall(r"^epoch \d: .* accuracy ([\d.]+)%$", run("hf_vit_digits.py", tmp_path), re.M)
-    assert len(accuracies) == 4 and float(accuracies[-1]) > 75
+    assert len(accuracies) == 3 and float(accuracies[-1]) > 70
 
 
 def test_bert_answers_questions(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     [exact] = re.findall(r"^(\d+) of 24 answers are exact$", run("bert_squad.py", tmp_path), re.M)
-    assert int(exact) >= 18
+    assert int(exact) >= 16
