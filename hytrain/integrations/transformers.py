@@ -1,0 +1,139 @@
+"""HyTrain under the Hugging Face Trainer, or any subclass of it.
+
+    trainer = Trainer(model, args, …)
+    opt = adopt(trainer, k="auto")          # the one line
+    trainer.train()
+
+The optimizer is what the training arguments ask for: learning rate, betas, epsilon, weight decay and who is spared
+from it, `max_grad_norm`. Who calls what, in a step and around it:
+
+    Trainer ── clip_grad_norm_ ──▶ accelerator   answers with opt.grad_norm: HyTrain has clipped
+            ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
+            ── save, load ───────▶ optimizer.pt, small, and checkpoint-N/hytrain/ beside it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from hytrain.errors import UnsupportedError
+from hytrain.integrations import accelerate
+from hytrain.integrations.accelerate import FOLDER, AdamW
+
+#: Values of `TrainingArguments.optim` that mean this update.
+ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+
+
+class HyTrainCallback(TrainerCallback):
+    """Puts HyTrain's numbers beside the Trainer's, and lets the last updates land at the end of training.
+
+    `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
+    waited for weights, `grad_norm` the last step's norm before clipping.
+    """
+
+    def __init__(self, opt: AdamW) -> None:
+        self._opt = opt
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Adds to what the callbacks after this one report, and to the Trainer's own history."""
+        if logs is None or "loss" not in logs:
+            return  # of an evaluation, or of the whole training
+        statistics = self._opt.statistics()
+        numbers = {
+            "hytrain_k": statistics.k,
+            "hytrain_stall_s": statistics.stall_s,
+            "hytrain_skipped_steps": float(self._opt.skipped_steps),
+        }
+        if (norm := self._opt.grad_norm) is not None:
+            numbers["grad_norm"] = float(norm)
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._opt.synchronize()
+
+
+def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **options: Any) -> AdamW:
+    """Make `hytrain.AdamW` from the trainer's arguments and put it where the trainer's own would be.
+
+    Args:
+        trainer: made without an optimizer; a scheduler is its business as ever.
+        param_groups: in place of the Trainer's two, with and without weight decay.
+        options: HyTrain's own (`k`, `objective`, `on_nonfinite`, …), or any of `hytrain.AdamW`'s to differ from `args`.
+
+    Raises what `hytrain.AdamW` raises, and `UnsupportedError` for arguments that HyTrain cannot follow, before
+    anything is started.
+    """
+    _refuse(trainer, param_groups)
+    args, model = trainer.args, trainer.model
+    assert model is not None, "without model_init there is one from the beginning"
+    wanted = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.max_grad_norm or None,
+    }
+    groups = param_groups or _groups(model, set(trainer.get_decay_parameter_names(model)))
+    opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
+    trainer.optimizer = opt
+    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt))  # before those that report
+
+    plain_save, plain_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+    def save(output_dir: str) -> None:
+        opt.save(Path(output_dir) / FOLDER)
+        plain_save(output_dir)
+
+    def load(checkpoint: str | None) -> None:
+        opt.state_folder = Path(checkpoint) / FOLDER if checkpoint is not None else None
+        plain_load(checkpoint)
+        opt.state_folder = None  # there may have been nothing to load
+
+    trainer._save_optimizer_and_scheduler = save  # type: ignore[method-assign]
+    trainer._load_optimizer_and_scheduler = load  # type: ignore[method-assign]
+    return opt
+
+
+def _groups(model: nn.Module, decays: set[str]) -> list[dict[str, Any]]:
+    """The Trainer's two groups: biases and norms have no weight decay."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [parameter for name, parameter in named if name in decays]},
+        {"params": [parameter for name, parameter in named if name not in decays], "weight_decay": 0.0},
+    ]
+
+
+def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None:
+    args = trainer.args
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
+    if (update := OptimizerNames(args.optim)) not in ADAMW:
+        raise UnsupportedError(f'optim="{update.value}" is another update: HyTrain has AdamW, optim="adamw_torch"')
+    if type(trainer).create_optimizer is not Trainer.create_optimizer and param_groups is None:
+        name = type(trainer).__name__
+        raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
+    if trainer.model_init is not None:
+        raise UnsupportedError("model_init makes the model anew when training begins: pass model=model_init()")
+    if args.n_gpu > 1:
+        raise UnsupportedError(f"DataParallel over {args.n_gpu} GPUs is not supported: set CUDA_VISIBLE_DEVICES=0")
+    if args.fp16_full_eval or args.bf16_full_eval:
+        raise UnsupportedError("full evaluation in half precision converts the weights: leave bf16_full_eval out")
+    if args.auto_find_batch_size:
+        raise UnsupportedError("auto_find_batch_size goes on after a failed backward, HyTrain cannot: leave it out")
+    accelerate.refuse_accumulation(args.gradient_accumulation_steps)
+    accelerate.refuse(trainer.accelerator)

@@ -1,0 +1,232 @@
+"""Under the Hugging Face Trainer: the bits of `torch.optim.AdamW`, through evaluation, saving, resuming; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import differing, gpt2, llama, tokens, weights
+from torch import nn
+
+pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.utils import logging
+
+import hytrain
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.integrations.accelerate import AdamW
+from hytrain.integrations.transformers import adopt
+
+STEPS, SAVED = 12, 6
+TRAINING = [{"input_ids": row, "labels": row} for step in range(12) for row in tokens(step)]
+VALIDATION = [{"input_ids": row, "labels": row} for step in range(100, 102) for row in tokens(step)]
+#: What the two trainers have in common; times and k differ.
+COMPARED = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # it outlives the Accelerator that made it
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def make_trainer(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **changed: Any) -> Trainer:
+    """A Trainer that warms up, clips, spares some parameters from weight decay, evaluates and saves in the middle."""
+    arguments = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": SAVED,
+        "optim": "adamw_torch_fused",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    options = {name: changed.pop(name) for name in ("optimizers", "model_init", "callbacks") if name in changed}
+    args = TrainingArguments(str(folder), **{**arguments, **changed})
+    given = None if "model_init" in options else model
+    return kind(given, args, train_dataset=TRAINING, eval_dataset=VALIDATION, **options)
+
+
+@contextmanager
+def adopted(trainer: Trainer, **options: Any) -> Iterator[AdamW]:
+    opt = adopt(trainer, **options)
+    try:
+        yield opt
+    finally:
+        opt.close()
+
+
+def history(trainer: Trainer) -> list[dict[str, float]]:
+    return [{name: entry[name] for name in COMPARED if name in entry} for entry in trainer.state.log_history]
+
+
+def state(opt: AdamW) -> dict[str, torch.Tensor]:
+    """Copies of the whole state, which `opt.state_dict()` leaves out."""
+    entries = hytrain.AdamW.state_dict(opt)["state"].items()
+    return {f"{plane}.{index}": tensor.clone() for index, entry in entries for plane, tensor in entry.items()}
+
+
+# ---------------------------------------------------------------- the same training
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_trainer_with_torchs_adamw_has_the_same_bits(tmp_path: Path, overlap: bool) -> None:
+    """Twice in a row: what the second `train()` begins with is the state that the first one left."""
+    expected, model = gpt2(), gpt2()
+    plain = make_trainer(expected, tmp_path / "plain")
+    ours = make_trainer(model, tmp_path / "ours")
+    with adopted(ours, k=0.5, overlap=overlap):
+        for seed in range(2):
+            for trainer in (plain, ours):
+                set_seed(seed)
+                trainer.train()
+            assert history(ours) == history(plain)
+            assert differing(weights(model), weights(expected)) == []
+    assert [entry["step"] for entry in history(ours) if "eval_loss" in entry] == [4, 8, 12]
+    norms = [entry["grad_norm"] for entry in history(ours) if "grad_norm" in entry]
+    assert min(norms) < 1.0 < max(norms), "some steps are clipped, some are not"
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(gpt2, torch.float32), (llama, torch.bfloat16)])
+def test_resumed_at_another_k_it_is_the_run_that_went_through(
+    tmp_path: Path, make: Callable[..., nn.Module], dtype: torch.dtype
+) -> None:
+    whole, resumed = make(dtype), make(dtype)
+    trainer = make_trainer(whole, tmp_path / "run")
+    with adopted(trainer, k=0.3) as opt:
+        trainer.train()
+        expected = state(opt)
+        went_on = history(trainer)
+    checkpoint = tmp_path / "run" / f"checkpoint-{SAVED}"
+    assert (checkpoint / "optimizer.pt").stat().st_size < 10_000, "no moments in it"
+
+    trainer = make_trainer(resumed, tmp_path / "run")
+    with adopted(trainer, k=1.0) as opt:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert opt.statistics().step == STEPS, "steps are counted from the beginning of training"
+        assert differing(state(opt), expected) == []
+    assert history(trainer) == went_on
+    assert differing(weights(resumed), weights(whole)) == []
+
+
+def test_goes_on_from_a_checkpoint_of_torchs_adamw(tmp_path: Path) -> None:
+    whole, resumed = gpt2(), gpt2()
+    make_trainer(whole, tmp_path).train()
+    trainer = make_trainer(resumed, tmp_path)
+    with adopted(trainer, k=0.5):
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+    assert differing(weights(resumed), weights(whole)) == []
+
+
+def test_a_checkpoint_without_its_state_is_refused(tmp_path: Path) -> None:
+    model = gpt2()
+    trainer = make_trainer(model, tmp_path)
+    with adopted(trainer) as opt:
+        trainer.train()
+        checkpoint = tmp_path / f"checkpoint-{SAVED}"
+        (checkpoint / "hytrain").rename(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match="no optimizer state in .*hytrain"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        small = torch.load(checkpoint / "optimizer.pt")
+    with adopted(make_trainer(model, tmp_path)) as opt, pytest.raises(ConfigError, match="no moments"):
+        opt.load_state_dict(small)
+
+
+class Reporter(TrainerCallback):
+    """In place of TensorBoard and the like: keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **others: Any) -> None:
+        self.told.append(dict(logs))
+
+
+def test_reporters_and_history_have_hytrains_numbers(tmp_path: Path) -> None:
+    reporter = Reporter()
+    trainer = make_trainer(gpt2(), tmp_path, callbacks=[reporter], max_grad_norm=0.0)
+    with adopted(trainer, k=1.0, on_nonfinite="skip") as opt:
+        trainer.train()
+        last = float(opt.grad_norm or 0.0)
+    training = [logs for logs in reporter.told if "loss" in logs]
+    assert len(training) == STEPS // 2
+    for logs in training:
+        assert logs["hytrain_k"] == 1.0 and logs["hytrain_stall_s"] >= 0.0 and logs["hytrain_skipped_steps"] == 0.0
+    assert training[-1]["grad_norm"] == last > 0.0
+    assert [entry["hytrain_k"] for entry in trainer.state.log_history if "loss" in entry] == [1.0] * len(training)
+    assert all("hytrain_k" not in logs for logs in reporter.told if "eval_loss" in logs)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        return super().create_optimizer(model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 is not supported yet"),
+        ({"optim": "adafactor"}, 'optim="adafactor" is another update'),
+        ({"torch_compile": True}, "hooks break the graph of a whole compiled model"),
+        ({"bf16_full_eval": True}, "full evaluation in half precision converts the weights"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size goes on after a failed backward"),
+        ({"model_init": gpt2}, "model_init makes the model anew"),
+        ({"kind": OwnOptimizer}, "OwnOptimizer makes an optimizer of its own"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)
+def test_arguments_that_hytrain_cannot_follow(tmp_path: Path, changed: dict[str, Any], sentence: str) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, **changed)
+    with pytest.raises(UnsupportedError, match=sentence):
+        adopt(trainer)
+    assert trainer.optimizer is None, "nothing was started"
+
+
+def test_a_trainer_that_has_an_optimizer(tmp_path: Path) -> None:
+    model = gpt2()
+    trainer = make_trainer(model, tmp_path, optimizers=(torch.optim.AdamW(model.parameters()), None))
+    with pytest.raises(UnsupportedError, match="the Trainer has an optimizer already"):
+        adopt(trainer)
+
+
+def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    monkeypatch.setattr(trainer.args, "_n_gpu", 2)
+    with pytest.raises(UnsupportedError, match="DataParallel over 2 GPUs is not supported"):
+        adopt(trainer)
+
+
+def test_parameter_groups_of_ones_own(tmp_path: Path) -> None:
+    model = gpt2()
+    trainer = make_trainer(model, tmp_path, kind=OwnOptimizer)
+    groups = [{"params": list(model.parameters()), "lr": 3e-4}]
+    with adopted(trainer, param_groups=groups, betas=(0.8, 0.9)) as opt:
+        assert [(group["lr"], group["betas"], group["weight_decay"]) for group in opt.param_groups] == [
+            (3e-4, (0.8, 0.9), 0.1)
+        ]
+
+
+def test_clipping_that_changes_on_the_way(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with adopted(trainer):
+        trainer.args.max_grad_norm = 0.5
+        with pytest.raises(UsageError, match=r"clip_grad_norm_ to 0.5 comes too late.* clips to 1.0"):
+            trainer.train()
