@@ -74,7 +74,7 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
-    opt = AdamW(model, *arguments, **options)
+    opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """The global norm, which has been clipped already; None where HyTrain does not take it."""
@@ -112,10 +112,3 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
         raise UnsupportedError(f"{accelerator.mixed_precision} is not supported yet: train in bf16, or without it")
     if state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:
         raise UnsupportedError("hooks break the graph of a whole compiled model: compile its blocks, block.compile()")
-    refuse_accumulation(accelerator.gradient_accumulation_steps)
-
-
-def refuse_accumulation(steps: int) -> None:
-    """Raise `UnsupportedError` for several backwards a step."""
-    if steps > 1:
-        raise UnsupportedError(f"gradient_accumulation_steps={steps} is not supported yet: make the batch larger")

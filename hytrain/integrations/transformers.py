@@ -87,6 +87,7 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
         "max_grad_norm": args.max_grad_norm or None,
+        "grad_accumulation": args.gradient_accumulation_steps,
     }
     groups = param_groups or _groups(model, set(trainer.get_decay_parameter_names(model)))
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
@@ -135,5 +136,4 @@ def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None
         raise UnsupportedError("full evaluation in half precision converts the weights: leave bf16_full_eval out")
     if args.auto_find_batch_size:
         raise UnsupportedError("auto_find_batch_size goes on after a failed backward, HyTrain cannot: leave it out")
-    accelerate.refuse_accumulation(args.gradient_accumulation_steps)
     accelerate.refuse(trainer.accelerator)

@@ -38,12 +38,14 @@ def train(accelerator: Accelerator, model: nn.Module, opt: Any, scheduler: Any, 
     for step in steps:
         torch.manual_seed(step)
         batch = tokens(step)
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        opt.step()
-        scheduler.step()
-        opt.zero_grad()
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
     return norms
 
 
@@ -54,9 +56,9 @@ def prepared(accelerator: Accelerator, model: nn.Module, **options: Any) -> tupl
     return both
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+@pytest.mark.parametrize(("precision", "accumulated"), [("no", 1), ("bf16", 1), ("no", 4)])
+def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str, accumulated: int) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulated)
     expected, model = gpt2(), gpt2()
     opt = torch.optim.AdamW(expected.parameters(), lr=LR, fused=True)
     expected, opt, scheduler = accelerator.prepare(expected, opt, schedule(opt))
@@ -136,11 +138,6 @@ def test_settings_that_hytrain_cannot_follow(set_up: Any, sentence: str, monkeyp
     set_up(accelerator, monkeypatch)
     with pytest.raises(UnsupportedError, match=sentence):
         adopt(accelerator, gpt2())
-
-
-def test_gradient_accumulation() -> None:
-    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps=4 is not supported yet"):
-        adopt(Accelerator(cpu=True, gradient_accumulation_steps=4), gpt2())
 
 
 def test_a_model_that_is_somewhere_else() -> None:
