@@ -63,11 +63,8 @@ def check_options(*, k: float | str, **others: Any) -> Options:
     return options if options.k is None else replace(options, policy="fixed")
 
 
-def check_model(model: nn.Module, taken: Container[int]) -> torch.device:
-    """The device that the model is on; `taken` are the IDs of parameters that others train.
-
-    Raises `UnsupportedError` for what cannot be trained here.
-    """
+def check_model(model: nn.Module) -> torch.device:
+    """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -87,7 +84,6 @@ def check_model(model: nn.Module, taken: Container[int]) -> torch.device:
         raise UnsupportedError(
             f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
         )
-    check_free(trainable, taken)
     return next(iter(devices))
 
 

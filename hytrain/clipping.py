@@ -121,6 +121,10 @@ class Clipping:
         scale = 1.0 if self.scale is None else float(self.scale)
         return None if scale == SKIPPED else scale
 
+    def close(self) -> None:
+        """Give the norms up."""
+        self._norms.clear()
+
     def settle(self) -> None:
         """Count the last step, once its verdict is known; a skipped one counts for no parameter.
 

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Final
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.accumulation import Accumulation
@@ -88,7 +87,7 @@ class Engine:
         self._backward = 0  # backwards begun
         self._written = self._state_loaded = False
         self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
-        self.frozen: list[nn.Parameter] = []
+        self._has_thawed: Callable[[], bool] = lambda: False
         self._thaw: Callable[[], Callable[[], None] | None] = lambda: None
         self._root = Gate(())
         self._synchronized = -1
@@ -102,14 +101,14 @@ class Engine:
                 self.health.changed.wait_for(lambda: self.health.failure is not None, FAILURE_GRACE_S)
             raise self.health.failure or error from error
 
-    def watch(self, frozen: list[nn.Parameter], thaw: Callable[[], Callable[[], None] | None]) -> None:
-        """Once one of these needs a gradient, call what `thaw` refers to, which replaces this engine."""
-        self.frozen, self._thaw = frozen, thaw
+    def watch(self, has_thawed: Callable[[], bool], thaw: Callable[[], Callable[[], None] | None]) -> None:
+        """Once there are parameters that were frozen, call what `thaw` refers to, which replaces this engine."""
+        self._has_thawed, self._thaw = has_thawed, thaw
 
     def succeed(self, before: Engine) -> None:
         """Go on counting where another engine has ended."""
-        self.steps = before.steps
-        self.clipping.skipped = before.clipping.skipped
+        self.steps, self._state_loaded = before.steps, before._state_loaded
+        self.accumulation, self.clipping.skipped = before.accumulation, before.clipping.skipped
 
     # ------------------------------------------------------------ forward
 
@@ -136,7 +135,7 @@ class Engine:
         """Whether a frozen parameter has been unfrozen, and a step begins."""
         if not torch.is_grad_enabled() or self._groups is not None or not self.accumulation.is_first:
             return False
-        return any(parameter.requires_grad for parameter in self.frozen)
+        return self._has_thawed()
 
     def before_forward(self, gate: Gate) -> None:
         """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
@@ -269,10 +268,10 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Called by autograd when the whole backward has succeeded."""
-        self._in_backward = False
         self.accumulation.end()
         if self.accumulation.is_last:
             self._complete()
+        self._in_backward = False  # last: an exception in here is one in backward
 
     def _complete(self) -> None:
         """The step's last backward is over: layers without all gradients leave too (I5)."""
@@ -359,7 +358,8 @@ class Engine:
                 self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
         if self.accumulation.pending and not self._backward_done:  # fewer backwards than were announced
             self._begin_step()
-            self._complete()
+            with self._undivided("the update of layers"):
+                self._complete()
         if self._groups is None:
             return
         if self._read_groups() != self._groups:
@@ -367,13 +367,14 @@ class Engine:
                 "a parameter group's hyperparameters changed between backward and step(): HyTrain reads them at "
                 "the step's first gradient, so call the scheduler after opt.step()"
             )
-        self._flush()
+        with self._undivided("the update of layers"):
+            self._flush()
         self._groups, self._backward_done = None, False
         self.accumulation.reset()
         self._boundary.report(self._step, self.steps + 1)
         self._step += 1
         self._boundary.learn_ranks(self._root)
-        with self._handing_over():
+        with self._undivided("a handover of layers"):
             self._boundary.begin_plan(self._step)
 
     def require_boundary(self, what: str) -> None:
@@ -388,16 +389,16 @@ class Engine:
             self.accumulation.reset()
 
     def _finish_handovers(self) -> None:
-        with self._handing_over():
+        with self._undivided("a handover of layers"):
             self._boundary.finish_plan(self._step, self._finish_update)
 
     @contextlib.contextmanager
-    def _handing_over(self) -> Iterator[None]:
-        """A handover that was left half-way ends training: a layer must not have two owners."""
+    def _undivided(self, what: str) -> Iterator[None]:
+        """What was left half-way ends training: a layer must not have two owners, nor a step some of its updates."""
         try:
             yield
         except BaseException as error:
-            self.health.fail(UsageError(f"a handover of layers was interrupted by {type(error).__name__}: {error}"))
+            self.health.fail(UsageError(f"{what} was interrupted by {type(error).__name__}: {error}"))
             raise
 
     def _finish_update(self, layer: TrainedLayer) -> None:
@@ -531,6 +532,9 @@ class Engine:
         self._handover.close()
         for layer in self.layers:
             layer.close()
+        self.accumulation.reset()
+        self.clipping.close()
+        self._held.clear()
         self._meter.close()
 
 

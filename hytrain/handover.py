@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError
 from hytrain.health import Health
+from hytrain.kernels.split import fit_remainder
 from hytrain.link import THREAD_PREFIX, Link
 from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, TrainedLayer, TrainedParameter
 from hytrain.transfer import Copy, Transfer, Transfers
@@ -204,7 +205,7 @@ class Handover:
             for layer, index in known.places:
                 segment, remainder = layer.segments[index], layer.state("remainder")[index]
                 if remainder is not None:
-                    _fit_remainder(remainder, segment.weights) if keep_remainder else remainder.zero_()
+                    fit_remainder(remainder, segment.weights) if keep_remainder else remainder.zero_()
                 if isinstance(layer.planes, ArenaPlanes):
                     copies.append((_present(layer.planes.weights[index]), segment.weights))
         self._transfers.state_out(copies).synchronize()
@@ -261,14 +262,6 @@ def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | Device
     for plane in STATE_PLANES:
         pairs += zip(into.state(plane), out_of.state(plane), strict=True)
     return [(destination, source) for destination, source in pairs if destination is not None and source is not None]
-
-
-def _fit_remainder(remainder: Tensor, weights: Tensor) -> None:
-    """Clear remainders that make no master with these weights: below a zero, or beside an infinity or a NaN."""
-    bits = weights.view(torch.int16)
-    zero, special = (bits & 0x7FFF) == 0, (bits & 0x7F80) == 0x7F80
-    unfit = (zero.to(remainder.device) & (remainder < 0)) | special.to(remainder.device)
-    remainder.masked_fill_(unfit, 0)
 
 
 def _present(plane: Tensor | None) -> Tensor:

@@ -220,7 +220,9 @@ class Meter:
         """A forward begins. The one before, if no backward came of it, is no part of the step."""
         if not self._now.backward:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
+            self._clock.recycle(self._now.turns)  # of a backward whose gradients were dropped
             self._now.forward.clear()
+            self._now.turns.clear()
 
     def turn(self) -> None:
         """One of several backwards begins: what is measured lies before the first and after the last."""
@@ -283,12 +285,10 @@ class Meter:
             found.append(interval("forward_s", lids, went, arrived))
         if marks.forward and marks.backward:
             (lids, (_, went)), (lid, done) = marks.forward[-1], marks.backward[0]
+            found += _turn(interval("forward_s", lids, went, marks.turns[0] if marks.turns else done))
+            found[-1] = found[-1]._replace(lids=(lid,))
             if marks.turns:
-                found.append(interval("forward_s", lids, went, marks.turns[0]))
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
-            else:
-                found += _turn(interval("forward_s", lids, went, done))
-                found[-1] = found[-1]._replace(lids=(lid,))
         # A device update follows its layer's mark on the same stream; without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}

@@ -116,7 +116,10 @@ class AdamW(torch.optim.Optimizer):
             on_nonfinite=on_nonfinite,
             overlap=overlap,
         )
-        self._model, self._device = model, check_model(model, _managed)
+        self._model, self._device = model, check_model(model)
+        check_free((parameter for parameter in model.parameters() if parameter.requires_grad), _managed)
+        self._parameters: list[TrainedParameter] = []
+        self._resting = saving.Resting()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(named_groups(model, param_groups), defaults)
         for group in self.param_groups:
@@ -140,9 +143,12 @@ class AdamW(torch.optim.Optimizer):
 
         `before_start` is called once it is known that this can be, and before anything is started.
         """
-        groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        theirs = set(_managed) - {id(known.parameter) for known in self._parameters}
+        groups = [
+            [p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self.param_groups
+        ]
         parts = split_layers(self._model, {id(parameter) for group in groups for parameter in group})
-        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype)
+        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self._parameters)
         needed, limit = [layer.layout for layer in layers], self._cluster.host_memory_limit
         require_host_memory(needed, self._options.k or 0.0, limit)
         before_start()
@@ -150,9 +156,9 @@ class AdamW(torch.optim.Optimizer):
         gates = _gates(self._layers, parts)
         self._start()
         detach = hooks.attach(self._engine, self._model, gates, self._parameters)
-        frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
-        self._engine.watch(frozen, weakref.WeakMethod(self._thaw))
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
+        self._others = [p for group in self.param_groups for p in group["params"] if id(p) not in _managed]
+        self._engine.watch(partial(_any_thawed, self._others), weakref.WeakMethod(self._thaw))
         self._leave = partial(_leave, self._engine, detach, self._parameters)
         self._close = weakref.finalize(self, _close, os.getpid(), self._leave, self._place)
         self._link.ready(f"{len(self._layers)} layers on {self._device}")
@@ -206,27 +212,35 @@ class AdamW(torch.optim.Optimizer):
 
         For a moment host memory holds the old state and the new one.
         """
-        before, parameters = self._engine, self._parameters
+        before, left = self._engine, False
+        check_model(self._model)
         before.settle_writes()
         before.expose_state()
-        kept = saving.Kept(self._parameters)
+        self._resting.take(self._parameters)
 
         def leave() -> None:
+            nonlocal left
+            left = True
             self._close.detach()
             self._leave()
 
         try:
             self._build(leave)
-        except BaseException:
-            if self._close.alive:
-                for known in parameters:  # building layers has counted a write
-                    known.note_all_writes()
+            self._engine.succeed(before)
+            self._engine.expose_state()
+            self._resting.give(self._parameters)
+        except BaseException as error:
+            if left:  # what was trained is not where it belongs
+                self._engine.on_failure(
+                    UsageError(f"beginning anew was interrupted by {type(error).__name__}: {error}")
+                )
+                if self._close.alive:
+                    self._close()
+                else:
+                    self._place.close()
             else:
-                self._place.close()
+                self._resting.drop(self._parameters)
             raise
-        self._engine.succeed(before)
-        self._engine.expose_state()
-        kept.restore(self._parameters)
 
     def _thaw(self) -> None:
         """The model is entered and some of its frozen parameters are not frozen any more: train them from now on."""
@@ -243,10 +257,10 @@ class AdamW(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UsageError("step(closure) would run backward several times for one update: call step() without")
-        if any(parameter.grad is not None for parameter in self._engine.frozen):
+        if any(parameter.grad is not None and id(parameter) not in _managed for parameter in self._others):
             raise UsageError(
                 "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
-                "once, so that HyTrain sees it"
+                "between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this one)"
             )
         self._engine.step()
 
@@ -291,13 +305,14 @@ class AdamW(torch.optim.Optimizer):
         bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder.
         """
         self._engine.expose_state()
-        return saving.state_dict(self.param_groups, self._parameters)
+        return saving.state_dict(self.param_groups, self._parameters, self._resting)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
         self._engine.import_weights()
         self._engine.expose_state()
-        saving.load_state_dict(state_dict, self.param_groups, self._parameters)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        saving.load_state_dict(state_dict, self.param_groups, self._parameters, self._resting, names)
         self._engine.state_was_loaded()
 
     # ------------------------------------------------------------ HyTrain's own
@@ -320,13 +335,14 @@ class AdamW(torch.optim.Optimizer):
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
         self._engine.expose_state()
-        saving.save(Path(folder), self.param_groups, self._parameters, steps=self._engine.steps)
+        saving.save(Path(folder), self.param_groups, self._parameters, self._resting, steps=self._engine.steps)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after."""
         self._engine.import_weights()
         self._engine.expose_state()
-        self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters)
+        named = dict(self._model.named_parameters())
+        self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters, self._resting, named)
         self._engine.state_was_loaded()
 
     def log(self, step: int, **numbers: float) -> None:
@@ -419,6 +435,11 @@ def _close(pid: int, leave: Callable[[], None], place: PrivateCluster | Seat) ->
         leave()
     finally:  # Ctrl-C while the last updates land
         place.close()
+
+
+def _any_thawed(parameters: list[nn.Parameter]) -> bool:
+    """Whether one of these needs a gradient now, and nobody trains it."""
+    return any(parameter.requires_grad and id(parameter) not in _managed for parameter in parameters)
 
 
 def _leave(engine: Engine, detach: Callable[[], None], parameters: list[TrainedParameter]) -> None:

@@ -10,6 +10,7 @@ TrainedLayer       the layer: its life, and one of
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -53,6 +54,7 @@ class TrainedParameter:
         self.step = self.backward = -1
         self.address = parameter.data_ptr()
         self.version: int | None = parameter._version
+        self.found = parameter._version  # the counter when it was built
         self.consumed = ConsumedGradient(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.gates: list[Gate] = []
@@ -299,16 +301,23 @@ class TrainedLayer:
         return self.planes
 
     def close(self) -> None:
-        """Give the planes up."""
+        """Give the planes up, and gradients."""
+        self.filled.clear()
         if isinstance(self.planes, ArenaPlanes):
             self.planes.close()
         self.planes = self.moving = None
 
 
 def build_layers(
-    layers: list[ModelLayer], groups: list[list[nn.Parameter]], grad_dtype: torch.dtype | None
+    layers: list[ModelLayer],
+    groups: list[list[nn.Parameter]],
+    grad_dtype: torch.dtype | None,
+    before: Sequence[TrainedParameter] = (),
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """The trainer's side of each layer, and of each parameter in them. Nobody owns a layer yet."""
+    """The trainer's side of each layer, and of each parameter in them. Nobody owns a layer yet.
+
+    `before` are those of the build that this one replaces.
+    """
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
@@ -325,20 +334,29 @@ def build_layers(
             owner.places.append((trained, index))
         built.append(trained)
     parameters = list(owners.values())
-    _check_memory(parameters)
+    _check_memory(parameters, before)
     return built, parameters
 
 
-def _check_memory(parameters: list[TrainedParameter]) -> None:
-    """Refuse parameters over the same memory; leave those alone that share a version counter with others."""
+def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
+    """Refuse parameters over the same memory; leave those alone that share a version counter with others.
+
+    Who shares is found by counting a write on all of them, but for those that were known `before`: a graph may be
+    waiting for its backward, and a write would spoil it.
+    """
     by_address = sorted(parameters, key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):
         if first.address + first.parameter.nbytes > second.address:
             raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")
-    before = [known.parameter._version for known in parameters]
-    torch.autograd.graph.increment_version([known.parameter for known in parameters])
-    for known, version in zip(parameters, before, strict=True):
+    shares = {id(known.parameter): known.version is None for known in before}
+    new = [known for known in parameters if id(known.parameter) not in shares]
+    versions = [known.parameter._version for known in new]
+    torch.autograd.graph.increment_version([known.parameter for known in new])
+    for known, version in zip(new, versions, strict=True):
         known.version = version + 1 if known.parameter._version == version + 1 else None
+    for known in parameters:
+        if shares.get(id(known.parameter)):
+            known.version = None
 
 
 def _present(tensor: Tensor | None) -> Tensor:

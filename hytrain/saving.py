@@ -9,23 +9,27 @@ Both are complete and independent of k: the same bytes, whoever owned a layer wh
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hytrain.errors import ConfigError
+from hytrain.kernels.split import fit_remainder
 from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
 
 INDEX: Final = "index.json"
+RESTING: Final = "resting.safetensors"
 FORMAT: Final = 1
 #: Keys of torch's groups that say how to compute, not what: no part of the state.
 NOT_STATE: Final = {"params", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
 
-def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> dict[str, Any]:
+def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting) -> dict[str, Any]:
     """The state in torch's form. A parameter without an update so far has no entry, as in torch."""
     index, packed = _numbered(groups)
     state = {}
@@ -34,11 +38,21 @@ def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter])
             entry: dict[str, Any] = {"step": torch.tensor(float(known.count))}
             entry.update((plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None)
             state[index[id(known.parameter)]] = entry
+    state.update((index[id(parameter)], entry) for parameter, entry in resting.entries())
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
-def load_state_dict(loaded: dict[str, Any], groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> None:
-    """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed."""
+def load_state_dict(
+    loaded: dict[str, Any],
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    names: dict[int, str],
+) -> None:
+    """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
+
+    `names` are those of all the model's parameters, by ID.
+    """
     index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
     if [group["params"] for group in theirs] != [group["params"] for group in packed]:
@@ -55,9 +69,17 @@ def load_state_dict(loaded: dict[str, Any], groups: list[dict[str, Any]], parame
         known.count = int(entry["step"]) if entry else 0
         for plane in STATE_PLANES:
             scatter(known, plane, entry.get(plane))
+    trained = {id(known.parameter) for known in parameters}
+    resting.clear()
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        entry = loaded["state"].get(index[id(parameter)])
+        if entry is not None and id(parameter) not in trained:
+            resting.load(names[id(parameter)], parameter, entry)
 
 
-def save(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], *, steps: int) -> None:
+def save(
+    folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting, *, steps: int
+) -> None:
     """Write the state after `steps` steps into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     for layer in _layers(parameters):
@@ -68,16 +90,24 @@ def save(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
             if tensor is not None
         }
         save_file(tensors, _file(folder, layer))
+    resting.save(folder / RESTING)
     index = {
         "format": FORMAT,
         "steps": steps,
         "param_groups": [_hyper(group) for group in groups],
         "step_of": {known.name: known.count for known in parameters},
+        "resting": resting.counts,
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> int:
+def load(
+    folder: Path,
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    named: dict[str, nn.Parameter],
+) -> int:
     """Read what `save` wrote; the number of steps. Raises `ConfigError` if it is of another model, or not there."""
     try:
         index = json.loads((folder / INDEX).read_text())
@@ -93,6 +123,11 @@ def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
             for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
                 if tensor is not None:
                     _copy(tensor, tensors.get(f"{plane}.{segment.spec.name}"), f"{plane} of {segment.spec.name}")
+    resting.clear()
+    rested = load_file(folder / RESTING) if index["resting"] else {}
+    for name, count in index["resting"].items():
+        planes = {plane: rested.get(f"{plane}.{name}") for plane in STATE_PLANES}
+        resting.load(name, named[name], {"step": count, **planes})
     for group, other in zip(groups, index["param_groups"], strict=True):
         group.update(other, betas=tuple(other["betas"]))
     for known in parameters:
@@ -100,23 +135,78 @@ def load(folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedPar
     return int(index["steps"])
 
 
-class Kept:
-    """The state of some parameters, to be given to the same ones over other planes. Host planes are not copied."""
+@dataclass(slots=True)
+class _Rest:
+    """The state of a parameter that no layer has; `version` is the parameter's counter then.
 
-    def __init__(self, parameters: list[TrainedParameter]) -> None:
-        self._counts = {id(known.parameter): known.count for known in parameters}
-        self._planes: dict[tuple[int, str], Tensor] = {}
-        for known in parameters:
-            for plane in STATE_PLANES:
-                if known.count and (tensor := gather(known, plane)) is not None:
-                    self._planes[id(known.parameter), plane] = tensor.cpu()
+    It is None for a state that was loaded: the weights that belong to it may be loaded later.
+    """
 
-    def restore(self, parameters: list[TrainedParameter]) -> None:
-        """Write it into the planes of those among `parameters` that it is of, piece by piece."""
+    parameter: nn.Parameter
+    count: int
+    planes: dict[str, Tensor]
+    version: int | None
+
+
+class Resting:
+    """The state of parameters that are frozen, or between two builds. Host planes are not copied."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, _Rest] = {}
+
+    def take(self, parameters: list[TrainedParameter]) -> None:
+        """Keep the state of these."""
         for known in parameters:
-            known.count = self._counts.get(id(known.parameter), 0)
+            if known.count:
+                planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+                self._of[known.name] = _Rest(known.parameter, known.count, planes, known.parameter._version)
+
+    def give(self, parameters: list[TrainedParameter]) -> None:
+        """Write what is kept of these into their planes, piece by piece.
+
+        A remainder belongs to the weights that it was kept with: written since, they are the masters without it.
+        """
+        for known in parameters:
+            rest = self._of.pop(known.name, None)
+            if rest is None:
+                continue
+            known.count = rest.count
+            if (remainder := rest.planes.get("remainder")) is not None:
+                if rest.version not in (None, known.found):
+                    del rest.planes["remainder"]
+                else:
+                    fit_remainder(remainder, known.parameter.detach().cpu())
             for plane in STATE_PLANES:
-                scatter(known, plane, self._planes.pop((id(known.parameter), plane), None))
+                scatter(known, plane, rest.planes.pop(plane, None))
+
+    def entries(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
+        """In torch's form."""
+        for rest in self._of.values():
+            yield rest.parameter, {"step": torch.tensor(float(rest.count)), **rest.planes}
+
+    def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
+        """Keep an entry in torch's form."""
+        planes = {plane: entry[plane].cpu() for plane in STATE_PLANES if entry.get(plane) is not None}
+        self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
+
+    def drop(self, parameters: list[TrainedParameter]) -> None:
+        """These have it themselves."""
+        for known in parameters:
+            self._of.pop(known.name, None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Step counts by name."""
+        return {name: rest.count for name, rest in self._of.items()}
+
+    def save(self, file: Path) -> None:
+        """Write the planes, if there are any."""
+        planes = {f"{plane}.{name}": t for name, rest in self._of.items() for plane, t in rest.planes.items()}
+        if planes:
+            save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
+
+    def clear(self) -> None:
+        self._of.clear()
 
 
 def gather(known: TrainedParameter, plane: str) -> Tensor | None:

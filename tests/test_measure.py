@@ -123,8 +123,11 @@ def test_of_several_backwards_the_first_forward_and_the_last_backward_count() ->
         meter_backward(meter, clock, lid, at_s)
     times = end(meter, clock, 0, 47.0)
     assert meter.middle_s == 35.0
-    assert [times[lid].backward_s for lid in (2, 1, 0)] == [3.0, 1.0, 2.0]
-    assert (times[0].forward_s, times[2].forward_s) == (2.0, 3.0)
+    assert [times[lid].backward_s for lid in (2, 1, 0)] == [5.0, 1.0, 2.0]
+    assert (times[0].forward_s, times[2].forward_s) == (2.0, 1.0)
+    clock.now_s = 48.0
+    meter.turn()  # of a backward whose gradients were dropped
+    meter.restart()
     record(meter, clock, 50.0)
     end(meter, clock, 1, 66.0)
     assert meter.middle_s == 0.0

@@ -36,3 +36,11 @@ def join(weights: Tensor, remainder: Tensor) -> Tensor:
 def _expect(tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise TypeError(f"expected {dtype}, got {tensor.dtype}")
+
+
+def fit_remainder(remainder: Tensor, weights: Tensor) -> None:
+    """Clear remainders that make no master with these weights: below a zero, or beside an infinity or a NaN."""
+    bits = weights.view(torch.int16)
+    zero, special = (bits & 0x7FFF) == 0, (bits & 0x7F80) == 0x7F80
+    unfit = (zero.to(remainder.device) & (remainder < 0)) | special.to(remainder.device)
+    remainder.masked_fill_(unfit, 0)

@@ -57,9 +57,9 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     """
     profile.require(gpu_lids)
     events: list[Event] = []
-    landed, now = _backward(profile, gpu_lids, events)
+    landed, over_s, now = _backward(profile, gpu_lids, events)
     if profile.awaits_verdict:
-        landed = [(layer, max(end_s, now)) for layer, end_s in landed]
+        landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     ready_s = {
@@ -87,22 +87,33 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
 
 def _backward(
     profile: Profile, gpu_lids: frozenset[int], events: list[Event]
-) -> tuple[list[tuple[LayerProfile, float]], float]:
-    """From the highest rank down: when each gradient has landed in host memory, and when the GPU is done.
+) -> tuple[list[tuple[LayerProfile, float]], float, float]:
+    """From the highest rank down: when each gradient has landed, when backward is over, and when the GPU is done.
 
-    Where the GPU's updates wait for the end of backward, they take as long there as they would in between.
+    Where updates await a verdict, the GPU's come when backward is over, in no particular order.
     """
     now = 0.0
     leaving: list[tuple[LayerProfile, float, float]] = []
+    held: list[LayerProfile] = []
+
+    def update(layer: LayerProfile) -> None:
+        nonlocal now
+        events.append(("gpu_update", layer.lid, now, now + layer.gpu_update_s))
+        now += layer.gpu_update_s
+
     for layer in reversed(profile.layers):
         events.append(("backward", layer.lid, now, now + layer.backward_s))
         now += layer.backward_s
-        if layer.lid in gpu_lids:
-            events.append(("gpu_update", layer.lid, now, now + layer.gpu_update_s))
-            now += layer.gpu_update_s
-        else:
+        if layer.lid not in gpu_lids:
             leaving.append((layer, layer.d2h_s, now))
-    return _link("d2h", leaving, events), now
+        elif profile.awaits_verdict:
+            held.append(layer)
+        else:
+            update(layer)
+    over_s = now
+    for layer in held:
+        update(layer)
+    return _link("d2h", leaving, events), over_s, now
 
 
 def _link(

@@ -190,3 +190,111 @@ def test_what_was_written_before_is_not_lost() -> None:
             opt.import_weights()
             opt._rebuild()
     assert differing(*results) == []
+
+
+def test_frozen_while_others_are_unfrozen() -> None:
+    """Its moments and its step count wait, also in state_dict() and in what is saved."""
+    ours, theirs = perceptron(), perceptron()
+    for model in (ours, theirs):
+        model[0].requires_grad_(False)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, k=0.5) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            train(model, optimizer, range(3), square_loss)
+            model[1].requires_grad_(False)
+            model[0].requires_grad_(True)
+            train(model, optimizer, range(3, 6), square_loss)
+        mine, his = opt.state_dict()["state"], reference.state_dict()["state"]
+        assert mine.keys() == his.keys()
+        for index, entry in his.items():
+            assert all(torch.equal(mine[index][key], entry[key]) for key in entry)
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            model[1].requires_grad_(True)
+            train(model, optimizer, range(6, 9), square_loss)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+@pytest.mark.parametrize("form", ["state_dict", "files"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, form: str, tmp_path: Any) -> None:
+    """Trained, frozen while others go on, saved, loaded into another optimizer, unfrozen there."""
+    first = perceptron(dtype=dtype)
+    first[0].requires_grad_(False)
+    second = perceptron(dtype=dtype)
+    second[1].requires_grad_(False)
+    with adamw(first, k=0.5) as opt:
+        train(first, opt, range(3), square_loss)
+        first[1].requires_grad_(False)
+        first[0].requires_grad_(True)
+        train(first, opt, range(3, 5), square_loss)
+        with adamw(second, k=0.2) as other:
+            second.load_state_dict(first.state_dict())
+            if form == "files":
+                opt.save(tmp_path / "state")
+                other.load(tmp_path / "state")
+            else:
+                other.load_state_dict(opt.state_dict())
+            second.load_state_dict(first.state_dict())
+            for model, optimizer in ((first, opt), (second, other)):
+                train(model, optimizer, range(5, 7), square_loss)
+                model[1].requires_grad_(True)
+                train(model, optimizer, range(7, 9), square_loss)
+            assert differing(state(other) | weights(second), state(opt) | weights(first)) == []
+
+
+def test_what_another_optimizer_trains_is_left_to_it() -> None:
+    ours, theirs = half_frozen(), half_frozen()
+    with adamw(ours, k=0.5) as opt:
+        train(ours, opt, range(2), square_loss)
+        ours[2:].requires_grad_(True)
+        with adamw(ours[2:], k=0.5) as other:
+            for step in range(2, 4):
+                square_loss(ours, step).backward()
+                for each in (opt, other):
+                    each.step()
+                    each.zero_grad()
+            other.synchronize()
+            opt.synchronize()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    train(theirs, reference, range(2), square_loss)
+    theirs[2:].requires_grad_(True)
+    train(theirs, reference, range(2, 4), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_unfrozen_where_only_sums_are_made() -> None:
+    """The model is called inside no_sync: that backward is not the last, as it was told."""
+    ours, theirs = half_frozen(), half_frozen()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, k=0.5) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            train(model, optimizer, range(2), square_loss)
+            model[2:].requires_grad_(True)
+        with opt.no_sync():
+            square_loss(ours, 2).backward()
+        square_loss(ours, 3).backward()
+        for step in (2, 3):
+            square_loss(theirs, step).backward()
+        opt.step()
+        reference.step()
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_an_interrupted_beginning_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero moments must not be trained on in silence."""
+    model = half_frozen()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        monkeypatch.setattr("hytrain.saving.Resting.give", interrupted)
+        model[2:].requires_grad_(True)
+        with pytest.raises(KeyboardInterrupt):
+            square_loss(model, 2)
+        with pytest.raises(UsageError, match="beginning anew was interrupted|closed"):
+            square_loss(model, 2).backward()
+            opt.step()
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt

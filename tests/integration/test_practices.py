@@ -135,3 +135,33 @@ def test_schedulers(schedule: str) -> None:
         scheduled(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
         assert differing(weights(ours), weights(theirs)) == []
         assert opt.param_groups[0]["lr"] != 1e-2
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_an_exception_at_the_end_of_backward_ends_training(k: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say, no memory for the norm: what waits for the verdict must not be taken for another step's."""
+    model = perceptron()
+    with adamw(model, k=k, max_grad_norm=1.0) as opt:
+        train(model, opt, range(3), square_loss)
+        monkeypatch.setattr("hytrain.clipping.Clipping.judge", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            square_loss(model, 3).backward()
+        for go_on in (opt.step, opt.synchronize, lambda: square_loss(model, 4)):
+            with pytest.raises(UsageError, match="last backward ended with an exception"):
+                go_on()
+
+
+def test_an_exception_in_a_step_that_updates_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perceptron()
+    with adamw(model, k=0.5, grad_accumulation=2, max_grad_norm=1.0) as opt:
+        square_loss(model, 0).backward()
+        monkeypatch.setattr("hytrain.clipping.Clipping.judge", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.step()
+        for go_on in (opt.step, opt.synchronize, lambda: square_loss(model, 1)):
+            with pytest.raises(UsageError, match="the update of layers was interrupted by OutOfMemoryError"):
+                go_on()
+
+
+def without_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError
