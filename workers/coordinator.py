@@ -26,7 +26,10 @@ from workers.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send, Write
 from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
 
+#: How long to listen for what was sent before the end: from a trainer that has not taken its leave, and from the
+#: optimizer, whose last report follows the weights that the trainer waited for.
 LAST_WORDS_S: Final = 0.2
+LAST_REPORT_S: Final = 0.05
 
 _log = logging.getLogger("coordinator")
 
@@ -94,7 +97,8 @@ class Coordinator:
 
     def _finish(self) -> None:
         """Take in what was sent before the end: the last records."""
-        while (incoming := self._inbox.receive(LAST_WORDS_S)) is not None:
+        patience_s = LAST_WORDS_S if "trainer" in self._outboxes else LAST_REPORT_S
+        while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
         if self._trace is not None:
             self._trace.close()

@@ -140,11 +140,10 @@ def stop(children: Iterable[Child], *, grace_s: float) -> None:
         child.close()
     deadline = time.monotonic() + grace_s
     for child in children:
-        try:
-            child.process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
+        # Popen.wait with a time limit looks every 50 ms; the descriptor tells at once.
+        if not select.select([child.pidfd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             child.process.kill()
-            child.process.wait()
+        child.process.wait()
         os.close(child.pidfd)
 
 
