@@ -22,6 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
 from hytrain.planes import TrainedLayer, TrainedParameter
 from hytrain.transfer import Transfer, Transfers
@@ -57,19 +58,11 @@ class Clipping:
     scalars on the device. `skipped` counts the steps that were left out.
     """
 
-    def __init__(
-        self,
-        parameters: list[TrainedParameter],
-        *,
-        max_norm: float | None,
-        per_layer: bool,
-        on_nonfinite: str | None,
-        transfers: Transfers,
-    ) -> None:
+    def __init__(self, parameters: list[TrainedParameter], options: Options, transfers: Transfers) -> None:
         self._parameters, self._transfers = parameters, transfers
-        self._max_norm = None if per_layer else max_norm
-        self._max_layer_norm = max_norm if per_layer else None
-        self._on_nonfinite = on_nonfinite
+        self._max_norm = options.max_grad_norm if options.clip == "global" else None
+        self._max_layer_norm = options.max_grad_norm if options.clip == "per_layer" else None
+        self._on_nonfinite = options.on_nonfinite
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._last: Judgement | None = None

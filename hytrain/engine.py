@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.accumulation import Accumulation
 from hytrain.boundary import Boundary
+from hytrain.checks import Options
 from hytrain.clipping import Clipping
 from hytrain.errors import ClusterError, HyTrainError, StaleReadError, UsageError
 from hytrain.handover import Handover
@@ -54,11 +55,7 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         free_gpu_bytes: Callable[[], int | None],
-        max_grad_norm: float | None = None,
-        clip: str = "global",
-        on_nonfinite: str | None = None,
-        grad_accumulation: int = 1,
-        overlap: bool = True,
+        options: Options,
         trace: TraceWriter | None = None,
     ) -> None:
         self.layers, self.parameters = layers, parameters
@@ -66,15 +63,9 @@ class Engine:
         self._step = self._steps_before = 0
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups = read_groups
-        self._overlap = overlap
-        self.clipping = Clipping(
-            parameters,
-            max_norm=max_grad_norm,
-            per_layer=clip == "per_layer",
-            on_nonfinite=on_nonfinite,
-            transfers=transfers,
-        )
-        self.accumulation = Accumulation(grad_accumulation)
+        self._overlap = options.overlap
+        self.clipping = Clipping(parameters, options, transfers)
+        self.accumulation = Accumulation(options.grad_accumulation)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self.health)
@@ -364,8 +355,8 @@ class Engine:
             return
         if self._read_groups() != self._groups:
             self.health.refuse(
-                "a parameter group's hyperparameters changed between backward and step(): HyTrain reads them at "
-                "the step's first gradient, so call the scheduler after opt.step()"
+                "a parameter group's hyperparameters changed between backward and step(): HyTrain reads them when "
+                "the step's last backward begins, so call the scheduler after opt.step()"
             )
         with self._undivided("the update of layers"):
             self._flush()

@@ -177,11 +177,7 @@ class AdamW(torch.optim.Optimizer):
             host=host,
             read_groups=partial(_read_groups, self.param_groups),
             free_gpu_bytes=memory.free_bytes,
-            max_grad_norm=options.max_grad_norm,
-            clip=options.clip,
-            on_nonfinite=options.on_nonfinite,
-            grad_accumulation=options.grad_accumulation,
-            overlap=options.overlap,
+            options=options,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
         )
         layers = tuple(layer.spec for layer in self._layers)

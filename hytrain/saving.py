@@ -24,7 +24,7 @@ from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
 
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: Keys of torch's groups that say how to compute, not what: no part of the state.
 NOT_STATE: Final = {"params", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
@@ -115,6 +115,8 @@ def load(
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
     if index.get("format") != FORMAT or set(index["step_of"]) != {known.name for known in parameters}:
         raise ConfigError(f"the optimizer state in {folder} is of another model or another version of HyTrain")
+    if unknown := index["resting"].keys() - named.keys():
+        raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
     if len(index["param_groups"]) != len(groups):
         raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
     for layer in _layers(parameters):

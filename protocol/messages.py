@@ -181,7 +181,7 @@ class PlanesReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHyper:
-    """One parameter group's hyperparameters as read at the step's first gradient."""
+    """One parameter group's hyperparameters as read when the step's last backward begins."""
 
     lr: float
     beta1: float

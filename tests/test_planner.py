@@ -444,27 +444,19 @@ def test_random_moves_layers_at_every_call_and_is_the_seed_s_alone() -> None:
 
 
 def test_where_updates_wait_for_the_end_of_backward_the_cpu_has_only_the_forward() -> None:
-    layers = tuple(
-        LayerProfile(
-            lid=rank,
-            rank=rank,
-            numel=100,
-            forward_s=1.0,
-            backward_s=2.0,
-            d2h_s=0.1,
-            h2d_s=0.1,
-            cpu_update_s=1.0,
-            gpu_update_s=0.1,
-            gpu_state_bytes=1000,
-            host_bytes=1400,
-        )
-        for rank in range(10)
-    )
-    free, bound = Profile(layers=layers), Profile(layers=layers, awaits_verdict=True)
-    few = frozenset(range(2))
-    assert simulate(free, few).stall_s == 0 < simulate(bound, frozenset()).stall_s
+    free = uniform(10, d2h_s=0.1, h2d_s=0.1, cpu_update_s=1.0, gpu_update_s=0.1)
+    bound, few = replace(free, awaits_verdict=True), lids(0, 1)
+    assert simulate(free, few).stall_s == 0 < simulate(bound, NONE).stall_s
     backward_s = 10 * 2.0
     updates = [begin for kind, _, begin, _ in simulate(bound, few).events if kind == "cpu_update"]
     assert min(updates) == pytest.approx(backward_s)
-    everything = frozenset(range(10))
-    assert simulate(bound, everything).step_s == pytest.approx(simulate(free, everything).step_s)
+    assert simulate(bound, free.lids).step_s == pytest.approx(simulate(free, free.lids).step_s)
+
+
+def test_held_gradients_take_memory_and_do_not_move() -> None:
+    """With a verdict to await, the GPU keeps 2 bytes a parameter more of a layer, and 10 of them travel."""
+    plain = layer(0, numel=100, d2h_s=1.0)
+    held = layer(0, numel=100, d2h_s=1.0, gpu_state_bytes=1200, held_bytes=200)
+    assert held.move_s == plain.move_s == 5.0
+    limits = Limits(gpu_state_bytes=1100)
+    assert limits.allow(Profile(layers=(plain,)), lids(0)) and not limits.allow(Profile(layers=(held,)), lids(0))

@@ -56,7 +56,7 @@ class Planning:
         self.moved = 0
         self.threads: int | None = None
         self._replan_every = replan_every
-        self._facts = [_facts(layer, held=table.awaits_verdict) for layer in table.layers]
+        self._facts = [_facts(layer, awaits_verdict=table.awaits_verdict) for layer in table.layers]
         self._numels = [layer.numel for layer in table.layers]
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
@@ -304,14 +304,15 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
 }
 
 
-def _facts(layer: m.Layer, *, held: bool) -> LayerFacts:
-    """What a layer takes; its gradients are `held` on the GPU until a verdict comes."""
+def _facts(layer: m.Layer, *, awaits_verdict: bool) -> LayerFacts:
     placed = layout(layer)
-    planes = ("remainder", "exp_avg", "exp_avg_sq", *(["grads"] if held else []))
+    held_bytes = placed.plane_nbytes["grads"] if awaits_verdict else 0
     return LayerFacts(
         lid=layer.lid,
         rank=layer.rank,
         numel=layer.numel,
-        gpu_state_bytes=sum(placed.plane_nbytes[plane] for plane in planes),
+        gpu_state_bytes=held_bytes
+        + sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),
         host_bytes=placed.nbytes,
+        held_bytes=held_bytes,
     )

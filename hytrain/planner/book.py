@@ -248,6 +248,7 @@ class MeasurementBook:
                 rank=self._rank_of[layer.lid],
                 numel=layer.numel,
                 gpu_state_bytes=layer.gpu_state_bytes,
+                held_bytes=layer.held_bytes,
                 host_bytes=layer.host_bytes,
                 **{role: times[role][layer.lid] for role in ROLES},
             )

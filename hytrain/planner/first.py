@@ -67,6 +67,7 @@ def _assumed(facts: Iterable[LayerFacts], rates: Rates) -> Profile:
                 cpu_update_s=fact.numel * rates.cpu_update_s,
                 gpu_update_s=fact.numel * rates.gpu_update_s,
                 gpu_state_bytes=fact.gpu_state_bytes,
+                held_bytes=fact.held_bytes,
                 host_bytes=fact.host_bytes,
             )
             for fact in sorted(facts, key=lambda fact: fact.rank)

@@ -18,6 +18,7 @@ class LayerFacts:
     numel: int
     gpu_state_bytes: int  # on the GPU if it owns the layer, beyond what is resident anyway
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
+    held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class LayerProfile:
     gpu_update_s: float
     gpu_state_bytes: int
     host_bytes: int
+    held_bytes: int = 0
 
     @property
     def trip_s(self) -> float:
@@ -49,8 +51,9 @@ class LayerProfile:
         of `d2h_s` or `h2d_s` carries; the slower direction counts. Training goes on meanwhile, and waits
         for a part of this at most.
         """
-        copy_bytes = max(1, (self.host_bytes - self.gpu_state_bytes) / 2)
-        return self.gpu_state_bytes / copy_bytes * max(self.d2h_s, self.h2d_s)
+        state_bytes = self.gpu_state_bytes - self.held_bytes
+        copy_bytes = max(1, (self.host_bytes - state_bytes) / 2)
+        return state_bytes / copy_bytes * max(self.d2h_s, self.h2d_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

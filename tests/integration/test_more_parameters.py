@@ -243,6 +243,20 @@ def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, 
             assert differing(state(other) | weights(second), state(opt) | weights(first)) == []
 
 
+def test_the_state_of_an_unknown_parameter_is_refused(tmp_path: Any) -> None:
+    """A frozen parameter's state in files, where the model that reads them has no parameter of that name."""
+    longer = perceptron(depth=5)
+    longer[0].requires_grad_(False)
+    with adamw(longer, k=0.5) as opt:
+        train(longer, opt, range(2), square_loss)
+        longer[4].requires_grad_(False)
+        longer[0].requires_grad_(True)
+        train(longer, opt, range(2, 4), square_loss)
+        opt.save(tmp_path / "state")
+    with adamw(perceptron(), k=0.5) as other, pytest.raises(ConfigError, match=r"has 4\.0\.bias"):
+        other.load(tmp_path / "state")
+
+
 def test_what_another_optimizer_trains_is_left_to_it() -> None:
     ours, theirs = half_frozen(), half_frozen()
     with adamw(ours, k=0.5) as opt:
