@@ -184,15 +184,18 @@ class CudaTransfers:
         return self._copy(self._state, copies)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for destination, source in copies:
+            on_host, width = source if destination.is_cuda else destination, destination.element_size()
+            numels = [(stop - start) // width for start, stop in cut(on_host.data_ptr(), on_host.nbytes)]
+            # `data` has a version counter of its own: however many pieces, a transfer is one write.
+            destinations += destination.data.split(numels)
+            sources += source.split(numels)
         with torch.cuda.stream(stream):
             began = self.clock.mark()
-            for destination, source in copies:
-                on_host, width = source if destination.is_cuda else destination, destination.element_size()
-                address = on_host.data_ptr()
-                for start, stop in cut(address, on_host.nbytes):
-                    part = slice((start - address) // width, (stop - address) // width)
-                    # `data` has a version counter of its own: however many pieces, a transfer is one write.
-                    destination.data[part].copy_(source[part], non_blocking=True)
+            # One call: for each that gives Python's lock back, another thread may take it, and this one waits.
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
             ended = self.clock.mark()
             done = torch.cuda.Event(blocking=True)
             done.record()
