@@ -141,13 +141,13 @@ class Engine:
         if not gate.layers:
             return
         measured = not inside_backward and torch.is_grad_enabled() and self.accumulation.is_first
-        arrived = self._transfers.clock.mark() if measured else None
+        arrived = self._meter.arrive() if measured else None
         for layer in gate.layers:
             if not layer.life.is_current:
                 self._await(layer, inside_backward)
         if measured:
             lids = tuple(layer.lid for layer in gate.layers)
-            self._meter.forward(lids, (arrived, self._transfers.clock.mark()))
+            self._meter.forward(lids, arrived)
             self._boundary.entered(gate)
 
     def _await(self, layer: TrainedLayer, inside_backward: bool = False, on_host: bool = False) -> None:

@@ -143,6 +143,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "measured": step,
         "stall_s": 0.1,
         "middle_s": 0.0,
+        "starved_s": 0.0,
         "k": len(gpu_lids) / LAYERS,
         "moving": False,
         "gpu_lids": gpu_lids,

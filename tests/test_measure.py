@@ -31,6 +31,7 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now_s, self.passed_s = 0.0, float("inf")
+        self.dry_until_s = -float("inf")  # marks up to then were passed before the next work was launched
         self.pool: list[Mark] = []
         self.made = self.anchored = 0
 
@@ -53,6 +54,9 @@ class FakeClock:
     def passed(self, mark: Mark) -> bool:
         assert mark.in_use
         return mark.at_s <= self.passed_s
+
+    def runs_dry(self, mark: Mark) -> bool:
+        return mark.at_s <= min(self.passed_s, self.dry_until_s)
 
     def seconds(self, span: Span) -> float:
         assert span[0].in_use and span[1].in_use
@@ -79,14 +83,21 @@ NUMELS = [10, 10, 30]
 def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
     """Forward over layer 0 and a module of 1 and 2, backward, with 1 on the GPU and the others on the CPU."""
     t = start_s
-    meter.forward((0,), clock.span(t, t + 1))  # waits 1 s for weights
-    meter.forward((1, 2), clock.span(t + 4, t + 4.5))
+    meter_forward(meter, clock, (0,), t, t + 1)  # waits 1 s for weights
+    meter_forward(meter, clock, (1, 2), t + 4, t + 4.5)
     meter_backward(meter, clock, 2, t + 10.5)
     meter.span("d2h_s", 2, clock.span(t + 10.6, t + 11.6))
     meter_backward(meter, clock, 1, t + 12)
     meter.span("gpu_update_s", 1, clock.span(t + 12, t + 12.25))
     meter_backward(meter, clock, 0, t + 15)
     meter.span("d2h_s", 0, clock.span(t + 15, t + 15.5))
+
+
+def meter_forward(meter: Meter, clock: FakeClock, lids: tuple[int, ...], arrived_s: float, went_s: float) -> None:
+    clock.now_s = arrived_s
+    arrived = meter.arrive()
+    clock.now_s = went_s
+    meter.forward(lids, arrived)
 
 
 def meter_backward(meter: Meter, clock: FakeClock, lid: int, at_s: float) -> None:
@@ -111,11 +122,27 @@ def test_a_step_is_taken_apart() -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
+def test_what_waits_for_launches() -> None:
+    """The device had passed the mark before when the next one was left: up to 3 s, and again from 9 s on."""
+    clock = FakeClock()
+    meter = Meter(clock, NUMELS)
+    clock.dry_until_s = 3.0
+    meter_forward(meter, clock, (0,), 0, 1)  # a stall is no work
+    meter_forward(meter, clock, (1,), 3, 3)  # 2 s of forward, starved
+    meter_forward(meter, clock, (2,), 5, 5)  # 2 s, starved: the mark at 3 s was passed
+    meter_backward(meter, clock, 2, 8)  # not
+    clock.dry_until_s = 20.0
+    meter_backward(meter, clock, 1, 10)  # 2 s of backward
+    meter_backward(meter, clock, 0, 13)  # 3 s
+    end(meter, clock, 0, 13.0)
+    assert meter.starved_s == pytest.approx(2 + 2 + 2 + 3)
+
+
 def test_of_several_backwards_the_first_forward_and_the_last_backward_count() -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS)
-    meter.forward((0,), clock.span(0, 0))
-    meter.forward((2,), clock.span(2, 2))
+    meter_forward(meter, clock, (0,), 0, 0)
+    meter_forward(meter, clock, (2,), 2, 2)
     for at_s in (5.0, 20.0, 40.0):
         clock.now_s = at_s
         meter.turn()
@@ -136,7 +163,7 @@ def test_of_several_backwards_the_first_forward_and_the_last_backward_count() ->
 def test_without_overlap_updates_follow_the_whole_backward() -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS)
-    meter.forward((0,), clock.span(0, 0))
+    meter_forward(meter, clock, (0,), 0, 0)
     for lid, at_s in ((2, 3.0), (1, 5.0), (0, 8.0)):
         meter_backward(meter, clock, lid, at_s)
     meter.span("gpu_update_s", 2, clock.span(9.0, 10.0))
@@ -190,7 +217,7 @@ def test_a_forward_without_backward_is_no_part_of_the_step() -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS)
     meter.restart()
-    meter.forward((0,), clock.span(0.0, 9.0))  # an evaluation
+    meter_forward(meter, clock, (0,), 0.0, 9.0)  # an evaluation
     meter.restart()
     record(meter, clock, 10.0)
     meter.restart()  # a forward inside of backward, by checkpointing
@@ -269,8 +296,8 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
 def test_two_marks_without_work_between_are_no_stall(tmp_path: Path) -> None:
     clock = FakeClock()
     meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
-    meter.forward((0,), clock.span(0.0, measure.MIN_STALL_S / 2))
-    meter.forward((1,), clock.span(1.0, 1.0 + measure.MIN_STALL_S * 2))
+    meter_forward(meter, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
+    meter_forward(meter, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
     end(meter, clock, 0, 2.0)
     meter.close()
     assert [span["name"] for span in spans(tmp_path) if span["args"].get("kind") == "stall"] == ["stall b"]

@@ -25,7 +25,6 @@ class CoordinatorState:
         self._handshake = RunHandshake(run_name=run_name, pid=pid)
         self._planning: Planning | None = None
         self._records = Records()
-        self._cpu_busy_s: dict[int, float] = {}
         self._farewells: set[str] = set()
         self._waiting: m.Hello | None = None
 
@@ -39,7 +38,6 @@ class CoordinatorState:
                 return [Note(f"{message.role}-{message.rank} is ready: {message.detail}")]
             case m.LayerTable():
                 self._planning = Planning(message, replan_every=self._replan_every)
-                self._cpu_busy_s.clear()
                 return self._planning.begin()
             case m.StatusRequest():
                 return [Answer(self._status())]
@@ -66,13 +64,11 @@ class CoordinatorState:
                 return planning.on_ack(message)
             case m.PlanApplied():
                 return planning.on_applied(message)
-            case m.OptimizerReport(step=step, busy_s=busy_s):
-                self._cpu_busy_s[step] = self._cpu_busy_s.get(step, 0.0) + busy_s
+            case m.OptimizerReport():
                 planning.on_optimizer(message)
                 return []
             case m.TrainerReport():
-                # The CPU may be at work on this step still, and is done with the one before.
-                record = planning.record(message, self._cpu_busy_s.pop(message.step - 1, 0.0))
+                record = planning.record(message)
                 if message.measured is not None:
                     number = message.number - message.step + message.measured
                     self._records.measured(number, message.stall_s)

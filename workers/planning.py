@@ -67,6 +67,7 @@ class Planning:
         self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
         self._plan: m.Plan | None = None
         self._steps: dict[int, tuple[float, tuple[int, ...]]] = {}  # duration, owners
+        self._cpu_busy_s: dict[int, float] = {}  # by step
         self._moved_in: set[int] = set()  # steps in which a plan moved layers or worked on their memory
         self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
         self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
@@ -109,18 +110,30 @@ class Planning:
             self._moved_in.add(report.step)
         self._forget(through=report.step - OPEN_STEPS)
         if report.measured is not None and self._counts(report.measured):
-            for name in TIMES:
-                times = {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None}
-                self._book.observe_trainer(**{name: times})
-            step = self._steps.get(report.measured)
-            if step is not None and report.measured not in self._commanded_in:
-                self._book.observe_step(
-                    step_s=step[0], stall_s=report.stall_s, gpu_lids=step[1], middle_s=report.middle_s
-                )
+            self._measure(report, report.measured)
         if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
             owned = sum(self._facts[lid].gpu_state_bytes for lid in report.gpu_lids)
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
         return self._replan()
+
+    def _measure(self, report: m.TrainerReport, measured: int) -> None:
+        """What the report says of step `measured`, with which the CPU is done by now: its weights came back."""
+        times = {
+            name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in TIMES
+        }
+        duration_s, gpu_lids = self._steps.get(measured, (None, ()))
+        if duration_s is None or measured in self._commanded_in:
+            self._book.observe_trainer(**times)
+            return
+        self._book.observe_contention(
+            work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
+            stall_s=report.stall_s,
+            cpu_busy_s=self._cpu_busy_s.get(measured, 0.0),
+            starved_s=report.starved_s,
+            gpu_lids=gpu_lids,
+        )
+        self._book.observe_trainer(**times)
+        self._book.observe_step(step_s=duration_s, stall_s=report.stall_s, gpu_lids=gpu_lids, middle_s=report.middle_s)
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """What the CPU did in a step. Of a number of threads that it works with no longer, it says nothing."""
@@ -130,6 +143,7 @@ class Planning:
                 return
             self._new_threads = None
         self.threads = report.threads
+        self._cpu_busy_s[report.step] = self._cpu_busy_s.get(report.step, 0.0) + report.busy_s
         if self._counts(report.step):
             self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
 
@@ -138,6 +152,7 @@ class Planning:
 
     def _forget(self, *, through: int) -> None:
         self._steps = {step: known for step, known in self._steps.items() if step > through}
+        self._cpu_busy_s = {step: busy_s for step, busy_s in self._cpu_busy_s.items() if step > through}
         self._moved_in = {step for step in self._moved_in if step > through}
         self._commanded_in = {step for step in self._commanded_in if step > through}
 
@@ -271,14 +286,14 @@ class Planning:
         self._commanded_in.add(self._step + 1)
         return [Send("optimizer", m.SetThreads(threads=int(value)))]
 
-    def record(self, report: m.TrainerReport, cpu_busy_s: float) -> dict[str, Any]:
-        """One step, for metrics.jsonl."""
+    def record(self, report: m.TrainerReport) -> dict[str, Any]:
+        """One step, for metrics.jsonl. The CPU may be at work on it still, and is done with the one before."""
         return {
             "step": report.number,
             "at_s": report.at_s,
             "step_s": report.step_s,
             "stall_s": report.stall_s,
-            "cpu_busy_s": cpu_busy_s,
+            "cpu_busy_s": self._cpu_busy_s.get(report.step - 1, 0.0),
             "threads": self.threads,
             "k": report.k,
             "gpu_layers": len(report.gpu_lids),
@@ -291,7 +306,7 @@ class Planning:
     def check(self) -> None:
         self._ledger.check()
         self._book.check()
-        for kept in (self._steps, self._moved_in, self._commanded_in):
+        for kept in (self._steps, self._cpu_busy_s, self._moved_in, self._commanded_in):
             assert len(kept) <= 2 * OPEN_STEPS, "old steps are forgotten"
 
 

@@ -7,7 +7,8 @@ Owns what is believed of each layer's times, and when to stop believing it.
                                     outlier?      not measured     │
                                     set aside     any more? goes   │
                                                   with the others  │
-    step time, stalls ──▶ what the layers' times do not explain ───┘
+    step time, stalls ──▶ what the layers' times do not explain ───┤
+    what the CPU's updates slow down (contention.py) ──────────────┘
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
 
@@ -20,6 +21,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
+from hytrain.planner.contention import Contention, beside
 from hytrain.planner.profile import LayerFacts, LayerProfile, Profile
 
 _NOTHING: Mapping[int, float] = MappingProxyType({})
@@ -28,6 +30,8 @@ ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gp
 #: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
 #: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
+#: What drag must change by before what was measured is seen in another light.
+CLEAR_DRAG: Final = 0.02
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,6 +162,10 @@ class MeasurementBook:
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
         self._middle_s = Ewma()
+        self._contention = Contention()
+        self._drag = 0.0  # what the means were freed of
+        self._lost_s = 0.0  # of the step that is observed: what its work has lost beside the CPU's updates
+        self._kept = 1.0  # the share of its forward and backward that remains without that
 
     @property
     def rates(self) -> Rates:
@@ -204,11 +212,35 @@ class MeasurementBook:
         gpu_update_s: Mapping[int, float] = _NOTHING,
     ) -> None:
         """One step's times by lid. ValueError for an unknown layer or an impossible time."""
-        self._observe("forward_s", forward_s)
-        self._observe("backward_s", backward_s)
+        self._observe("forward_s", {lid: time_s * self._kept for lid, time_s in forward_s.items()})
+        self._observe("backward_s", {lid: time_s * self._kept for lid, time_s in backward_s.items()})
         self._observe("d2h_s", d2h_s)
         self._observe("h2d_s", h2d_s)
         self._observe("gpu_update_s", gpu_update_s)
+
+    def observe_contention(
+        self, *, work_s: float, stall_s: float, cpu_busy_s: float, starved_s: float, gpu_lids: Iterable[int]
+    ) -> None:
+        """A step's forward and backward together, and what else there was; call it before `observe_trainer`.
+
+        Stalls and the CPU's updates are the step's; for `starved_s` of its work the device waited for launches.
+        """
+        beside_s = beside(work_s, cpu_busy_s, stall_s)
+        self._contention.observe(frozenset(gpu_lids), work_s=work_s, beside_s=beside_s, starved_s=starved_s)
+        if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
+            self._free_of(self._contention.drag, work_s, beside_s)
+        self._lost_s = self._drag * beside_s
+        self._kept = (work_s - self._lost_s) / work_s if work_s else 1.0
+
+    def _free_of(self, drag: float, work_s: float, beside_s: float) -> None:
+        """What was measured so far, in steps like this one, loses another share."""
+        more_s = (drag - self._drag) * beside_s
+        undisturbed_s = work_s - self._drag * beside_s
+        for role in ("forward_s", "backward_s"):
+            self._roles[role].scale((undisturbed_s - more_s) / undisturbed_s)
+        if self._busy_s.value:
+            self._busy_s.scale(max(self._busy_s.value - more_s, 0.0) / self._busy_s.value)
+        self._drag = drag
 
     def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
         """One step's times by lid. ValueError for an unknown layer or an impossible time."""
@@ -218,12 +250,14 @@ class MeasurementBook:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
 
         What a step takes beyond its stalls and its layers' times is the loop's own: loss, data, `step()`. Stalls are
-        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in. So are
-        the `middle_s` between the first forward and the last backward of a step with several.
+        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in. So is
+        what was lost beside updates, and the `middle_s` between the first forward and the last backward of a step with
+        several.
         """
         gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
         self._middle_s.add(middle_s)
-        self._busy_s.add(max(0.0, step_s - stall_s - middle_s - sum(gpu_update_s[lid] for lid in gpu_lids)))
+        update_s = sum(gpu_update_s[lid] for lid in gpu_lids)
+        self._busy_s.add(max(0.0, step_s - stall_s - middle_s - self._lost_s - update_s))
 
     def rerank(self, rank_of: Mapping[int, int]) -> None:
         """Take over newly learned ranks. ValueError unless they name exactly the layers of the book."""
@@ -256,11 +290,18 @@ class MeasurementBook:
         )
         other_s = max(0.0, (self._busy_s.value or 0.0) - work_s)
         middle_s = self._middle_s.value or 0.0
-        return Profile(layers=tuple(layers), other_s=other_s, middle_s=middle_s, awaits_verdict=self._awaits_verdict)
+        return Profile(
+            layers=tuple(layers),
+            other_s=other_s,
+            middle_s=middle_s,
+            awaits_verdict=self._awaits_verdict,
+            drag=self._drag,
+        )
 
     def check(self) -> None:
         self._busy_s.check()
         self._middle_s.check()
+        self._contention.check()
         for role in self._roles.values():
             assert role.means.keys() <= self._rank_of.keys()
             assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()

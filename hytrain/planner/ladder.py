@@ -12,7 +12,8 @@ rung j is its first j layers. Without a memory limit the rungs are the prefixes 
               fits
 
 A step is fastest near the rung where the stalls end, so bisection finds it, and then the least rung that is
-within 1 % of it: a dozen simulated steps, not one per layer.
+within 1 % of it: a dozen simulated steps, not one per layer. If the CPU's updates slow the GPU's work down by more
+than the GPU's own updates take, the line goes on falling, and the highest rung is the fastest.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def search(steps: Steps) -> int:
     guess = ladder.rung_for(deadline_k(profile), profile)
     no_stalls = _first(lambda j: steps[j].stall_s <= 1e-9 * steps[j].step_s, lowest, highest, guess)
     baselines = (ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile)))
-    fastest = steps.fastest(no_stalls, *baselines)
+    fastest = steps.fastest(no_stalls, *baselines, highest)
     enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
     return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)
 

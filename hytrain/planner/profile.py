@@ -62,13 +62,15 @@ class Profile:
 
     `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
     The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
-    has several, when there is nothing to update. `awaits_verdict`: all updates wait for the end of backward.
+    has several, when there is nothing to update. `awaits_verdict`: all updates wait for the end of backward. Forward
+    and backward are those beside an idle CPU: while it updates, the share `drag` of their time is lost (contention.py).
     """
 
     layers: tuple[LayerProfile, ...]
     other_s: float = 0.0
     middle_s: float = 0.0
     awaits_verdict: bool = False
+    drag: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -9,7 +9,8 @@ Owns the model of the pipeline; the policies ask it how long a step would take i
 
 Between backward and forward lies what else the loop does; other micro-batches of a step come behind the forward. Every
 layer's forward waits for its own update, so when a backward begins, both links and the CPU are idle: each step is the
-same as the one before, and one step is the steady state.
+same as the one before, and one step is the steady state. Where work beside the CPU's updates takes longer, it is played
+through until what was supposed and what came out are the same.
 
 The CPU looks at its queue after each tile, so a layer of lower rank that arrives meanwhile starts at the
 running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
@@ -18,13 +19,16 @@ running tile's end. Tiles of one layer take the same time each. A layer's copy o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil, inf
 
+from hytrain.planner.contention import beside
 from hytrain.planner.profile import LayerProfile, Profile
 
 TILE_NUMEL = 16 << 20
+#: How often a step with drag is played through: what is still wrong then is below drag ** ROUNDS.
+ROUNDS = 4
 
 # (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
 # The step's backward begins at 0.
@@ -56,6 +60,26 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     ValueError if `gpu_lids` names a layer that the profile does not have.
     """
     profile.require(gpu_lids)
+    timeline = _play(profile, gpu_lids, tile_numel)
+    work_s = undisturbed_s = profile.forward_s + profile.backward_s
+    if profile.drag and undisturbed_s:
+        for _ in range(ROUNDS):
+            lost_s = profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
+            work_s = undisturbed_s + lost_s
+            timeline = _play(_slowed(profile, work_s / undisturbed_s), gpu_lids, tile_numel)
+    return timeline
+
+
+def _slowed(profile: Profile, factor: float) -> Profile:
+    """Forward and backward take so many times as long."""
+    layers = (
+        replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     events: list[Event] = []
     landed, over_s, now = _backward(profile, gpu_lids, events)
     if profile.awaits_verdict:

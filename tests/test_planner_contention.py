@@ -1,0 +1,149 @@
+"""What updates on the CPU cost forward and backward: how it is learned, and what a step with it looks like."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile, simulate
+from hytrain.planner.contention import ENOUGH_AFTER, MAX_DRAG, OTHER_STEPS, TYPICAL_DRAG, Contention, beside
+
+NONE: frozenset[int] = frozenset()
+SOME, ALL = frozenset({0}), frozenset({0, 1})
+
+
+def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, float], starved: float = 1.0) -> None:
+    """Steps of (work, beside) under one plan."""
+    for work_s, beside_s in steps:
+        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved_s=starved * work_s)
+        contention.check()
+
+
+def test_what_is_usual_holds_until_something_was_seen() -> None:
+    contention = Contention()
+    assert contention.drag == 0.0
+    observe(contention, NONE, (1.0, 1.0))
+    assert contention.drag == pytest.approx(TYPICAL_DRAG)
+    other = Contention()
+    observe(other, NONE, (1.0, 1.0), starved=0.5)
+    assert other.drag == pytest.approx(TYPICAL_DRAG / 2)
+
+
+@pytest.mark.parametrize("drag", [0.0, 0.2, 0.6])
+def test_two_plans_tell_it(drag: float) -> None:
+    """Of 10 s of work, one plan has all beside updates, the other 2 s of it."""
+    contention = Contention()
+    observe(contention, NONE, *[(10 / (1 - drag), 10 / (1 - drag))] * 4)
+    observe(contention, SOME, *[(10 + drag * 2, 2.0)] * ENOUGH_AFTER)
+    assert contention.drag == pytest.approx(drag, abs=0.02)
+
+
+def test_plans_that_differ_by_little_tell_nothing() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(10.0, 8.0)] * 4)
+    observe(contention, SOME, *[(12.0, 8.3)] * ENOUGH_AFTER)
+    assert contention.drag == pytest.approx(TYPICAL_DRAG)
+
+
+def test_noise_between_plans_does_not_move_a_device_that_never_waits() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(10.0, 10.0)] * 4, starved=0.0)
+    observe(contention, SOME, *[(9.7, 8.5)] * ENOUGH_AFTER, starved=0.0)
+    assert contention.drag < 0.01
+
+
+def test_a_plan_that_ends_the_waiting_does_not_make_it_forgotten() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(16.0, 16.0)] * 4)
+    observe(contention, ALL, *[(10.0, 0.0)] * 20, starved=0.0)
+    assert contention.drag == pytest.approx(6 / 16, abs=0.02)
+
+
+def test_other_work_begins_anew() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(10.0, 10.0)] * 4)
+    observe(contention, NONE, *[(30.0, 10.0)] * OTHER_STEPS, starved=0.0)
+    assert contention.drag == 0.0
+    observe(contention, SOME, *[(25.0, 0.0)] * ENOUGH_AFTER, starved=0.0)
+    assert contention.drag < 0.01, "the plan before was for other work"
+
+
+def test_a_lone_long_step_is_no_other_work() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(10.0, 10.0)] * 4, (30.0, 10.0), (10.0, 10.0))
+    assert contention.drag == pytest.approx(TYPICAL_DRAG)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([NONE, SOME, ALL]), st.floats(0, 10), st.floats(0, 10), st.floats(0, 20)), max_size=40
+    )
+)
+def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float, float, float]]) -> None:
+    contention = Contention()
+    for owned, work_s, cpu_busy_s, starved_s in steps:
+        beside_s = beside(work_s, cpu_busy_s, 0.0)
+        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved_s=starved_s)
+        contention.check()
+    assert 0.0 <= contention.drag <= MAX_DRAG
+
+
+# --- a step with it ---
+
+
+def layer(rank: int) -> LayerProfile:
+    return LayerProfile(
+        lid=rank,
+        rank=rank,
+        numel=1 << 24,
+        forward_s=1.0,
+        backward_s=2.0,
+        d2h_s=0.0,
+        h2d_s=0.0,
+        cpu_update_s=1.0,
+        gpu_update_s=0.1,
+        gpu_state_bytes=10 << 24,
+        host_bytes=14 << 24,
+    )
+
+
+def test_a_step_without_stalls_is_longer_by_the_share() -> None:
+    """Four layers, 12 s of work. The CPU's 3 s are hidden, and cost 1.2 s."""
+    profile = Profile(layers=tuple(layer(rank) for rank in range(4)), drag=0.4)
+    timeline = simulate(profile, frozenset({0}))
+    assert timeline.stall_s == 0.0
+    assert timeline.step_s == pytest.approx(12.1 + 0.4 * 3, rel=1e-3)
+
+
+@given(st.floats(0, MAX_DRAG), st.frozensets(st.integers(0, 5)))
+def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
+    drag: float, owned: frozenset[int]
+) -> None:
+    layers = tuple(layer(rank) for rank in range(6))
+    without, there = simulate(Profile(layers=layers), owned), simulate(Profile(layers=layers, drag=drag), owned)
+    assert there.step_s >= without.step_s - 1e-9
+    assert there.step_s <= without.step_s + 18.0 * drag / (1 - drag) + 1e-9
+    if len(owned) == 6:
+        assert there == without
+
+
+# --- measured ---
+
+
+def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:
+    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    book = MeasurementBook(facts)
+    for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
+        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved_s=10.0, gpu_lids=(0,))
+        book.observe_trainer(
+            forward_s={0: 2.0, 1: 2.0}, backward_s={0: 3.0, 1: 3.0}, d2h_s={1: 0.0}, h2d_s={1: 0.0}, gpu_update_s={0: 0}
+        )
+        book.observe_optimizer(cpu_update_s={1: 5.0})
+        book.observe_step(step_s=11.0, stall_s=0.0, gpu_lids=(0,))
+        book.check()
+    profile = book.profile()
+    assert profile is not None and profile.drag == pytest.approx(TYPICAL_DRAG)
+    assert profile.forward_s + profile.backward_s == pytest.approx(8.0)
+    assert profile.other_s == pytest.approx(1.0)
+    assert simulate(profile, SOME).step_s == pytest.approx(11.0, rel=0.01)
