@@ -48,8 +48,9 @@ endif
 demo: setup
 	$(IN_VENV) bin/hytrain-cluster examples/demo.yaml
 
+# Tests wait for processes most of the time. Beyond a few at once they would wait for one another.
 test: lint
-	$(IN_VENV) -m pytest
+	$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: setup
 	$(IN_VENV) -m ruff check .

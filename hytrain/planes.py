@@ -9,6 +9,7 @@ TrainedLayer       the layer: its life, and one of
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class TrainedSegment:
 
     def part(self, whole: Tensor) -> Tensor:
         """This segment's elements of a tensor in the parameter's storage order."""
+        if self.spec.numel == whole.numel():
+            return whole
         return whole[self.start : self.start + self.spec.numel]
 
 
@@ -168,6 +171,8 @@ class DevicePlanes:
         """Raises `torch.OutOfMemoryError` unchanged. Without `zeros`, something has to be moved in first."""
         make = torch.zeros if zeros else torch.empty
         self._planes: dict[str, list[Tensor | None]] = {}
+        device = segments[0].weights.device
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         for plane in STATE_PLANES:
             self._planes[plane] = [
                 None
@@ -202,7 +207,7 @@ class DevicePlanes:
         if grads.is_cuda:
             from hytrain.kernels import gpu
 
-            with torch.cuda.device(grads.device):
+            with self._on_device:
                 gpu.update(
                     weights=segment.weights,
                     grads=grads,

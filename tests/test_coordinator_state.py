@@ -304,6 +304,19 @@ def test_steps_beside_work_on_memory_are_not_planned_from(driver: Driver) -> Non
     assert book.profile() != before
 
 
+@pytest.mark.parametrize("starved", [0.0, 1.0])
+def test_work_that_waits_for_launches_is_slowed_down_by_updates(driver: Driver, starved: float) -> None:
+    """Of LAYERS * 3 ms of work, half went on beside updates. What they cost is no layer's own."""
+    driver.start(policy="fixed", k=0.0)
+    work_s = LAYERS * 3e-3
+    for step in range(1, 4):
+        driver.handle(cpu_report(step, work_s / 4))
+        driver.handle(report(step, stall_s=0.0, starved_s=starved * work_s))
+    profile = driver.state._planning._book.profile()  # type: ignore[union-attr]
+    assert profile.drag == pytest.approx(0.4 * starved)
+    assert profile.forward_s + profile.backward_s == pytest.approx(work_s * (1 - 0.2 * starved))
+
+
 def test_times_belong_to_the_step_that_was_measured(driver: Driver) -> None:
     """A GPU runs behind: what a report brings is of an earlier step, and that step's own duration goes with it."""
     driver.start(policy="fixed", k=0.0)

@@ -8,6 +8,8 @@ backend's, so a layer may change owners in the middle of a run. Triton is import
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -71,20 +73,23 @@ def update(
     )
 
 
+@cache
+def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool) -> None:
+    check_dtypes(str(weights).removeprefix("torch."), str(grads).removeprefix("torch."), remainder)
+
+
 def _bits(plane: Tensor) -> Tensor:
     """bfloat16 as its bit patterns: conversions are then shifts, here as in C++."""
     return plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane
 
 
 def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    check_dtypes(
-        str(weights.dtype).removeprefix("torch."),
-        str(grads.dtype).removeprefix("torch."),
-        remainder is not None,
-    )
-    planes = [plane for plane in (weights, grads, remainder, exp_avg, exp_avg_sq) if plane is not None]
-    if any(plane.shape != (weights.numel(),) or not plane.is_contiguous() for plane in planes):
-        raise ValueError("an update wants contiguous one-dimensional planes of one length")
+    """A few microseconds: this runs for each parameter, while the device may be waiting for the next launch."""
+    _check_dtypes(weights.dtype, grads.dtype, remainder is not None)
+    shape = weights.shape
+    for plane in (weights, grads, exp_avg, exp_avg_sq, weights if remainder is None else remainder):
+        if plane.shape != shape or len(shape) != 1 or not plane.is_contiguous():
+            raise ValueError("an update wants contiguous one-dimensional planes of one length")
     if exp_avg.dtype != torch.float32 or exp_avg_sq.dtype != torch.float32:
         raise ValueError(f"moments are float32, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
     if remainder is not None and remainder.dtype != torch.int16:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Scalars:
     eps: float
 
 
+@lru_cache(maxsize=64)  # one step's segments share them, whoever updates
 def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
     """The scalars of a segment's update number `step`, counted from 1. Raises ValueError for step 0.
 

@@ -62,10 +62,12 @@ def test_the_bits_of_summing_first(dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 def test_as_torch_accumulates_in_float32() -> None:
+    """And what lies between the first forward and the last backward is measured as that."""
     ours, theirs = perceptron(), perceptron()
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
     with adamw(ours, grad_accumulation=MICRO, k=0.5) as opt:
         micro_batches(ours, opt, range(STEPS))
+        assert 0.0 < opt._engine._meter.middle_s < opt.statistics().step_s * STEPS
         micro_batches(theirs, reference, range(STEPS))
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []

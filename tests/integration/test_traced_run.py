@@ -94,7 +94,7 @@ def test_each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
                 assert "update" not in life
                 check_order(life, step, lid, lives[step + 1, lid].get("forward", []))
                 by_owner["cpu"] += 1
-    assert min(by_owner.values()) > STEPS, by_owner
+    assert min(by_owner.values()) >= len(lids), by_owner
 
 
 def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward: list[Event]) -> None:
