@@ -28,6 +28,7 @@ class Options:
     backend: str
     gradient_dtype: torch.dtype | None
     grad_accumulation: int
+    accumulate_on: str
     max_grad_norm: float | None
     clip: str
     on_nonfinite: str | None
@@ -54,6 +55,8 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         )
     if not isinstance(options.grad_accumulation, int) or options.grad_accumulation < 1:
         raise ConfigError(f"grad_accumulation is {options.grad_accumulation!r}: a whole number of backwards, from 1 on")
+    if options.accumulate_on not in ("auto", "device", "host"):
+        raise ConfigError(f'accumulate_on is {options.accumulate_on!r}: "device", "host", or "auto" for either')
     if options.max_grad_norm is not None and not options.max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm is {options.max_grad_norm!r}: a number above 0, or None")
     if options.clip not in ("global", "per_layer"):

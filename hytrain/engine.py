@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.accumulation import Accumulation
+from hytrain.accumulation import Accumulation, choose_sums
 from hytrain.boundary import Boundary
 from hytrain.checks import Options
 from hytrain.clipping import Clipping
@@ -65,7 +65,10 @@ class Engine:
         self._read_groups = read_groups
         self._overlap = options.overlap
         self.clipping = Clipping(parameters, options, transfers)
-        self.accumulation = Accumulation(options.grad_accumulation)
+        self.accumulation = Accumulation(
+            options.grad_accumulation,
+            lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()),
+        )
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self.health)
@@ -523,7 +526,7 @@ class Engine:
         self._handover.close()
         for layer in self.layers:
             layer.close()
-        self.accumulation.reset()
+        self.accumulation.close()
         self.clipping.close()
         self._held.clear()
         self._meter.close()

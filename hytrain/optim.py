@@ -59,6 +59,8 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
         grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loss's scale is the
             loop's business. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
+        accumulate_on: where the sums lie, 4 bytes a parameter: "device", "host" (they come and go over the link, to the
+            same bits), or "auto", which is the device if it has room for them when the first one is made.
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
         clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
@@ -89,6 +91,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         grad_accumulation: int = 1,
+        accumulate_on: str = "auto",
         max_grad_norm: float | None = None,
         clip: str = "global",
         on_nonfinite: str | None = None,
@@ -111,6 +114,7 @@ class AdamW(torch.optim.Optimizer):
             backend=backend,
             gradient_dtype=gradient_dtype,
             grad_accumulation=grad_accumulation,
+            accumulate_on=accumulate_on,
             max_grad_norm=max_grad_norm,
             clip=clip,
             on_nonfinite=on_nonfinite,

@@ -56,6 +56,8 @@ class Transfers(Protocol):
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer: ...
 
+    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer: ...
+
     def room(self) -> Room: ...
 
     def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer: ...
@@ -90,6 +92,9 @@ class HostTransfers:
         return transfer
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
+        return self._move(copies)
+
+    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer:
         return self._move(copies)
 
     def room(self) -> Room:
@@ -166,6 +171,13 @@ class CudaTransfers:
         """Copy what the current stream has left in weights and state into pinned planes."""
         self._state.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._state, copies, keep=[source for _, source in copies])
+
+    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer:
+        """Copy pinned memory, which `after` has written, into memory that was allocated before `room`."""
+        assert room is not None and after.done is not None, "made by room() and gradients_out()"
+        self._in.wait_event(room)
+        self._in.wait_event(after.done)
+        return self._copy(self._in, copies)
 
     def room(self) -> Room:
         """What was allocated may have been freed with work still ahead of it, on the current stream or the default."""

@@ -187,7 +187,8 @@ def test_gradients_in_bfloat16_for_float32_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     results = []
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
+    host = {"accumulate_on": "host"}
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}):
         model = llama(dtype)
         optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), grad_accumulation=3, **options)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,12 @@ def summed_first(dtype: torch.dtype, steps: range = range(STEPS), count: int = M
 def test_the_bits_of_summing_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     expected = summed_first(dtype)
-    choices: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"policy": "random"}, {"k": 0.5, "overlap": False}]
+    choices: list[dict[str, Any]] = [
+        {"k": 0.0},
+        {"k": 1.0, "accumulate_on": "host"},
+        {"policy": "random", "accumulate_on": "host"},
+        {"k": 0.5, "overlap": False},
+    ]
     for options in choices:
         model = perceptron(dtype=dtype)
         with adamw(model, grad_accumulation=MICRO, **options) as opt:
@@ -113,9 +118,10 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         opt.step()
 
 
-def test_zero_grad_drops_what_was_summed() -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_zero_grad_drops_what_was_summed(place: str) -> None:
     dropped, plain = perceptron(), perceptron()
-    with adamw(dropped, grad_accumulation=2, k=0.5) as opt:
+    with adamw(dropped, grad_accumulation=2, accumulate_on=place, k=0.5) as opt:
         square_loss(dropped, 99).backward()
         opt.zero_grad()
         for index in range(2):
@@ -143,7 +149,8 @@ class Sometimes(nn.Module):
         return y
 
 
-def test_parameters_without_a_gradient_in_some_backwards() -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_parameters_without_a_gradient_in_some_backwards(place: str) -> None:
     """One that is missing in the last backward is updated by its sum; in all of them, it is left alone."""
     uses = [("a", "b"), ("ab", "a"), ("b", "b"), ("a", "a"), ("ab", "ab")]
 
@@ -156,7 +163,7 @@ def test_parameters_without_a_gradient_in_some_backwards() -> None:
             opt.zero_grad()
 
     ours, theirs = Sometimes(), Sometimes()
-    with adamw(ours, grad_accumulation=2, k=0.5) as opt:
+    with adamw(ours, grad_accumulation=2, accumulate_on=place, k=0.5) as opt:
         run(ours, opt)
         opt.synchronize()
         run(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
@@ -223,6 +230,11 @@ def test_a_graph_may_be_used_again_while_gradients_are_summed() -> None:
             optimizer.step()
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_impossible_places() -> None:
+    with pytest.raises(ConfigError, match="accumulate_on"):
+        hytrain.AdamW(perceptron(), accumulate_on="gpu")
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "all"])

@@ -1,0 +1,160 @@
+"""Where gradients are summed up over the backwards of a step: on the device, or in host memory.
+
+    DeviceSums   they stay where they are made: 4 bytes a parameter of device memory
+    HostSums     they lie in pinned host memory, and come to the device one after the other, to be added to
+
+        backward n    … gradient of layer 2 ─▶ + ─▶ out        H2D, ahead of the gradients: 4, 3, [2], 1
+                                               ▲               D2H, behind them:            4, 3, [2]
+                                               └── the sum, fetched when layer 4's was taken
+
+All additions are the device's, in the same order, so the bits do not depend on the place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from hytrain.planes import TrainedParameter
+from hytrain.transfer import Transfer, Transfers
+
+#: Device memory for sums on their way in, and as much for those on their way out.
+WINDOW_BYTES: Final = 512 << 20
+
+
+class Sums(Protocol):
+    """One sum for a parameter, float32, shape (numel,) in the parameter's storage order."""
+
+    def begin(self) -> None:
+        """Another backward begins: the sums are needed in about the order in which they were put away."""
+
+    def take(self, parameter: TrainedParameter) -> Tensor | None:
+        """The sum on the device, ready on the current stream; None if there is none. It is not kept any more."""
+
+    def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        """Keep a sum that the current stream makes."""
+
+    def waiting(self) -> list[TrainedParameter]:
+        """Parameters whose sum has not been taken."""
+
+    def clear(self) -> None:
+        """They are not wanted."""
+
+    def close(self) -> None:
+        """Give all memory up, once no copy is under way."""
+
+
+class DeviceSums:
+    """The device has room for them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[TrainedParameter, Tensor] = {}
+
+    def begin(self) -> None:
+        """They are where they are needed."""
+
+    def take(self, parameter: TrainedParameter) -> Tensor | None:
+        return self._sums.pop(parameter, None)
+
+    def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        self._sums[parameter] = total
+
+    def waiting(self) -> list[TrainedParameter]:
+        return list(self._sums)
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def close(self) -> None:
+        self._sums.clear()
+
+
+class HostSums:
+    """The device has not. Memory in the host is kept from step to step; it is pinned when it is first used."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._memory: dict[TrainedParameter, _Pinned] = {}
+        self._left: dict[TrainedParameter, Transfer] = {}  # sums in host memory, in the order of this backward
+        self._ahead: Iterator[TrainedParameter] = iter(())  # those of the last backward, in its order
+        self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
+        self._leaving: deque[tuple[int, Transfer]] = deque()  # bytes, and the copy that holds them
+
+    def begin(self) -> None:
+        self._ahead = iter(list(self._left))
+        self._fetch_ahead()
+
+    def take(self, parameter: TrainedParameter) -> Tensor | None:
+        if parameter in self._left:
+            self._fetch(parameter)
+        if parameter not in self._coming:
+            return None
+        total, arrival = self._coming.pop(parameter)
+        self._transfers.land(arrival)
+        self._fetch_ahead()
+        return total
+
+    def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        while self._leaving and sum(nbytes for nbytes, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
+            self._transfers.land(self._leaving.popleft()[1])  # whoever gets its memory comes after the copy
+        departure = self._transfers.gradients_out([(self._host(parameter), total)])
+        self._leaving.append((total.nbytes, departure))
+        self._left[parameter] = departure
+
+    def waiting(self) -> list[TrainedParameter]:
+        return [*self._coming, *self._left]
+
+    def clear(self) -> None:
+        for copy in (*(arrival for _, arrival in self._coming.values()), *(copy for _, copy in self._leaving)):
+            self._transfers.land(copy)
+        self._coming.clear()
+        self._leaving.clear()
+        self._left.clear()
+
+    def close(self) -> None:
+        self._coming.clear()
+        self._leaving.clear()
+        self._left.clear()
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
+
+    def _fetch_ahead(self) -> None:
+        """Fetch what is needed next, as far as there is room."""
+        while sum(total.nbytes for total, _ in self._coming.values()) < WINDOW_BYTES:
+            parameter = next(self._ahead, None)
+            if parameter is None:
+                return
+            if parameter in self._left:
+                self._fetch(parameter)
+
+    def _fetch(self, parameter: TrainedParameter) -> None:
+        departure, host = self._left.pop(parameter), self._host(parameter)
+        total = torch.empty_like(host, device=parameter.parameter.device)
+        arrival = self._transfers.sums_in([(total, host)], self._transfers.room(), after=departure)
+        self._coming[parameter] = total, arrival
+
+    def _host(self, parameter: TrainedParameter) -> Tensor:
+        if parameter not in self._memory:
+            self._memory[parameter] = _Pinned(parameter.parameter.numel(), self._transfers)
+        return self._memory[parameter].tensor
+
+
+class _Pinned:
+    """A float32 tensor in host memory that the device reads and writes by itself."""
+
+    def __init__(self, numel: int, transfers: Transfers) -> None:
+        """Raises `CapacityError` if it cannot be pinned."""
+        self._pages, self._transfers = mmap.mmap(-1, 4 * numel), transfers
+        self.tensor = torch.frombuffer(self._pages, dtype=torch.float32)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        transfers.pin(self._address, len(self._pages))
+
+    def close(self) -> None:
+        self._transfers.unpin(self._address, len(self._pages))
