@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.parts import ALWAYS_CLIPPED, NEVER_CLIPPED, NO_CLIPPING
 from benchmarks.rows import Rows, ratio
 from benchmarks.words import MISSING, share
 
@@ -159,6 +160,18 @@ def idle_share(rows: Rows) -> Verdict:
     return at_most(measured["share"], 0.03, share(measured["share"])) if measured else NOT_MEASURED
 
 
+def never_clipped(rows: Rows) -> Verdict:
+    here = rows.of_part("clipping").where(system=AUTO)
+    times = (here.where(label=label).median("step_s") for label in (NEVER_CLIPPED, NO_CLIPPING))
+    return at_most(ratio(*times), 1.03)
+
+
+def always_clipped(rows: Rows) -> Verdict:
+    here = rows.of_part("clipping").where(label=ALWAYS_CLIPPED)
+    times = (here.where(system=system).median("step_s") for system in ("deepspeed-zero2", AUTO))
+    return at_least(ratio(*times), 1.5)
+
+
 def same_bits(rows: Rows) -> Verdict:
     """Equal checksums of all weights, however much overlapped and whoever owned the layers."""
     digests = [row.get("digest") for row in rows.of_part("identical")]
@@ -195,6 +208,8 @@ GOALS: Final = (
     Goal("deadline / the better of balance and cotrain, batch 1 to 16", "≤ 1.01, less memory", against_formulas),
     Goal("GPU idle at batch 8", "≤ 3 %", idle_share),
     Goal("overlapped or not, 200 steps", "the same bits", same_bits),
+    Goal("max_grad_norm, never clipped: step / the step without it", "≤ 1.03", never_clipped),
+    Goal("max_grad_norm, always clipped: faster than ZeRO-2 that clips, too", "≥ 1.5 ×", always_clipped),
 )
 
 

@@ -15,6 +15,7 @@ from benchmarks.job import Job, Segment
 
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
+NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,17 @@ def idle(template: Job) -> list[Job]:
     ]
 
 
+def clipping(template: Job) -> list[Job]:
+    """The global norm clipped never and always, beside not asking for it, and beside a peer that clips."""
+    limits = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
+    jobs = []
+    for label, limit in limits.items():
+        steps = Segment(batch=8, label=label, settle=12, measure=10, patience=12)
+        jobs.append(job(replace(template, clip=limit), "hytrain:auto", steps))
+    always = Segment(batch=8, label=ALWAYS_CLIPPED, settle=2, measure=5)
+    return [*jobs, job(replace(template, clip=limits[ALWAYS_CLIPPED]), "deepspeed-zero2", always)]
+
+
 def identical(template: Job) -> list[Job]:
     """200 steps, overlapped with layers moving as the planner likes, and with nothing overlapped: the same bits?"""
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, deterministic=True)
@@ -175,6 +187,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "batches": batches,
     "threads": threads,
     "idle": idle,
+    "clipping": clipping,
     "identical": identical,
     "cpu": _plain("torch", "hytrain:0", "hytrain:auto"),
 }

@@ -37,6 +37,7 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     "threads": tables.threads,
     "prediction": tables.prediction,
     "idle": tables.idle,
+    "clipping": tables.clipping,
     "identical": tables.identical,
 }
 _BLOCK: Final = re.compile(

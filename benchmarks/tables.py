@@ -6,6 +6,7 @@ from typing import Final
 
 from benchmarks import goals
 from benchmarks.goals import AUTO, predicted, reaction
+from benchmarks.parts import NO_CLIPPING
 from benchmarks.rows import Rows, group, ratio
 from benchmarks.words import MISSING, NOTHING, markdown, number, share
 
@@ -164,6 +165,19 @@ def idle(rows: Rows) -> str:
             body.append([row["system"], number(row.get("k"), 2), *shares, stall])
     head = ["system", "k", "idle", "weights", "launch", "turnaround", "other", "stalls by HyTrain's own marks"]
     return markdown(head, body)
+
+
+def clipping(rows: Rows) -> str:
+    """The global norm clipped or not, to HyTrain's step without it."""
+    here = rows.of_part("clipping")
+    base = here.where(system=AUTO, label=NO_CLIPPING).median("step_s")
+    body = [
+        [system, label, *_policy(mine), number(ratio(mine.median("step_s"), base))]
+        for label in here.labels()
+        for system in here.where(label=label).systems()
+        for mine in [here.where(label=label, system=system)]
+    ]
+    return markdown(["system", "the global norm is", *POLICY_HEAD, "to no clipping"], body)
 
 
 def identical(rows: Rows) -> str:
