@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hytrain.kernels import backend as backends
-from hytrain.kernels.backend import DTYPES, Backend
+from hytrain.kernels.backend import DTYPES, Backend, Into
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 from hytrain.kernels.split import join, split
 
@@ -285,6 +285,45 @@ def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
     assert_identical(tiled.map(lambda plane: plane[1:-1]), whole.map(lambda plane: plane[1:-1]))
     assert_identical(tiled.map(lambda plane: plane[:: numel - 1]), untouched.map(lambda plane: plane[:: numel - 1]))
     assert torch.equal(grads, read_only)
+
+
+@PAIRS
+@pytest.mark.parametrize("name", [EXACT[0], EXACT[1], ALL[-1]])
+def test_into_other_planes_as_in_place(name: str, pair: tuple[str, str]) -> None:
+    """Whatever the size, and whether or not the planes begin with a cache line; what is read stays as it was."""
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    backend, generator = backends.load(name, threads=2)[0], torch.Generator().manual_seed(10)
+    for numel, offset in ((1, 0), (63, 0), (64, 1), (2 * BLOCK + 77, 0), (2 * BLOCK, 3)):
+        grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+        before = Planes.of(torch.randn(numel, generator=generator), pair[0])
+        before.exp_avg.normal_(generator=generator)
+        before.exp_avg_sq.uniform_(generator=generator)
+        in_place, read = before.map(Tensor.clone), before.map(Tensor.clone)
+        rooms = {name: room(plane, offset) for name, plane in vars(read).items() if plane is not None}
+        on_host(backend)(in_place, grads, scalars(HYPER, 3, 0.5))
+        backend.update(
+            **{name: 0 if plane is None else plane.data_ptr() for name, plane in vars(read).items()},
+            grads=grads.data_ptr(),
+            numel=numel,
+            weights_dtype=pair[0],
+            grads_dtype=pair[1],
+            scalars=scalars(HYPER, 3, 0.5),
+            into=Into(**{"remainder": 0} | {name: written.data_ptr() for name, (_, written) in rooms.items()}),
+        )
+        assert_identical(
+            Planes(**{"remainder": None} | {name: written for name, (_, written) in rooms.items()}), in_place
+        )
+        for name, (around, written) in rooms.items():
+            assert torch.equal(getattr(read, name), getattr(before, name))
+            assert int((around == 7).sum()) - int((written == 7).sum()) == around.numel() - numel, "nothing beside it"
+
+
+def room(plane: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+    """Memory full of sevens, and as many elements in it as `plane` has, so many from the start of a cache line."""
+    around = torch.full((plane.numel() + 200,), 7, dtype=plane.dtype)
+    start = (-around.data_ptr() % 64) // around.element_size() + offset
+    return around, around[start : start + plane.numel()]
 
 
 @pytest.mark.parametrize("threads", [1, 3, 8])

@@ -10,6 +10,7 @@ lives on it should not have to import one.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Protocol
 
 from hytrain.errors import BackendUnavailable
@@ -21,8 +22,18 @@ BACKENDS = ("native", "torch", "deepspeed")
 DTYPES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Into:
+    """Addresses of the planes that an update writes, where it does not write those that it reads."""
+
+    weights: int
+    remainder: int
+    exp_avg: int
+    exp_avg_sq: int
+
+
 class Backend(Protocol):
-    """AdamW in place, on planes in this process's memory.
+    """AdamW on planes in this process's memory.
 
     `threads` may be set between two calls: from the next one on, that many threads work.
     """
@@ -44,8 +55,9 @@ class Backend(Protocol):
         weights_dtype: str,
         grads_dtype: str,
         scalars: Scalars,
+        into: Into | None = None,
     ) -> None:
-        """Update `numel` consecutive elements of one segment.
+        """Update `numel` consecutive elements of one segment: in place, or `into` other planes, to the same bits.
 
         The planes are addresses. `remainder` is int16 and belongs to bfloat16 weights, 0 stands for none;
         the moments are float32. Raises ValueError for a pair of dtypes that is not in `DTYPES`.

@@ -15,7 +15,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from hytrain.kernels.backend import DTYPES, check_dtypes
+from hytrain.kernels.backend import DTYPES, Into, check_dtypes
 from hytrain.kernels.build import build
 from hytrain.kernels.scalars import Scalars
 
@@ -31,6 +31,12 @@ class _Scalars(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_float) for name in SCALARS)
 
 
+class _Planes(ctypes.Structure):
+    """adamw.cpp's Planes."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq"))
+
+
 class NativeBackend:
     """The native update, with `threads` threads in each call."""
 
@@ -41,10 +47,8 @@ class NativeBackend:
         library = ctypes.CDLL(str(build(SOURCE)))
         self._update = {pair: getattr(library, f"hytrain_adamw_{pair[0]}_{pair[1]}") for pair in DTYPES}
         for function in self._update.values():
-            function.argtypes = (
-                *[ctypes.c_void_p] * 5,
-                *(ctypes.c_int64, ctypes.POINTER(_Scalars), ctypes.c_int),
-            )
+            planes, numbers = ctypes.POINTER(_Planes), ctypes.POINTER(_Scalars)
+            function.argtypes = (planes, ctypes.c_void_p, planes, ctypes.c_int64, numbers, ctypes.c_int)
             function.restype = None
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
@@ -62,14 +66,15 @@ class NativeBackend:
         weights_dtype: str,
         grads_dtype: str,
         scalars: Scalars,
+        into: Into | None = None,
     ) -> None:
         """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
         rounded = _Scalars(*[getattr(scalars, name) for name in SCALARS])
+        planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)
+        to = planes if into is None else _Planes(into.weights, into.remainder, into.exp_avg, into.exp_avg_sq)
         function = self._update[weights_dtype, grads_dtype]
-        function(
-            weights, grads, remainder, exp_avg, exp_avg_sq, numel, ctypes.byref(rounded), self.threads
-        )  # fmt: skip
+        function(ctypes.byref(planes), grads, ctypes.byref(to), numel, ctypes.byref(rounded), self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch."""

@@ -5,18 +5,20 @@ copies stay in cache. It also computes the last elements of an odd size in anoth
 `WIDTH`; then all elements are treated alike, and the results are the native backend's, however a segment is
 cut into ranges.
 
-    planes at addresses -> tensors over them -> chunks -> (join) -> _adamw -> (split)
+    planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _adamw -> (split)
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hytrain.kernels.backend import check_dtypes
+from hytrain.kernels.backend import Into, check_dtypes
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import join, split
 
@@ -58,23 +60,25 @@ class TorchBackend:
         weights_dtype: str,
         grads_dtype: str,
         scalars: Scalars,
+        into: Into | None = None,
     ) -> None:
         """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
+        to = into or Into(weights=weights, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         planes = [
-            _over(weights, numel, _DTYPES[weights_dtype]),
-            _over(grads, numel, _DTYPES[grads_dtype]),
-            _over(exp_avg, numel, torch.float32),
-            _over(exp_avg_sq, numel, torch.float32),
+            (_over(weights, numel, _DTYPES[weights_dtype]), _over(to.weights, numel, _DTYPES[weights_dtype])),
+            (_over(grads, numel, _DTYPES[grads_dtype]),) * 2,
+            (_over(exp_avg, numel, torch.float32), _over(to.exp_avg, numel, torch.float32)),
+            (_over(exp_avg_sq, numel, torch.float32), _over(to.exp_avg_sq, numel, torch.float32)),
         ]
         if remainder:
-            planes.append(_over(remainder, numel, torch.int16))
+            planes.append((_over(remainder, numel, torch.int16), _over(to.remainder, numel, torch.int16)))
         whole = numel - numel % WIDTH
-        for begin in range(0, whole, self._chunk_numel):
-            end = min(begin + self._chunk_numel, whole)
-            self._update_chunk(scalars, *(plane[begin:end] for plane in planes))
+        cuts = [*range(0, whole, self._chunk_numel), whole]
+        for begin, end in pairwise(cuts):
+            self._update_chunk(scalars, *_moved(planes, begin, end))
         if whole < numel:
-            self._update_tail(scalars, [plane[whole:] for plane in planes])
+            self._update_tail(scalars, _moved(planes, whole, numel))
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch."""
@@ -126,6 +130,16 @@ class TorchBackend:
             amsgrad=False,
             maximize=hyper.maximize,
         )
+
+
+def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> list[Tensor]:
+    """Elements [begin, end) of the planes that are written, with the values of those that are read."""
+    chunks = []
+    for read, written in planes:
+        if read.data_ptr() != written.data_ptr():
+            written[begin:end].copy_(read[begin:end])
+        chunks.append(written[begin:end])
+    return chunks
 
 
 def _over(address: int, numel: int, dtype: torch.dtype) -> Tensor:
