@@ -3,7 +3,8 @@
 TrainedParameter   one parameter: its step count, its consumed-gradient marker, where its storage was
 TrainedSegment     one piece of it inside a layer, as 1-D view in storage order
 TrainedLayer       the layer: its life, and one of
-    ArenaPlanes      the CPU owns it: `grads` and `weights` mapped and pinned, the rest mapped to be read
+    ArenaPlanes      the CPU owns it: `grads` and `weights` mapped and pinned, the rest mapped to be read; in the bank
+                     that holds, where there are two
     DevicePlanes     the GPU owns it: `remainder`, `exp_avg`, `exp_avg_sq` on the device; on the way there, `Moving`
 """
 
@@ -26,7 +27,7 @@ from hytrain.kernels.scalars import Scalars
 from hytrain.layers import ModelLayer, storage_order
 from hytrain.lifecycle import LayerLife, State
 from hytrain.transfer import Copy, Room, Transfer, Transfers
-from protocol.handles import ArenaLayout, TensorHandle, check_handle, layout
+from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout
 from protocol.messages import Layer, Segment
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
@@ -101,7 +102,10 @@ class TrainedSegment:
 
 
 class ArenaPlanes:
-    """The planes of a layer that the CPU owns, as views of the optimizer's arena."""
+    """The planes of a layer that the CPU owns, as views of the optimizer's arena.
+
+    `banks` are those that hold, by segment: where `weights` and `state` look. Nobody has the others' planes to read.
+    """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
         """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
@@ -116,12 +120,23 @@ class ArenaPlanes:
         self._all: Mapping | None = None
         self._mapping_all = threading.Lock()  # a handover maps on a thread of its own
         self._state_is_pinned = False
-        self.grads = self._views(self._shared, "grads")
-        self.weights = self._views(self._shared, "weights")
+        layout = file.layout
+        self.banks = (0,) * len(layout.handles["grads"])
+        self.grads = [self._view(self._shared, handle) for handle in layout.handles["grads"]]
+        self._weights = [
+            [self._view(self._shared, handle) for handle in layout.handles[bank_plane("weights", bank)]]
+            for bank in range(layout.banks)
+        ]
+
+    @property
+    def weights(self) -> list[Tensor | None]:
+        """The `weights` plane's segments."""
+        return [self._weights[bank][index] for index, bank in enumerate(self.banks)]
 
     def state(self, plane: str) -> list[Tensor | None]:
         """A state plane's segments, mapped when first asked for. The optimizer must be done with the layer."""
-        return self._views(self._whole(), plane)
+        whole, handles = self._whole(), self._file.layout.handles
+        return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
 
     def pin_state(self) -> None:
         """Pin the state planes, for the time of a handover: they then move at the link's speed."""
@@ -150,11 +165,8 @@ class ArenaPlanes:
         self.unpin_state()
         self._transfers.unpin(self._shared.address, self._shared.nbytes)
         self._shared = self._all = None
-        self.grads, self.weights = [], []
+        self.grads, self._weights, self.banks = [], [], ()
         self._file.close()
-
-    def _views(self, mapping: Mapping, plane: str) -> list[Tensor | None]:
-        return [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
 
     def _view(self, mapping: Mapping, handle: TensorHandle | None) -> Tensor | None:
         if handle is None:

@@ -1,11 +1,16 @@
 """Where a layer's arrays lie in its arena, and the checks on every handle to them.
 
-An arena is one shared-memory file for one layer, holding its five planes one after the other. Both sides
+An arena is one shared-memory file for one layer, holding its planes one after the other. Both sides
 compute the layout from the layer table, so what travels is a layer ID and a size that must agree with it:
 
     arena of layer l
     | grads | weights | remainder | exp_avg | exp_avg_sq |      each plane starts on a page
       └ segment 0 | segment 1 | …                               each segment on 128 elements
+
+Where updates may have to be undone, the planes that they write are there twice, in bank 0 and bank 1, whose planes have
+a prime. Which bank holds is agreed on segment by segment, update by update (`messages.WeightsReady`).
+
+    | grads | weights | weights' | remainder | exp_avg | exp_avg_sq | remainder' | exp_avg' | exp_avg_sq' |
 
 Trainer and optimizer map all or a part of it; sizes are bytes, offsets count from the arena's start.
 """
@@ -18,6 +23,9 @@ from typing import Final
 from protocol.messages import Layer, Segment
 
 PLANES: Final = ("grads", "weights", "remainder", "exp_avg", "exp_avg_sq")
+#: What an update writes, and what a second bank has again.
+BANKED_PLANES: Final = PLANES[1:]
+#: Those of each bank that the trainer works with all the time; they come first.
 SHARED_PLANES: Final = ("grads", "weights")
 DTYPE_BYTES: Final = {"bfloat16": 2, "float32": 4, "int16": 2}
 PAGE_BYTES: Final = 4096
@@ -46,9 +54,13 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The arena of one layer. `handles[plane][i]` is segment i there, None where it has no such array."""
+    """The arena of one layer. `handles[plane][i]` is segment i there, None where it has no such array.
+
+    `plane` is a name from `planes_of(banks)`.
+    """
 
     lid: int
+    banks: int
     nbytes: int
     shared_nbytes: int
     plane_nbytes: dict[str, int]
@@ -57,21 +69,34 @@ class ArenaLayout:
 
 def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`; None if it has no array there (fp32 weights need no remainder)."""
-    if plane == "grads":
+    kind = plane.removesuffix("'")
+    if kind == "grads":
         return segment.grads_dtype
-    if plane == "weights":
+    if kind == "weights":
         return segment.dtype
-    if plane == "remainder":
+    if kind == "remainder":
         return "int16" if segment.dtype == "bfloat16" else None
     return "float32"
 
 
-def layout(layer: Layer) -> ArenaLayout:
-    """Lay out the planes of `layer`. `shared_nbytes` covers `grads` and `weights`, which come first."""
+def bank_plane(plane: str, bank: int) -> str:
+    """The name of one of `BANKED_PLANES` in bank 0 or 1."""
+    return plane + "'" * bank
+
+
+def planes_of(banks: int) -> tuple[str, ...]:
+    """The planes of an arena with one bank or two, in their order: those first that are shared."""
+    shared = [bank_plane("weights", bank) for bank in range(banks)]
+    state = [bank_plane(plane, bank) for bank in range(banks) for plane in BANKED_PLANES if plane != "weights"]
+    return ("grads", *shared, *state)
+
+
+def layout(layer: Layer, banks: int = 1) -> ArenaLayout:
+    """Lay out the planes of `layer`. `shared_nbytes` covers `grads` and all banks' `weights`, which come first."""
     offset = shared = 0
     handles: dict[str, tuple[TensorHandle | None, ...]] = {}
     sizes: dict[str, int] = {}
-    for plane in PLANES:
+    for plane in planes_of(banks):
         start = offset
         row: list[TensorHandle | None] = []
         for index, segment in enumerate(layer.segments):
@@ -92,9 +117,9 @@ def layout(layer: Layer) -> ArenaLayout:
             offset += _round_up(segment.numel, ALIGN_ELEMENTS) * DTYPE_BYTES[dtype]
         offset = _round_up(offset, PAGE_BYTES)
         handles[plane], sizes[plane] = tuple(row), offset - start
-        if plane == SHARED_PLANES[-1]:
+        if plane.removesuffix("'") in SHARED_PLANES:
             shared = offset
-    return ArenaLayout(layer.lid, offset, shared, sizes, handles)
+    return ArenaLayout(layer.lid, banks, offset, shared, sizes, handles)
 
 
 def check_arena(expected: ArenaLayout, *, lid: int, nbytes: int, file_bytes: int) -> None:

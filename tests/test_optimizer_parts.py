@@ -159,12 +159,35 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner) -> None:
     owner.arenas.request(1)
     owner.touch_all()
     segment: SegmentPlanes = owner.arenas.segments[1][1]
-    start_of = dict(zip(("grads", "weights", "remainder", "exp_avg", "exp_avg_sq"), segment.planes, strict=True))
+    start_of = {"grads": segment.grads, **segment.banks[0]}
     segment.update(owner.backend, 100, 260, None)  # type: ignore[arg-type]
     [update] = owner.backend.updated
     assert update["numel"] == 160 and update["weights_dtype"] == update["grads_dtype"] == "bfloat16"
+    assert update["into"] is None
     for plane, width in (("grads", 2), ("weights", 2), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
         assert update[plane] == start_of[plane][0] + 100 * width
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_update_may_write_the_other_bank(dtype: str) -> None:
+    owner = Owner()
+    arenas = Arenas([layer(0, 256, 640, dtype=dtype)], owner.backend, owner.arenas._connection, token=TOKEN, banks=2)
+    arenas.request(0)
+    while arenas.pending is not None:
+        arenas.touch_next()
+    segment = arenas.segments[0][1]
+    segment.update(owner.backend, 128, 640, None, source=1, target=0)  # type: ignore[arg-type]
+    [update] = owner.backend.updated
+    width = 2 if dtype == "bfloat16" else 4
+    assert update["grads"] == segment.grads[0] + 128 * width
+    for plane in ("weights", "exp_avg", "exp_avg_sq"):
+        (here, each), (there, _) = segment.banks[0][plane], segment.banks[1][plane]
+        assert update[plane] == there + 128 * each
+        assert getattr(update["into"], plane) == here + 128 * each
+        assert abs(here - there) >= (256 + 640) * each, "each bank is whole"
+    assert (update["remainder"], update["into"].remainder) != (0, 0) or dtype == "float32"
+    arenas.close()
+    owner.trainer.close()
 
 
 def test_float32_weights_have_no_remainder() -> None:

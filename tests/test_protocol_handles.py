@@ -13,16 +13,18 @@ from message_strategies import segments
 
 from protocol.handles import (
     ALIGN_ELEMENTS,
+    BANKED_PLANES,
     DTYPE_BYTES,
     PAGE_BYTES,
     PLANES,
-    SHARED_PLANES,
     ArenaLayout,
     HandleError,
     TensorHandle,
+    bank_plane,
     check_arena,
     check_handle,
     layout,
+    planes_of,
 )
 from protocol.messages import Layer, Segment
 
@@ -40,19 +42,19 @@ some_layers = st.lists(segments(), min_size=1, max_size=5).map(lambda parts: lay
 
 
 def arrays(arena: ArenaLayout) -> list[TensorHandle]:
-    return [handle for plane in PLANES for handle in arena.handles[plane] if handle is not None]
+    return [handle for plane in planes_of(arena.banks) for handle in arena.handles[plane] if handle is not None]
 
 
-@given(some_layers)
+@given(some_layers, st.sampled_from([1, 2]))
 @settings(deadline=None)
-def test_arrays_are_disjoint_aligned_and_inside(spec: Layer) -> None:
-    arena = layout(spec)
-    assert tuple(arena.handles) == PLANES
+def test_arrays_are_disjoint_aligned_and_inside(spec: Layer, banks: int) -> None:
+    arena = layout(spec, banks)
+    assert tuple(arena.handles) == planes_of(banks)
     for before, after in pairwise(arrays(arena)):
         assert before.offset + before.nbytes <= after.offset
     assert arrays(arena)[-1].offset + arrays(arena)[-1].nbytes <= arena.nbytes
     start = 0
-    for plane in PLANES:
+    for plane in planes_of(banks):
         row = [handle for handle in arena.handles[plane] if handle is not None]
         for handle in row:
             assert handle.offset % DTYPE_BYTES[handle.dtype] == 0
@@ -64,9 +66,15 @@ def test_arrays_are_disjoint_aligned_and_inside(spec: Layer) -> None:
             assert row[0].offset == start
         assert start % PAGE_BYTES == arena.plane_nbytes[plane] % PAGE_BYTES == 0
         start += arena.plane_nbytes[plane]
-        if plane == SHARED_PLANES[-1]:
+        if plane == bank_plane("weights", banks - 1):
             assert arena.shared_nbytes == start
     assert start == arena.nbytes == sum(arena.plane_nbytes.values())
+
+
+def test_one_bank_has_the_planes_and_two_have_what_an_update_writes_twice() -> None:
+    assert planes_of(1) == PLANES
+    doubled = [plane.removesuffix("'") for plane in planes_of(2)]
+    assert sorted(doubled) == sorted((*PLANES, *BANKED_PLANES)) and len(set(planes_of(2))) == len(doubled)
 
 
 @given(some_layers)
@@ -86,10 +94,10 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
                 assert (handle.numel, handle.dtype) == (part.numel, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "grads_dtype", "expected"), [("bfloat16", None, 14), ("float32", None, 16)])
-def test_bytes_for_each_parameter(dtype: str, grads_dtype: str | None, expected: int) -> None:
+@pytest.mark.parametrize(("dtype", "banks", "expected"), [("bfloat16", 1, 14), ("float32", 1, 16), ("bfloat16", 2, 26)])
+def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None:
     numel = 1 << 20
-    assert layout(layer(segment(numel, dtype, grads_dtype))).nbytes == expected * numel
+    assert layout(layer(segment(numel, dtype)), banks).nbytes == expected * numel
 
 
 def test_a_layer_without_remainder_has_an_empty_plane() -> None:

@@ -19,42 +19,56 @@ from dataclasses import dataclass
 from typing import Final
 
 from hytrain.arena import HostArena, send_arena
-from hytrain.kernels.backend import Backend
+from hytrain.kernels.backend import Backend, Into
 from hytrain.kernels.scalars import Scalars
-from protocol.handles import PLANES, layout
+from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 
 #: Touched by all threads together in about the time of a tile's update.
 PIECE_BYTES: Final = 32 << 20
 
 
+#: Address and bytes an element; zeros for a plane that a segment does not have.
+Place = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentPlanes:
-    """Where the planes of one segment lie: address and bytes an element of each, in the order of `PLANES`."""
+    """Where the planes of one segment lie: the gradient's, and for each bank those of `BANKED_PLANES`, by name."""
 
     segment: Segment
-    planes: tuple[tuple[int, int], ...]
+    grads: Place
+    banks: tuple[dict[str, Place], ...]
 
     @classmethod
     def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
-        handles = [arena.layout.handles[plane][index] for plane in PLANES]
-        places = [(arena.address_of(h), h.nbytes // h.numel) if h is not None else (0, 0) for h in handles]
-        return cls(segment, tuple(places))
+        def place(handle: TensorHandle | None) -> Place:
+            return (0, 0) if handle is None else (arena.address_of(handle), handle.nbytes // handle.numel)
 
-    def update(self, backend: Backend, start: int, stop: int, scalars: Scalars) -> None:
-        """Update elements [start, stop) of the segment."""
-        grads, weights, remainder, exp_avg, exp_avg_sq = [base + start * width for base, width in self.planes]
+        handles = arena.layout.handles
+        banks = [
+            {plane: place(handles[bank_plane(plane, bank)][index]) for plane in BANKED_PLANES}
+            for bank in range(arena.layout.banks)
+        ]
+        return cls(segment, place(handles["grads"][index]), tuple(banks))
+
+    def update(
+        self, backend: Backend, start: int, stop: int, scalars: Scalars, *, source: int = 0, target: int = 0
+    ) -> None:
+        """Update elements [start, stop) of the segment, read from bank `source` and written into bank `target`."""
+        address, width = self.grads
         backend.update(
-            weights=weights,
-            grads=grads,
-            remainder=remainder,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
+            **self._addresses(source, start),
+            grads=address + start * width,
             numel=stop - start,
             weights_dtype=self.segment.dtype,
             grads_dtype=self.segment.grads_dtype,
             scalars=scalars,
+            into=None if source == target else Into(**self._addresses(target, start)),
         )
+
+    def _addresses(self, bank: int, start: int) -> dict[str, int]:
+        return {plane: address + start * width for plane, (address, width) in self.banks[bank].items()}
 
 
 def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:
@@ -64,9 +78,11 @@ def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:
 class Arenas:
     """`segments[lid]` are the planes of each layer whose memory is there; `pending` is the layer whose is coming."""
 
-    def __init__(self, layers: Sequence[Layer], backend: Backend, connection: socket.socket, *, token: str) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], backend: Backend, connection: socket.socket, *, token: str, banks: int = 1
+    ) -> None:
         self.segments: dict[int, tuple[SegmentPlanes, ...]] = {}
-        self._layers, self._backend = layers, backend
+        self._layers, self._backend, self._banks = layers, backend, banks
         self._connection, self._token = connection, token
         self._arenas: dict[int, HostArena] = {}
         self._coming: deque[HostArena] = deque()
@@ -83,7 +99,7 @@ class Arenas:
         """Make the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
             raise ValueError(f"planes for layer {lid}, which is unknown or has them")
-        self._arenas[lid] = arena = HostArena(layout(self._layers[lid]))
+        self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self._banks))
         self._coming.append(arena)
 
     def touch_next(self) -> None:
