@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain.planner import (
+    ClippedShare,
     Decision,
     Infeasible,
     LayerFacts,
@@ -19,10 +20,14 @@ from hytrain.planner import (
     Limits,
     MeasurementBook,
     Profile,
+    ahead,
     balance_k,
     cotrain_k,
     deadline_k,
     decide,
+    drawn,
+    gain,
+    is_worth_it,
     prefix_for,
     simulate,
     twin_flow_k,
@@ -453,10 +458,57 @@ def test_where_updates_wait_for_the_end_of_backward_the_cpu_has_only_the_forward
     assert simulate(bound, free.lids).step_s == pytest.approx(simulate(free, free.lids).step_s)
 
 
+def test_ahead_of_the_verdict_updates_run_beside_backward_and_weights_come_after_it() -> None:
+    free = uniform(10, d2h_s=0.1, h2d_s=0.1, cpu_update_s=1.0, gpu_update_s=0.1)
+    waiting = replace(free, awaits_verdict=True)
+    timeline = simulate(ahead(waiting, 0.0), NONE)
+    begun = {
+        kind: [begin_s for each, _, begin_s, _ in timeline.events if each == kind] for kind in ("cpu_update", "h2d")
+    }
+    assert min(begun["cpu_update"]) == pytest.approx(2.1) and min(begun["h2d"]) == pytest.approx(20.0)
+    up = [lid for kind, lid, *_ in timeline.events if kind == "h2d"]
+    assert up[:-1] == sorted(lids(*range(1, 10)), reverse=True), "lowest rank first"
+    assert simulate(free, NONE).step_s <= timeline.step_s < simulate(waiting, NONE).step_s
+
+
+def test_a_clipped_step_is_as_if_its_updates_had_waited() -> None:
+    waiting = replace(uniform(10, cpu_update_s=2.0), awaits_verdict=True)
+    held_s, waited_s = simulate(ahead(waiting, 0.0), NONE).step_s, simulate(waiting, NONE).step_s
+    assert simulate(ahead(waiting, 0.25), NONE).step_s == pytest.approx(0.75 * held_s + 0.25 * waited_s)
+    assert simulate(ahead(waiting, 1.0), NONE).step_s == pytest.approx(waited_s)
+    assert ahead(uniform(2), 0.5) == replace(uniform(2), clipped=0.5), "without a verdict there is nothing ahead of it"
+
+
+@given(profiles, st.floats(0, 1))
+def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float) -> None:
+    waiting = replace(profile, awaits_verdict=True)
+    never, some = gain(waiting, NONE, 0.0), gain(waiting, NONE, clipped)
+    assert some == pytest.approx((1 - clipped) * never, abs=1e-9) and gain(waiting, NONE, 1.0) == pytest.approx(0.0)
+    assert gain(waiting, profile.lids, 0.0) == 0.0, "the GPU waits for its own"
+
+
+def test_a_mode_that_is_hardly_worth_it_is_kept_and_not_begun() -> None:
+    assert [is_worth_it(gained, now=True) for gained in (0.02, 0.005, 0.001)] == [True, True, False]
+    assert [is_worth_it(gained, now=False) for gained in (0.02, 0.005, 0.001)] == [True, False, False]
+    assert {drawn(seed) for seed in range(20)} == {False, True}
+
+
+def test_the_share_of_clipped_steps_follows_what_happens() -> None:
+    share = ClippedShare()
+    for _ in range(40):
+        share.add(clipped=True)
+        share.check()
+    assert share.value > 0.95
+    for step in range(200):
+        share.add(clipped=step % 4 == 0)
+    assert 0.15 < share.value < 0.35
+
+
 def test_held_gradients_take_memory_and_do_not_move() -> None:
     """With a verdict to await, the GPU keeps 2 bytes a parameter more of a layer, and 10 of them travel."""
     plain = layer(0, numel=100, d2h_s=1.0)
     held = layer(0, numel=100, d2h_s=1.0, gpu_state_bytes=1200, held_bytes=200)
-    assert held.move_s == plain.move_s == 5.0
+    spare = layer(0, numel=100, d2h_s=1.0, host_bytes=2600, spare_bytes=1200)
+    assert held.move_s == plain.move_s == spare.move_s == 5.0
     limits = Limits(gpu_state_bytes=1100)
     assert limits.allow(Profile(layers=(plain,)), lids(0)) and not limits.allow(Profile(layers=(held,)), lids(0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
-from hytrain.planner import LayerProfile, Limits, Profile, decide, simulate
+from hytrain.planner import LayerProfile, Limits, Profile, ahead, decide, simulate
 from hytrain.planner.deadline import aim
 
 CASES = range(24)
@@ -77,6 +78,20 @@ def test_no_prefix_is_more_than_one_percent_faster_and_none_as_fast_is_smaller(b
         assert step_s(profile, chosen) <= enough_s, seed
         least = min(profile.gpu_state_bytes(some) for some in steps_s if steps_s[some] <= enough_s)
         assert limited or profile.gpu_state_bytes(chosen) <= least, seed
+
+
+@pytest.mark.parametrize("clipped", [0.0, 0.05, 0.3, 1.0])
+def test_nor_where_some_updates_are_undone(clipped: float) -> None:
+    """The mean of steps whose updates hold, and of those that are clipped."""
+    for seed in range(8):
+        for batch in (1, 4, 16):
+            profile = ahead(replace(llama(seed, batch), awaits_verdict=True), clipped)
+            chosen = aim("speed", profile, Limits()).gpu_lids
+            steps_s = [step_s(profile, frozenset(range(count))) for count in range(len(profile.layers) + 1)]
+            assert step_s(profile, chosen) <= SAME * min(steps_s), (seed, batch)
+            waiting = replace(profile, speculates=False)
+            least = profile.gpu_state_bytes(aim("speed", waiting, Limits()).gpu_lids)
+            assert profile.gpu_state_bytes(chosen) <= least, (seed, batch)
 
 
 @pytest.mark.parametrize("limited", [False, True])

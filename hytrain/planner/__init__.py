@@ -6,6 +6,7 @@ measured times ──▶ MeasurementBook ──profile()──▶ decide() ─�
 rates alone ──▶ first_lids() ──▶ the first plan    │
                 (first.py)           formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
+verdicts on norms ──▶ whether the CPU waits for them (mode.py)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.first import first_lids
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for, twin_flow_k
 from hytrain.planner.ladder import Infeasible
+from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.policies import POLICIES, Decision, decide
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
@@ -24,6 +26,7 @@ __all__ = [
     "Event",
     "Ewma",
     "Infeasible",
+    "ClippedShare",
     "LayerFacts",
     "LayerProfile",
     "Limits",
@@ -31,11 +34,15 @@ __all__ = [
     "Profile",
     "Rates",
     "Timeline",
+    "ahead",
     "balance_k",
     "cotrain_k",
     "deadline_k",
     "decide",
+    "drawn",
     "first_lids",
+    "gain",
+    "is_worth_it",
     "prefix_for",
     "simulate",
     "twin_flow_k",

@@ -283,6 +283,7 @@ class MeasurementBook:
                 numel=layer.numel,
                 gpu_state_bytes=layer.gpu_state_bytes,
                 held_bytes=layer.held_bytes,
+                spare_bytes=layer.spare_bytes,
                 host_bytes=layer.host_bytes,
                 **{role: times[role][layer.lid] for role in ROLES},
             )

@@ -131,6 +131,8 @@ def _why(steps: Steps, j: int) -> str:
     if j == ladder.lowest:
         return f"{k} is the least that host memory allows"
     below = steps[j - 1]
+    if not below.stalls_s and profile.speculates and profile.clipped:
+        return f"{profile.clipped:.0%} of the steps are clipped; {k} is the least with the shortest mean"
     if not below.stalls_s:
         return f"launches are slow beside the CPU's updates; {k} is the least with the shortest steps"
     before = f"CPU finishes {_ms(below.stall_s)} late at k={profile.k_of(ladder.rung(j - 1)):.2f}"

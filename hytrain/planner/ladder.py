@@ -19,13 +19,14 @@ than the GPU's own updates take, the line goes on falling, and the highest rung 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hytrain.errors import HyTrainError
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
+BETWEEN = 4  # rungs that are looked at between where steps of two kinds cease to stall
 SAME_SPEED = 0.01  # step times this close are called equal, and memory decides
 
 
@@ -104,11 +105,24 @@ def search(steps: Steps) -> int:
     ladder, profile = steps.ladder, steps.profile
     lowest, highest = ladder.lowest, len(ladder.layers)
     guess = ladder.rung_for(deadline_k(profile), profile)
-    no_stalls = _first(lambda j: steps[j].stall_s <= 1e-9 * steps[j].step_s, lowest, highest, guess)
-    baselines = (ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile)))
-    fastest = steps.fastest(no_stalls, *baselines, highest)
+    rungs = [ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile))]
+    no_stalls = _no_stalls(steps, guess)
+    rungs += [no_stalls, highest]
+    if profile.speculates and profile.clipped:  # clipped steps stall up to a higher rung: the best may be in between
+        waiting = _no_stalls(Steps(replace(profile, speculates=False), ladder), guess)
+        rungs += [
+            waiting,
+            max(waiting - 1, lowest),
+            *range(no_stalls, waiting, max(1, (waiting - no_stalls) // BETWEEN)),
+        ]
+    fastest = steps.fastest(*rungs)
     enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
     return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)
+
+
+def _no_stalls(steps: Steps, guess: int) -> int:
+    lowest, highest = steps.ladder.lowest, len(steps.ladder.layers)
+    return _first(lambda j: steps[j].stall_s <= 1e-9 * steps[j].step_s, lowest, highest, guess)
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int, probe: int) -> int:

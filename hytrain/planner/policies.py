@@ -111,20 +111,20 @@ def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target
 def _by_chance(seed: int, profile: Profile, limits: Limits, ladder: Ladder, current: frozenset[int]) -> Target:
     """Layers in an order drawn from the seed, as many as drawn; drawn again if that changes nothing."""
     for draw in range(16):
-        drawn = [_mixed(seed, draw, layer.lid) for layer in profile.layers]
+        drawn = [mixed(seed, draw, layer.lid) for layer in profile.layers]
         order = [layer for _, layer in sorted(zip(drawn, profile.layers, strict=True), key=lambda pair: pair[0])]
         try:
             shuffled = build_ladder(profile, limits, order)
         except Infeasible:
             shuffled = ladder
         span = len(shuffled.layers) + 1 - shuffled.lowest
-        lids = shuffled.rung(shuffled.lowest + _mixed(seed, draw, -1) % span)
+        lids = shuffled.rung(shuffled.lowest + mixed(seed, draw, -1) % span)
         if lids != current:
             break
     return Target(gpu_lids=lids, reason=f"drawn at random from seed {seed}")
 
 
-def _mixed(*words: int) -> int:
+def mixed(*words: int) -> int:
     """64 well-mixed bits (the finalizer of splitmix64), so that seeds in a row give unrelated draws."""
     mask = (1 << 64) - 1
     state = 0

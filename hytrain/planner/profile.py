@@ -19,6 +19,7 @@ class LayerFacts:
     gpu_state_bytes: int  # on the GPU if it owns the layer, beyond what is resident anyway
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
+    spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not either
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class LayerProfile:
     gpu_state_bytes: int
     host_bytes: int
     held_bytes: int = 0
+    spare_bytes: int = 0
 
     @property
     def trip_s(self) -> float:
@@ -52,7 +54,7 @@ class LayerProfile:
         for a part of this at most.
         """
         state_bytes = self.gpu_state_bytes - self.held_bytes
-        copy_bytes = max(1, (self.host_bytes - state_bytes) / 2)
+        copy_bytes = max(1, (self.host_bytes - self.spare_bytes - state_bytes) / 2)
         return state_bytes / copy_bytes * max(self.d2h_s, self.h2d_s)
 
 
@@ -62,14 +64,19 @@ class Profile:
 
     `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
     The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
-    has several, when there is nothing to update. `awaits_verdict`: all updates wait for the end of backward. Forward
-    and backward are those beside an idle CPU: while it updates, the share `drag` of their time is lost (contention.py).
+    has several, when there is nothing to update. Forward and backward are those beside an idle CPU: while it updates,
+    the share `drag` of their time is lost (contention.py).
+
+    `awaits_verdict`: all updates wait for the end of backward; those of the CPU do not if it `speculates`, but their
+    weights do, and the share `clipped` of its steps is as if it did not.
     """
 
     layers: tuple[LayerProfile, ...]
     other_s: float = 0.0
     middle_s: float = 0.0
     awaits_verdict: bool = False
+    speculates: bool = False
+    clipped: float = 0.0
     drag: float = 0.0
 
     def __post_init__(self) -> None:

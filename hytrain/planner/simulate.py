@@ -39,6 +39,7 @@ Event = tuple[str, int, float, float]
 class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
+    Where the CPU is ahead of the verdict, it is a step whose updates hold; but `step_s` is the mean of all steps.
     `stalls_s` has the layers whose forward waited for weights. `events` come server by server, each server's
     in order of time; a preempted CPU update comes in several parts.
     """
@@ -60,6 +61,15 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     ValueError if `gpu_lids` names a layer that the profile does not have.
     """
     profile.require(gpu_lids)
+    timeline = _steady(profile, gpu_lids, tile_numel)
+    if not (profile.speculates and profile.clipped):
+        return timeline
+    clipped_s = _steady(replace(profile, speculates=False), gpu_lids, tile_numel).step_s
+    return replace(timeline, step_s=(1 - profile.clipped) * timeline.step_s + profile.clipped * clipped_s)
+
+
+def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
+    """One kind of step."""
     timeline = _play(profile, gpu_lids, tile_numel)
     work_s = undisturbed_s = profile.forward_s + profile.backward_s
     if profile.drag and undisturbed_s:
@@ -82,9 +92,12 @@ def _slowed(profile: Profile, factor: float) -> Profile:
 def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     events: list[Event] = []
     landed, over_s, now = _backward(profile, gpu_lids, events)
-    if profile.awaits_verdict:
+    if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
+    if profile.speculates:  # what is done by the verdict leaves with it, lowest rank first
+        updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
+        updated.sort(key=lambda done: (done[1], done[0].rank))
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     ready_s = {
         layer.lid: end_s for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
