@@ -32,7 +32,19 @@ class Options:
     max_grad_norm: float | None
     clip: str
     on_nonfinite: str | None
+    speculate: bool | None
     overlap: bool
+
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether steps wait for the norm of all gradients."""
+        return (self.max_grad_norm is not None and self.clip == "global") or self.on_nonfinite is not None
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the CPU may be ahead of that. Two banks of planes are not for those who want little host memory."""
+        wanted = self.speculate if self.speculate is not None else self.objective != "host-memory"
+        return wanted and self.awaits_verdict and self.overlap
 
 
 _GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
@@ -63,6 +75,13 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         raise ConfigError(f'clip is {options.clip!r}: "global" or "per_layer"')
     if options.on_nonfinite not in (None, "skip", "raise"):
         raise ConfigError(f'on_nonfinite is {options.on_nonfinite!r}: "skip", "raise" or None')
+    if options.speculate is not None and not options.awaits_verdict:
+        raise ConfigError(
+            f"speculate is {options.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
+            'with clip="global", or on_nonfinite; or leave speculate out'
+        )
+    if options.speculate and not options.overlap:
+        raise ConfigError("speculate=True with overlap=False: leave one out, as nothing is updated before step() then")
     return options if options.k is None else replace(options, policy="fixed")
 
 

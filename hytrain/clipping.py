@@ -2,13 +2,14 @@
 
 Global:
 
-    layer full ─ add: one norm a segment ─┐
+    layer full ─ add: one norm a segment ─┬─▶ norm so far ─ beside the gradient's copy ─▶ GradReady.exceeds, a hint
     backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
                                                       └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
 
 The norms are computed where gradients appear, whoever owns the layer, and summed up in the parameters' order: as
 `torch.nn.utils.clip_grad_norm_` does it, but in float32 for any gradient, and for a parameter in pieces piece by
-piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`.
+piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`. The norm so far is
+summed up as layers come; it tells an optimizer that updates ahead of the verdict when that has become pointless.
 
 Per layer, a different algorithm: each layer's gradients are scaled by their own norm as soon as they are complete.
 Nobody waits for a verdict.
@@ -16,7 +17,7 @@ Nobody waits for a verdict.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -25,13 +26,15 @@ from torch import Tensor
 from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
 from hytrain.planes import TrainedLayer, TrainedParameter
-from hytrain.transfer import Transfer, Transfers
-from protocol.messages import Verdict
+from hytrain.transfer import Copy, Transfer, Transfers
+from protocol.messages import GradReady, Verdict
 
 #: As in torch.nn.utils.clip_grad_norm_.
 NORM_EPS: Final = 1e-6
 #: What the scale is for a step that is to be left out.
 SKIPPED: Final = -1.0
+#: The norm so far is summed in another order than the norm: it exceeds the limit only if it does so by this much.
+MARGIN: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +56,39 @@ class Judgement:
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped)
 
 
+@dataclass(frozen=True, slots=True)
+class NormSoFar:
+    """The norm of a step's gradients as far as they are known, on its way to the host."""
+
+    copy: Copy
+    _limit: float
+
+    def exceeds(self) -> bool:
+        """Whether the step will be clipped or skipped, once the copy has landed. NaN exceeds any limit."""
+        return not float(self.copy[0][0]) <= self._limit
+
+    def told_with(self, ready: GradReady) -> GradReady:
+        """The message of the gradient that it was copied beside."""
+        return replace(ready, exceeds=self.exceeds())
+
+
 class Clipping:
     """One model's norms. `grad_norm` is the last step's, `scale` what its gradients are multiplied by: float32
-    scalars on the device. `skipped` counts the steps that were left out.
+    scalars on the device. `skipped` counts the steps that were left out. With `hints` there is a `norm_so_far`.
     """
 
-    def __init__(self, parameters: list[TrainedParameter], options: Options, transfers: Transfers) -> None:
+    def __init__(
+        self, parameters: list[TrainedParameter], options: Options, transfers: Transfers, *, hints: bool = False
+    ) -> None:
         self._parameters, self._transfers = parameters, transfers
         self._max_norm = options.max_grad_norm if options.clip == "global" else None
         self._max_layer_norm = options.max_grad_norm if options.clip == "per_layer" else None
-        self._on_nonfinite = options.on_nonfinite
+        self._on_nonfinite, self._is_wanted = options.on_nonfinite, options.awaits_verdict
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
+        self._hints = hints and self.is_wanted
+        self._so_far: list[Tensor] = []
+        self._so_far_on_host: dict[int, Tensor] = {}
         self._last: Judgement | None = None
         self.grad_norm: Tensor | None = None
         self.scale: Tensor | None = None
@@ -73,7 +97,7 @@ class Clipping:
     @property
     def is_wanted(self) -> bool:
         """Whether steps wait for a verdict."""
-        return self._max_norm is not None or self._on_nonfinite is not None
+        return self._is_wanted
 
     def add(self, layer: TrainedLayer) -> None:
         """The layer's gradients are complete, in `filled`."""
@@ -86,11 +110,23 @@ class Clipping:
             for index, norm in norms.items():
                 segment = layer.segments[index]
                 self._norms[self._order[id(segment.owner)], segment.start] = norm
+        if self._hints:
+            self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms.values()]))]
         if self._max_layer_norm is not None:
             norm = torch.linalg.vector_norm(torch.stack([norms[index] for index in sorted(norms)]))
             scale = torch.clamp(self._max_layer_norm / (norm + NORM_EPS), max=1.0)
             for gradient in layer.filled.values():
                 gradient.mul_(scale)
+
+    def norm_so_far(self, layer: TrainedLayer) -> NormSoFar | None:
+        """The norm of all that was added since the last verdict, to be copied beside the layer's gradient."""
+        if not self._hints:
+            return None
+        norm = self._so_far[0].view(1)
+        if layer.lid not in self._so_far_on_host:  # free again when the layer's next gradient comes
+            self._so_far_on_host[layer.lid] = torch.empty(1, pin_memory=norm.is_cuda)
+        limit = torch.finfo(norm.dtype).max if self._max_norm is None else self._max_norm * (1 + MARGIN)
+        return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
 
     def judge(self, step: int) -> Judgement:
         """All gradients of `step` are there: decide on the device, and send the decision to the host.
@@ -99,6 +135,7 @@ class Clipping:
         """
         norm = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
         self._norms.clear()
+        self._so_far.clear()
         scale = torch.ones_like(norm)
         if self._max_norm is not None:
             scale = torch.clamp(self._max_norm / (norm + NORM_EPS), max=1.0)
@@ -117,6 +154,7 @@ class Clipping:
     def close(self) -> None:
         """Give the norms up."""
         self._norms.clear()
+        self._so_far.clear()
 
     def settle(self) -> None:
         """Count the last step, once its verdict is known; a skipped one counts for no parameter.

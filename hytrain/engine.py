@@ -64,7 +64,7 @@ class Engine:
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups = read_groups
         self._overlap = options.overlap
-        self.clipping = Clipping(parameters, options, transfers)
+        self.clipping = Clipping(parameters, options, transfers, hints=layers[0].layout.banks == 2)
         self.accumulation = Accumulation(
             options.grad_accumulation,
             lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()),
@@ -296,7 +296,8 @@ class Engine:
         if not self.clipping.is_wanted:
             return
         judgement = self.clipping.judge(self._step)
-        self._link.post("optimizer", judgement.verdict, after=judgement.arrival)
+        for role in ("optimizer", "coordinator"):
+            self._link.post(role, judgement.verdict, after=judgement.arrival)
         for update in self._held:
             update()
         self._held.clear()
@@ -314,13 +315,15 @@ class Engine:
             else:
                 update()
             return
-        departure = self._transfers.gradients_out(layer.outgoing())
+        norm = self.clipping.norm_so_far(layer)
+        departure = self._transfers.gradients_out([*layer.outgoing(), *([norm.copy] if norm else [])])
         layer.filled.clear()
         layer.sent = counts
         self._meter.span("d2h_s", layer.lid, departure.span)
+        ready = GradReady(step=step, lid=layer.lid, counts=counts)
         self._link.post(
             "optimizer",
-            GradReady(step=step, lid=layer.lid, counts=counts),
+            partial(norm.told_with, ready) if norm else ready,
             after=departure,
             before_sending=lambda: layer.life.on(Event.COPIED, step),
         )
@@ -403,8 +406,8 @@ class Engine:
 
     def on_message(self, message: Message) -> None:
         match message:
-            case WeightsReady(lid=lid, step=step):
-                self._on_weights_ready(self.layers[lid], step)
+            case WeightsReady(lid=lid):
+                self._on_weights_ready(self.layers[lid], message)
             case Plan():
                 self._boundary.on_plan(message)
             case Reassign():
@@ -412,8 +415,9 @@ class Engine:
             case _:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 
-    def _on_weights_ready(self, layer: TrainedLayer, step: int) -> None:
-        layer.life.on(Event.WEIGHTS_READY, step)
+    def _on_weights_ready(self, layer: TrainedLayer, done: WeightsReady) -> None:
+        layer.life.on(Event.WEIGHTS_READY, done.step)
+        layer.arena.banks = done.banks
         landing = self._transfers.weights_in(layer.incoming())
         with self.health.changed:
             layer.note_writes(layer.sent)

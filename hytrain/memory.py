@@ -3,6 +3,8 @@
 a parameter of       host, the CPU owns it                        GPU, the GPU owns it
 bfloat16             grads 2, weights 2, remainder 2, moments 8   remainder 2, moments 8   (weights 2 always)
 float32              grads 4, weights 4, moments 8                moments 8                (weights 4 always)
+
+A second bank, with which the CPU may update ahead of the verdict on a step's norm, has all but the gradients again.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ def host_bytes(layouts: list[ArenaLayout]) -> int:
     return sum(layout.nbytes for layout in layouts)
 
 
+def second_bank_fits(layouts: list[ArenaLayout], k: float, limit: int | None) -> bool:
+    """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k."""
+    return host_bytes(layouts) * (1.0 - k) <= _bound(limit)
+
+
 def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None) -> None:
     """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into the host's memory.
 
@@ -62,10 +69,14 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
     needed = int(host_bytes(layouts) * (1.0 - k))
     numel = sum(handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None)
     source = "the stated limit" if limit is not None else "what the machine has available, less 1 GiB"
-    bound = limit if limit is not None else max(psutil.virtual_memory().available - HOST_MARGIN_BYTES, 0)
+    bound = _bound(limit)
     if needed > bound:
         raise CapacityError(
             f"the CPU's share of {numel / 1e6:.1f} M parameters at k={k:.2f} needs {needed / 1e9:.2f} GB of host "
             f"memory ({needed / max(numel, 1):.1f} bytes a parameter), above {bound / 1e9:.2f} GB, {source}: raise k, "
             "free host memory, or state host_memory_limit if the machine's memory grows on demand"
         )
+
+
+def _bound(limit: int | None) -> int:
+    return limit if limit is not None else max(psutil.virtual_memory().available - HOST_MARGIN_BYTES, 0)

@@ -14,6 +14,7 @@ is its last act. From then on `engine` does the work, and this class is its face
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -37,14 +38,17 @@ from hytrain.errors import BackendUnavailable, UsageError
 from hytrain.kernels import backend as backends
 from hytrain.layers import ModelLayer, split_layers
 from hytrain.link import THREAD_PREFIX, Link
-from hytrain.memory import GpuMemory, require_host_memory
+from hytrain.memory import GpuMemory, host_bytes, require_host_memory, second_bank_fits
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.statistics import Statistics
 from hytrain.trace import TraceWriter
 from hytrain.transfer import transfers_for
+from protocol.handles import layout
 from protocol.messages import GroupHyper, LayerTable, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
+
+_log = logging.getLogger(__name__)
 
 #: Parameters that some hytrain.AdamW trains: no second one may.
 _managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -65,6 +69,8 @@ class AdamW(torch.optim.Optimizer):
         clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
             "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
+        speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
+            takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
         k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
         policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
         objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
@@ -95,6 +101,7 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         clip: str = "global",
         on_nonfinite: str | None = None,
+        speculate: bool | None = None,
         k: float | str = "auto",
         policy: str = "deadline",
         objective: str = "speed",
@@ -118,6 +125,7 @@ class AdamW(torch.optim.Optimizer):
             max_grad_norm=max_grad_norm,
             clip=clip,
             on_nonfinite=on_nonfinite,
+            speculate=speculate,
             overlap=overlap,
         )
         self._model, self._device = model, check_model(model)
@@ -155,6 +163,8 @@ class AdamW(torch.optim.Optimizer):
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self._parameters)
         needed, limit = [layer.layout for layer in layers], self._cluster.host_memory_limit
         require_host_memory(needed, self._options.k or 0.0, limit)
+        if self._options.may_speculate:
+            self._add_banks(layers)
         before_start()
         self._layers, self._parameters = layers, parameters
         gates = _gates(self._layers, parts)
@@ -166,6 +176,19 @@ class AdamW(torch.optim.Optimizer):
         self._leave = partial(_leave, self._engine, detach, self._parameters)
         self._close = weakref.finalize(self, _close, os.getpid(), self._leave, self._place)
         self._link.ready(f"{len(self._layers)} layers on {self._device}")
+
+    def _add_banks(self, layers: list[TrainedLayer]) -> None:
+        """Let the CPU be ahead of the norm, if the host's memory allows."""
+        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k or 0.0
+        if second_bank_fits(double, k, self._cluster.host_memory_limit):
+            for layer, placed in zip(layers, double, strict=True):
+                layer.layout = placed
+            return
+        _log.warning(
+            "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
+            "takes %.2f GB of host memory, which are not there",
+            host_bytes(double) * (1.0 - k) / 1e9,
+        )
 
     def _start(self) -> None:
         options, cluster = self._options, self._cluster
@@ -193,7 +216,8 @@ class AdamW(torch.optim.Optimizer):
                 device=self._device.type,
                 policy=options.policy,
                 objective=options.objective,
-                awaits_verdict=self._engine.clipping.is_wanted,
+                awaits_verdict=options.awaits_verdict,
+                speculate=options.speculate if self._layers[0].layout.banks == 2 else False,
                 k=options.k,
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),

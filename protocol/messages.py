@@ -4,7 +4,7 @@
     layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
-    watching    TrainerReport, OptimizerReport, SetThreads, Log -> StatusRequest, Status, Command, CommandReply
+    watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
     the end     Failure, SessionEnded, Goodbye
 
 Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
@@ -107,8 +107,9 @@ class LayerTable:
 
     It takes that way so that it reaches the optimizer before the first plan, which the coordinator sends after it.
 
-    `awaits_verdict`: updates wait for the end of backward. `k` is None for "auto". `gpu_bytes` bounds the optimizer
-    state of GPU-owned layers, None if unknown.
+    `awaits_verdict`: updates hold only after the end of backward. `speculate`: whether the CPU makes them before that,
+    None if the coordinator is to choose. `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned
+    layers, None if unknown.
     """
 
     layers: tuple[Layer, ...]
@@ -116,6 +117,7 @@ class LayerTable:
     policy: str
     objective: str
     awaits_verdict: bool
+    speculate: bool | None
     k: float | None
     backend: str
     gpu_bytes: int | None
@@ -133,6 +135,12 @@ class LayerTable:
         )
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
+        _require(self.awaits_verdict or self.speculate is False, "without a verdict there is nothing to be ahead of")
+
+    @property
+    def banks(self) -> int:
+        """How many banks of planes a CPU-owned layer has: two, if its updates may have to be undone."""
+        return 1 if self.speculate is False else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +218,14 @@ class StepBegin:
 class GradReady:
     """The gradient of layer `lid` lies complete in its `grads` plane.
 
-    `counts[i]` is segment i's own step count after this update, or 0 if it had no gradient in this step.
+    `counts[i]` is segment i's own step count after this update, or 0 if it had no gradient in this step. `exceeds`: the
+    step's gradients so far are enough to say that they will be scaled, or the step skipped. It is a hint.
     """
 
     step: int
     lid: int
     counts: tuple[int, ...]
+    exceeds: bool = False
 
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
@@ -224,7 +234,7 @@ class GradReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The trainer to the optimizer, when backward is over: multiply the step's gradients by `scale`, or skip it."""
+    """The trainer to both, when backward is over: the step's gradients are multiplied by `scale`, or it is skipped."""
 
     step: int
     scale: float
@@ -237,13 +247,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsReady:
-    """Layer `lid` is updated: `weights` may be copied, `grads` may be overwritten."""
+    """Layer `lid` is updated: `weights` may be copied, `grads` may be overwritten.
+
+    `banks[i]` is the bank in which segment i's planes hold from now on.
+    """
 
     step: int
     lid: int
+    banks: tuple[int, ...]
 
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
+        _require(set(self.banks) <= {0, 1}, f"banks {self.banks}, not 0 or 1")
 
 
 # ---------------------------------------------------------------- ownership
@@ -397,6 +412,13 @@ class SetThreads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetMode:
+    """The coordinator to the optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
+
+    speculate: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
     """The training loop's own numbers (loss, tokens/s, …), merged into the record of step number `step`."""
 
@@ -501,6 +523,7 @@ Message = (
     | TrainerReport
     | OptimizerReport
     | SetThreads
+    | SetMode
     | Log
     | StatusRequest
     | Status

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 from interleaving_trainer import Trainer
-from interleaving_world import TILE, Arena, Memory, Violation, World, random_table, require
+from interleaving_world import TILE, WRONG, Arena, Memory, Violation, World, random_table, require
 
 from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.update_queue import Tile, UpdateQueue
@@ -32,6 +32,7 @@ class Optimizer:
     """The optimizer process: messages, and updates a tile at a time, each with a beginning and an end."""
 
     book_type = PlanBook
+    queue_type = UpdateQueue
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -46,7 +47,7 @@ class Optimizer:
     def receive(self, sender: str) -> None:
         message = self.world.take("optimizer", sender)
         if isinstance(message, m.LayerTable):
-            self.queue = UpdateQueue(message.layers, tile_numel=TILE)
+            self.queue = self.queue_type(message.layers, tile_numel=TILE, speculate=message.banks == 2)
             self.book = self.book_type("optimizer", len(message.layers))
             self.world.send("optimizer", "coordinator", m.Calibration(role="optimizer", cpu_update_s=1e-9))
             return
@@ -73,19 +74,16 @@ class Optimizer:
             case m.StepBegin():
                 self.queue.begin(message)
             case m.GradReady():
-                done = self.queue.grad_ready(message)
-                self.leave_alone([] if done is None else [done])
+                self.announce(self.queue.grad_ready(message))
             case m.Verdict():
-                self.leave_alone(self.queue.verdict(message))
+                for done in self.queue.verdict(message):
+                    self.announce(done)
+            case m.SetMode(speculate=speculate):
+                self.queue.speculate = speculate
             case m.RanksLearned(ranks=ranks):
                 self.queue.learn_ranks(ranks)
             case m.PlanApplied(plan_id=plan_id):
                 self.book.forget(plan_id)
-
-    def leave_alone(self, skipped: list[m.WeightsReady]) -> None:
-        for done in skipped:
-            self.arenas[done.lid].unread = None
-            self.world.send("optimizer", "trainer", done)
 
     def require_plan(self, plan_id: int, lid: int, owner: str) -> None:
         assert self.book is not None
@@ -110,7 +108,8 @@ class Optimizer:
         if arena.master is None:
             raise Violation(f"I3: the optimizer updates layer {tile.lid}, whose state is the GPU's")
         require(arena.grads[index] == tile.step, "I1: the optimizer reads a gradient that has not arrived")
-        require(arena.master[index] == memory.before[tile.step][index], "I1: an update on another's leftovers")
+        before = memory.before[tile.step][index]
+        require(arena.master[tile.source][index] == before, "I1: an update on another's leftovers")
         arena.written = tile.step
 
     def end(self, tile: Tile) -> None:
@@ -118,14 +117,19 @@ class Optimizer:
         arena, index, _ = self.place(tile)
         require(arena.master is not None and arena.grads[index] == tile.step, "I2: overwritten while being read")
         assert arena.master is not None
-        arena.master[index] = arena.weights[index] = tile.step
-        done = self.queue.tile_done(tile)
-        if done is not None:
-            arena.unread = arena.written = None
-        self.announce(tile, done)
+        verdict = self.world.verdicts[tile.step]
+        holds = tile.scale == verdict.scale and not verdict.skipped
+        self.world.undone += not holds
+        arena.master[tile.target][index] = arena.weights[tile.target][index] = tile.step if holds else WRONG
+        self.tile_done(tile)
 
-    def announce(self, tile: Tile, done: m.WeightsReady | None) -> None:
+    def tile_done(self, tile: Tile) -> None:
+        assert self.queue is not None
+        self.announce(self.queue.tile_done(tile))
+
+    def announce(self, done: m.WeightsReady | None) -> None:
         if done is not None:
+            self.arenas[done.lid].unread = self.arenas[done.lid].written = None
             self.world.send("optimizer", "trainer", done)
 
     def place(self, tile: Tile) -> tuple[Arena, int, Memory]:
@@ -154,6 +158,9 @@ class Planner:
             case m.PlanApplied():
                 self.ledger.on_applied(message)
             case m.TrainerReport(step=step):
+                if self.world.rng.random() < 0.3:
+                    mode = m.SetMode(speculate=self.world.rng.random() < 0.5)
+                    self.world.send("coordinator", "optimizer", mode)
                 if not self.ledger.busy and self.world.rng.random() < 0.8:
                     self.propose(step + self.world.rng.choice((0, 1, 2, 2, 3)))
 

@@ -65,7 +65,7 @@ class Trainer:
         self.landing: dict[int, Mark] = {}
         self.move: Move | None = None
         self.moving: dict[int, Moving] = {}
-        self.skipped: set[int] = set()
+        self.banks: dict[int, tuple[int, ...]] = {}
         self.closing: deque[tuple[Arena, Mark]] = deque()
         self.sent: dict[int, tuple[int, ...]] = {}
         self.counts = [[0] * len(layer.segments) for layer in world.table.layers]
@@ -96,7 +96,12 @@ class Trainer:
             self.compute.run(self.reading(lid, step))
             yield None
         yield from self.finish(step)
-        awaits_verdict = rng.random() < 0.5
+        awaits_verdict = rng.random() < 0.7
+        self.verdict = m.Verdict(step=step, scale=1.0, skipped=False)
+        if awaits_verdict:
+            scale, skipped = rng.choice((1.0, 1.0, 0.5)), rng.random() < 0.3
+            self.verdict = m.Verdict(step=step, scale=scale, skipped=skipped)
+        self.world.verdicts[step] = self.verdict
         self.held: list[Callable[[], None]] | None = [] if awaits_verdict else None
         self.post("optimizer", m.StepBegin(step=step, groups=(HYPER,), awaits_verdict=awaits_verdict))
         for lid in reversed(entered):
@@ -105,7 +110,7 @@ class Trainer:
                 self.gradient(lid, step, filled if any(filled) else [True] * len(filled))
             yield None
         if self.held is not None:
-            self.judge(step, skipped=rng.random() < 0.3)
+            self.judge(step)
             yield None
         self.report(step)
         if step == 0:
@@ -155,14 +160,14 @@ class Trainer:
             self.out.run(partial(self.copy_out, arena, tile, made, step))
         self.out.run(lambda: setattr(arena, "unread", step))
         self.sent[lid] = counts
-        self.send_off(lid, m.GradReady(step=step, lid=lid, counts=counts), self.out.mark())
+        exceeds = self.held is not None and self.world.rng.random() < 0.1
+        self.send_off(lid, m.GradReady(step=step, lid=lid, counts=counts, exceeds=exceeds), self.out.mark())
 
-    def judge(self, step: int, *, skipped: bool) -> None:
+    def judge(self, step: int) -> None:
         """All gradients are there. A skipped step is as if it had not been."""
-        verdict = m.Verdict(step=step, scale=1.0, skipped=skipped)
-        self.post("optimizer", verdict, after=self.compute.mark())
-        if skipped:
-            self.skipped.add(step)
+        for role in ("optimizer", "coordinator"):
+            self.post(role, self.verdict, after=self.compute.mark())
+        if self.verdict.skipped:
             for memory in self.world.memories:
                 memory.produced = list(memory.before.get(step, memory.produced))
         else:
@@ -248,10 +253,11 @@ class Trainer:
         memory = self.world.memories[lid]
         state, memory.master = memory.master, None
         require(state is not None, f"I3: the state of layer {lid} is not where its owner should be")
-        arena.master = memory.blank()
+        arena.master = memory.blank_banks()
+        self.banks[lid] = (0,) * len(self.counts[lid])
         self.state.wait(self.compute.mark())
         for tile in range(len(memory.tiles)):
-            self.state.run(partial(self.copy_to_cpu, lid, state, arena, arena.master, tile))
+            self.state.run(partial(self.copy_to_cpu, lid, state, arena, arena.master[0], tile))
         self.arenas[lid] = arena
         self.change_owner(lid, "cpu")
         self.take_over(m.TakeOver(plan_id=plan.plan_id, lid=lid, step=step), self.state.mark())
@@ -261,9 +267,11 @@ class Trainer:
 
     def state_in(self, lid: int) -> None:
         """The optimizer is done with the layer: copy its state in."""
-        moving, arena = self.moving[lid], self.arenas[lid]
+        moving, arena, memory = self.moving[lid], self.arenas[lid], self.world.memories[lid]
+        assert arena.master is not None
         for tile in range(len(moving.state)):
-            self.state.run(partial(self.copy_to_gpu, lid, arena, arena.master, moving.state, tile))
+            master = arena.master[memory.bank(self.banks[lid], tile)]
+            self.state.run(partial(self.copy_to_gpu, lid, arena, master, moving.state, tile))
         moving.arrival = self.state.mark()
 
     def to_gpu(self, lid: int, plan: m.Plan, step: int) -> None:
@@ -336,7 +344,8 @@ class Trainer:
 
     def receive(self, sender: str) -> None:
         match self.world.take("trainer", sender):
-            case m.WeightsReady(lid=lid, step=step):
+            case m.WeightsReady(lid=lid, step=step, banks=banks):
+                self.banks[lid] = banks
                 self.weights_ready(lid, step)
             case m.Plan() as plan:
                 ack = self.book.on_plan(plan)
@@ -350,8 +359,10 @@ class Trainer:
 
     def weights_ready(self, lid: int, step: int) -> None:
         assert self.lives[lid].on(Event.WEIGHTS_READY, step) is Command.COPY_WEIGHTS
-        for tile in self.world.memories[lid].changed(self.sent[lid]):
-            self.into.run(partial(self.copy_in, lid, self.arenas[lid], tile, step))
+        arena, memory = self.arenas[lid], self.world.memories[lid]
+        for tile in memory.changed(self.sent[lid]):
+            weights = arena.weights[memory.bank(self.banks[lid], tile)]
+            self.into.run(partial(self.copy_in, lid, arena, weights, tile, step))
         self.landing[lid] = self.into.mark()
         if lid in self.moving:
             self.state_in(lid)
@@ -379,7 +390,7 @@ class Trainer:
     def copy_to_cpu(self, lid: int, state: list[int], arena: Arena, master: list[int], tile: int) -> None:
         weights = self.world.memories[lid].weights
         require(state[tile] == weights[tile], f"I3: layer {lid} is handed over in the middle of an update")
-        master[tile], arena.weights[tile] = state[tile], weights[tile]
+        master[tile], arena.weights[0][tile] = state[tile], weights[tile]
 
     def copy_to_gpu(self, lid: int, arena: Arena, master: list[int], state: list[int], tile: int) -> None:
         require(not arena.closed, f"I2: the state of layer {lid} is read from an arena that was given up")
@@ -391,9 +402,9 @@ class Trainer:
         require(arena.unread is None, f"I2: the gradient of step {arena.unread} is overwritten unread")
         arena.grads[tile] = step
 
-    def copy_in(self, lid: int, arena: Arena, tile: int, step: int) -> None:
+    def copy_in(self, lid: int, arena: Arena, weights: list[int], tile: int, step: int) -> None:
         require(arena.written is None, f"I2: layer {lid} is copied while update {arena.written} writes it")
         memory = self.world.memories[lid]
-        due = memory.before[step][tile] if step in self.skipped else step
-        require(arena.weights[tile] == due, f"I1: the copy of update {step} finds {arena.weights[tile]}")
+        due = memory.before[step][tile] if self.world.verdicts[step].skipped else step
+        require(weights[tile] == due, f"I1: the copy of update {step} finds {weights[tile]}")
         memory.weights[tile] = due

@@ -18,6 +18,8 @@ TILE = 128
 NEVER = -1
 #: What memory holds before anything was copied into it.
 BLANK = -2
+#: What an update leaves that was made ahead of another verdict.
+WRONG = -3
 
 
 class Violation(AssertionError):
@@ -34,13 +36,13 @@ def require(condition: bool, invariant: str) -> None:
 
 @dataclass
 class Arena:
-    """A layer's planes in host memory, a step number for each tile. `unread` is the gradient that the optimizer
-    has not finished with, `written` the update that is writing the weights. `master` is None while it is the GPU's,
-    and `closed` says that the trainer has given the arena up."""
+    """A layer's planes in host memory, a step number for each tile; weights and master in two banks. `unread` is the
+    gradient that the optimizer has not finished with, `written` the update that is writing the weights. `master` is
+    None while it is the GPU's, and `closed` says that the trainer has given the arena up."""
 
     grads: list[int]
-    weights: list[int]
-    master: list[int] | None
+    weights: list[list[int]]
+    master: list[list[int]] | None
     unread: int | None = None
     written: int | None = None
     closed: bool = False
@@ -63,7 +65,14 @@ class Memory:
         return [tile for tile, (segment, _) in enumerate(self.tiles) if counts[segment]]
 
     def arena(self) -> Arena:
-        return Arena(self.blank(), self.blank(), None)
+        return Arena(self.blank(), self.blank_banks(), None)
+
+    def blank_banks(self) -> list[list[int]]:
+        return [self.blank(), self.blank()]
+
+    def bank(self, banks: tuple[int, ...], tile: int) -> int:
+        """The bank that holds a tile, of those that hold its layer's segments."""
+        return banks[self.tiles[tile][0]]
 
     def blank(self) -> list[int]:
         return [BLANK] * len(self.tiles)
@@ -129,6 +138,8 @@ class World:
     memories: list[Memory] = field(default_factory=list)
     descriptors: deque[tuple[int, Arena]] = field(default_factory=deque)
     accepted: dict[int, set[str]] = field(default_factory=dict)
+    verdicts: dict[int, m.Verdict] = field(default_factory=dict)
+    undone: int = 0
     backward: int = NEVER
     handing: set[int] = field(default_factory=set)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=60))
@@ -171,7 +182,8 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
         device="cpu",
         policy="random",
         objective="speed",
-        awaits_verdict=False,
+        awaits_verdict=True,
+        speculate=None,
         k=None,
         backend="auto",
         gpu_bytes=None,

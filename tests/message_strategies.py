@@ -21,6 +21,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "role"): st.sampled_from(m.ROLES),
     (m.Hello, "pid"): st.integers(1, 2**31),
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
+    (m.LayerTable, "awaits_verdict"): st.just(True),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     (m.Calibration, "role"): st.sampled_from(("trainer", "optimizer")),
@@ -29,6 +30,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Verdict, "scale"): st.floats(0, 1),
+    (m.WeightsReady, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple),
     (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),
     (m.Plan, "k"): st.floats(0, 1),
 }

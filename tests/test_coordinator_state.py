@@ -108,6 +108,7 @@ def table(**changes: Any) -> m.LayerTable:
     usual: dict[str, Any] = {
         "objective": "speed",
         "awaits_verdict": False,
+        "speculate": False,
         "layers": layers,
         "device": "cpu",
         "policy": "random",
@@ -193,7 +194,9 @@ def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) ->
 
 
 @pytest.mark.parametrize(
-    "message", [m.WeightsReady(step=0, lid=0), m.StepBegin(step=0, groups=(), awaits_verdict=True), WELCOME], ids=type
+    "message",
+    [m.WeightsReady(step=0, lid=0, banks=(0,)), m.StepBegin(step=0, groups=(), awaits_verdict=True), WELCOME],
+    ids=type,
 )
 def test_what_is_not_for_a_coordinator_is_refused(driver: Driver, message: m.Message) -> None:
     driver.start()
@@ -454,6 +457,81 @@ def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> Non
     assert plan is not None and plan.gpu_lids == (3,)
     with pytest.raises(ValueError, match="every layer"):
         driver.handle(m.RanksLearned(ranks=(0, 1)))
+
+
+# ---------------------------------------------------------------- ahead of the verdict, or behind it
+
+
+def long_step(step: int, gpu_lids: tuple[int, ...] = ()) -> m.TrainerReport:
+    """Backward takes as long as the CPU's updates, so it could hide them."""
+    times = tuple(m.LayerTimes(lid=lid, forward_s=0.1, backward_s=1.0) for lid in range(LAYERS))
+    return report(step, gpu_lids, step_s=4.4, stall_s=0.0, layers=times)
+
+
+def modes(driver: Driver, first_step: int, steps: int, *, clipped: bool) -> list[bool]:
+    """The modes that the optimizer is told in so many steps that are clipped, or not."""
+    told = []
+    for step in range(first_step, first_step + steps):
+        driver.handle(cpu_report(step, 0.9, lids=(0, 1, 2, 3)))
+        driver.handle(m.Verdict(step=step, scale=0.5 if clipped else 1.0, skipped=False))
+        told += [message.speculate for _, message in driver.sent(long_step(step)) if isinstance(message, m.SetMode)]
+    return told
+
+
+def test_the_mode_follows_the_share_of_clipped_steps(driver: Driver) -> None:
+    """And does not flap where half of them are."""
+    driver.start(policy="fixed", k=0.0, awaits_verdict=True, speculate=None)
+    assert modes(driver, 0, 20, clipped=False) == []
+    assert modes(driver, 20, 90, clipped=True) == [False]
+    driver.handle(m.Log(step=110, numbers={}))
+    assert driver.records[-1]["mode"] == "defer"
+    assert modes(driver, 110, 40, clipped=False) == [True]
+    driver.handle(m.Log(step=150, numbers={}))
+    assert driver.records[-1]["mode"] == "speculate"
+    alternating = [modes(driver, step, 1, clipped=step % 2 == 0) for step in range(150, 200)]
+    assert not any(alternating)
+
+
+def test_a_step_that_is_skipped_counts_as_a_clipped_one(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, awaits_verdict=True, speculate=None)
+    for step in range(100):
+        driver.handle(m.Verdict(step=step, scale=1.0, skipped=True))
+    assert modes(driver, 100, 3, clipped=True) == [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"), [({"speculate": True}, "speculate"), ({"speculate": False}, "defer"), ({}, None)]
+)
+def test_a_mode_that_was_asked_for_is_kept(driver: Driver, changes: dict[str, Any], mode: str | None) -> None:
+    driver.start(policy="random", awaits_verdict=bool(changes), **{"speculate": False} | changes)
+    if changes:
+        driver.handle(m.Verdict(step=0, scale=0.5, skipped=False))
+    for step in range(30):
+        sent = driver.sent(report(step, driver.status().gpu_lids))
+        assert not any(isinstance(message, m.SetMode) for _, message in sent)
+    driver.handle(m.Log(step=30, numbers={}))
+    assert driver.records[-1]["mode"] == mode
+
+
+def test_at_random_the_mode_changes_as_the_layers_do(driver: Driver) -> None:
+    driver.start(policy="random", awaits_verdict=True, speculate=None)
+    told = []
+    for step in range(40):
+        messages = [message for _, message in driver.sent(report(step, driver.status().gpu_lids))]
+        told += [message.speculate for message in messages if isinstance(message, m.SetMode)]
+        for plan in [message for message in messages if isinstance(message, m.Plan)][:1]:  # one for each of two
+            driver.agree(plan)
+            driver.handle(applied(plan))
+    assert len(told) > 5 and told == [index % 2 == 1 for index in range(len(told))], "each is another one"
+
+
+@pytest.mark.parametrize(("speculate", "bytes_each"), [(None, 26), (False, 14)])
+def test_a_second_bank_is_host_memory_that_does_not_move(
+    driver: Driver, speculate: bool | None, bytes_each: int
+) -> None:
+    driver.start(policy="fixed", k=0.0, awaits_verdict=True, speculate=speculate)
+    facts = driver.state._planning._facts[0]  # type: ignore[union-attr]
+    assert (facts.host_bytes, facts.spare_bytes) == (bytes_each << 20, (bytes_each - 14) << 20)
 
 
 # ---------------------------------------------------------------- commands

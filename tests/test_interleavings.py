@@ -18,7 +18,7 @@ from interleaving_world import Job, Mark, Violation
 
 from hytrain.lifecycle import Command, Event, InvalidTransition, LayerLife, State
 from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
-from hytrain.update_queue import Tile
+from hytrain.update_queue import Tile, UpdateQueue
 from protocol import messages as m
 
 EXAMPLES = 250
@@ -50,11 +50,12 @@ def test_invariants_hold(coordinator: type[Planner] | type[Coordinator], seed: i
 
 
 @pytest.mark.parametrize("coordinator", [Planner, Coordinator])
-def test_runs_have_handovers_and_late_plans(coordinator: type[Planner] | type[Coordinator]) -> None:
+def test_runs_have_handovers_late_plans_and_undone_updates(coordinator: type[Planner] | type[Coordinator]) -> None:
     """Or else the property above would say little."""
     worlds = [Run(seed, layers=3, steps=8, coordinator=coordinator).play() for seed in range(60)]
     assert sum(world.moved > 3 for world in worlds) >= 10
     assert sum(world.postponed > 0 for world in worlds) >= 10
+    assert sum(world.undone > 0 for world in worlds) >= 10
 
 
 # ---------------------------------------------------------------- I1: planted stale and torn reads
@@ -111,10 +112,52 @@ class AnnouncesHalfAnUpdate(Optimizer):
         super().__init__(*arguments)
         self.announced: set[tuple[int, int]] = set()
 
-    def announce(self, tile: Tile, done: m.WeightsReady | None) -> None:
+    def tile_done(self, tile: Tile) -> None:
+        assert self.queue is not None
+        self.queue.tile_done(tile)
+        self.tell(tile, self.queue.banks[tile.lid])
+
+    def tell(self, tile: Tile, banks: tuple[int, ...]) -> None:
         if (tile.lid, tile.step) not in self.announced:
             self.announced.add((tile.lid, tile.step))
-            super().announce(tile, m.WeightsReady(step=tile.step, lid=tile.lid))
+            self.world.send("optimizer", "trainer", m.WeightsReady(step=tile.step, lid=tile.lid, banks=banks))
+
+
+class AnnouncesBeforeTheVerdict(AnnouncesHalfAnUpdate):
+    """WeightsReady when a layer has been updated, whatever the norm will say."""
+
+    def tile_done(self, tile: Tile) -> None:
+        queue = self.queue
+        assert queue is not None
+        done = queue.tile_done(tile)
+        if done is None and tile.lid in queue._unjudged and queue._work[tile.lid].is_complete:
+            self.tell(tile, tuple(1 - bank for bank in queue.banks[tile.lid]))
+        self.announce(done)
+
+
+class Trusting(UpdateQueue):
+    """Takes every verdict for one that changes nothing."""
+
+    def verdict(self, message: m.Verdict) -> list[m.WeightsReady]:
+        return super().verdict(m.Verdict(step=message.step, scale=1.0, skipped=False))
+
+
+class UndoesNothing(Optimizer):
+    queue_type = Trusting
+
+
+class ReadsTheFirstBank(Trainer):
+    """As if there were no other."""
+
+    def weights_ready(self, lid: int, step: int) -> None:
+        self.banks[lid] = (0,) * len(self.banks[lid])
+        super().weights_ready(lid, step)
+
+
+class HandsOverTheFirstBank(Trainer):
+    def state_in(self, lid: int) -> None:
+        self.banks[lid] = (0,) * len(self.banks[lid])
+        super().state_in(lid)
 
 
 # ---------------------------------------------------------------- I2: planted collisions in the planes
@@ -225,9 +268,13 @@ class ForgetfulOptimizer(Optimizer):
     [
         ({"trainer": ReadsWithoutWaiting}, (InvalidTransition, Violation), "FILLED of step .* while|I1"),
         ({"trainer": ReadsWithoutWaitingUnguarded}, Violation, "I1: "),
-        ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer|I1: .* at the end"),
+        ({"trainer": StreamDoesNotWait}, Violation, "I1: step .* reads layer|I1: .* at the end|I3: .* in the middle"),
         ({"trainer": SendsBeforeTheCopy}, Violation, "I1: the optimizer reads a gradient that has not arrived"),
         ({"optimizer": AnnouncesHalfAnUpdate}, Violation, "I1|I2|I3"),
+        ({"optimizer": AnnouncesBeforeTheVerdict}, (InvalidTransition, Violation), "I1|I2|I3|WEIGHTS_READY"),
+        ({"optimizer": UndoesNothing}, Violation, "I1"),
+        ({"trainer": ReadsTheFirstBank}, Violation, "I1: the copy of update"),
+        ({"trainer": HandsOverTheFirstBank}, Violation, "I1|I3"),
         ({"trainer": OverwritesGradients}, Violation, "I1|I2"),
         ({"trainer": CopiesWeightsUnasked}, Violation, "I1|I2"),
         ({"trainer": HandsOverWhileUpdating}, InvalidTransition, "handover to .pu while"),

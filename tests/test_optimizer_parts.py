@@ -265,6 +265,23 @@ def test_a_report_has_what_came_since_the_last(progress: Progress) -> None:
     assert progress.report(2, 1).updates == ()
 
 
+def test_what_was_for_nothing_is_work_and_no_update(progress: Progress, tmp_path: Path) -> None:
+    """Of a layer that begins anew its last update counts, of one that is left alone none."""
+    for lid in (0, 1):
+        progress.arrived(lid, 0.0)
+        progress.updated(lid, 0, 1.0 + lid, 2.0 + lid)
+    progress.undone(0)
+    progress.updated(0, 0, 3.0, 5.0)
+    progress.undone(1)
+    for lid in (0, 1):
+        progress.sent(lid, 0, 5.0)
+    report = progress.report(0, 1)
+    assert report.busy_s == 4.0 and report.updates == (CpuUpdate(lid=0, update_s=2.0, queued_s=5.0),)
+    tracks = drawn(tmp_path)
+    assert tracks["CPU update"] == [("a", 1.0, 2.0), ("b", 2.0, 3.0), ("a", 3.0, 5.0)]
+    assert tracks["waiting"] + tracks.get("waiting 2", []) == [("a", 0.0, 1.0), ("b", 0.0, 2.0)]
+
+
 def test_new_memory_between_tiles_is_drawn_and_is_no_update(progress: Progress, tmp_path: Path) -> None:
     progress.arrived(0, 0.0)
     progress.updated(0, 0, 0.0, 1.0)

@@ -71,7 +71,7 @@ class RawPeer:
         self._socket.send_multipart(frames)
 
     def good(self, seq: int, lid: int = 0) -> None:
-        self.send(encode(WeightsReady(step=0, lid=lid), token=TOKEN, seq=seq))
+        self.send(encode(WeightsReady(step=0, lid=lid, banks=(0,)), token=TOKEN, seq=seq))
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -97,9 +97,9 @@ def received(inbox: Inbox) -> Message:
 def test_messages_arrive_in_order_and_name_their_sender(network: Network) -> None:
     inbox, outbox = network.inbox("optimizer"), network.outbox("optimizer")
     for lid in range(50):
-        outbox.send(WeightsReady(step=0, lid=lid))
+        outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
     for lid in range(50):
-        assert inbox.receive(SOON_S) == Incoming("here", WeightsReady(step=0, lid=lid))
+        assert inbox.receive(SOON_S) == Incoming("here", WeightsReady(step=0, lid=lid, banks=(0,)))
     assert inbox.try_receive() is None
 
 
@@ -124,7 +124,7 @@ def test_an_answer_to_nobody_is_lost(network: Network) -> None:
     assert asking.receive(SOON_S) == CommandReply(ok=True, text="found")
 
 
-GOOD = encode(WeightsReady(step=0, lid=0), token=TOKEN, seq=5)
+GOOD = encode(WeightsReady(step=0, lid=0, banks=(0,)), token=TOKEN, seq=5)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ GOOD = encode(WeightsReady(step=0, lid=0), token=TOKEN, seq=5)
         ([b""], "not msgpack"),
         ([b"\x80\x04\x95pickled"], "not msgpack|not an array"),
         ([GOOD, GOOD], "3 frames where 2 were expected"),
-        ([encode(WeightsReady(step=0, lid=0), token="other run", seq=1)], "wrong run token"),
+        ([encode(WeightsReady(step=0, lid=0, banks=(0,)), token="other run", seq=1)], "wrong run token"),
         ([GOOD.replace(bytes([0x95, VERSION]), bytes([0x95, VERSION + 1]), 1)], f"version {VERSION + 1}"),
         ([GOOD.replace(b"WeightsReady", b"WeightsRuddy")], "unknown message 'WeightsRuddy'"),
         ([b"\x00" * (MAX_FRAME_BYTES + 1)], f"frame of {MAX_FRAME_BYTES + 1} bytes"),
@@ -147,7 +147,7 @@ def test_what_is_no_message_is_logged_and_dropped(
     inbox = network.inbox("optimizer")
     raw.send(*frames)
     raw.good(seq=6, lid=3)
-    assert received(inbox) == WeightsReady(step=0, lid=3)
+    assert received(inbox) == WeightsReady(step=0, lid=3, banks=(0,))
     assert re.search(f"dropped a message from 'raw': .*{reason}", dropped.text)
 
 
@@ -157,7 +157,7 @@ def test_a_number_that_came_before_is_dropped(
     inbox = network.inbox("optimizer")
     for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
         raw.good(seq, lid)
-    assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid) for lid in (0, 1, 4)]
+    assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid, banks=(0,)) for lid in (0, 1, 4)]
     assert "sequence number 1 after 1" in dropped.text and "sequence number 0 after 1" in dropped.text
 
 
@@ -167,7 +167,7 @@ def test_numbers_are_each_senders_own(folder: str, network: Network, raw: RawPee
     assert received(inbox)
     other = RawPeer(folder, "other")
     other.good(seq=0, lid=1)
-    assert received(inbox) == WeightsReady(step=0, lid=1)
+    assert received(inbox) == WeightsReady(step=0, lid=1, banks=(0,))
     other.close()
 
 
@@ -179,7 +179,7 @@ def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_
     rude, polite = RawPeer(folder, "rude"), RawPeer(folder, "polite")
     rude.send(b"\x00" * 10_001)
     polite.good(seq=0, lid=2)
-    assert received(inbox) == WeightsReady(step=0, lid=2)
+    assert received(inbox) == WeightsReady(step=0, lid=2, banks=(0,))
     rude.close()
     polite.close()
 
@@ -212,7 +212,7 @@ def test_a_dropped_message_does_not_end_a_wait(network: Network, raw: RawPeer) -
     assert inbox.receive(0.2) is None  # the junk has been taken in meanwhile
     raw.send(b"junk")
     raw.good(seq=0)
-    assert received(inbox) == WeightsReady(step=0, lid=0)
+    assert received(inbox) == WeightsReady(step=0, lid=0, banks=(0,))
 
 
 def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -296,7 +296,7 @@ def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> 
     outbox = network.outbox("optimizer")
     with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
         for lid in range(HIGH_WATER_MARK + 1):
-            outbox.send(WeightsReady(step=0, lid=lid))
+            outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
 
 
 def test_a_monitor_that_stalls_holds_nobody_up(folder: str, network: Network) -> None:
@@ -350,13 +350,13 @@ def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
 
 def test_the_network_in_memory_refuses_as_the_real_one() -> None:
     network = MemoryNetwork()
-    network.send("a", "b", WeightsReady(step=0, lid=1))
-    network.send("c", "b", WeightsReady(step=0, lid=2))
+    network.send("a", "b", WeightsReady(step=0, lid=1, banks=(0,)))
+    network.send("c", "b", WeightsReady(step=0, lid=2, banks=(0,)))
     assert network.pending(["a", "b"]) == ["b"]
-    assert network.try_receive("b") == Incoming("a", WeightsReady(step=0, lid=1))
-    assert network.try_receive("b") == Incoming("c", WeightsReady(step=0, lid=2))
+    assert network.try_receive("b") == Incoming("a", WeightsReady(step=0, lid=1, banks=(0,)))
+    assert network.try_receive("b") == Incoming("c", WeightsReady(step=0, lid=2, banks=(0,)))
     assert network.try_receive("b") is None
-    network.send("a", "b", WeightsReady(step=0, lid=1))
+    network.send("a", "b", WeightsReady(step=0, lid=1, banks=(0,)))
     network._queues["b"].extend(network._queues["b"])
     assert network.try_receive("b") is not None
     with pytest.raises(WireError, match="sequence number 1 after 1"):

@@ -58,7 +58,7 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
     report = decode(frame(tag="OptimizerReport", fields=[0, 1, 1, []]), token=TOKEN).message
     assert report == m.OptimizerReport(step=0, threads=1, busy_s=1.0, updates=()) and type(report.busy_s) is float
     assert "expected int, got float" in refused(frame(tag="OptimizerReport", fields=[2.5, 1, 1, []]))
-    assert "expected int, got bool" in refused(frame(tag="WeightsReady", fields=[True, 1]))
+    assert "expected int, got bool" in refused(frame(tag="WeightsReady", fields=[True, 1, []]))
     assert "expected bool, got int" in refused(frame(tag="CommandReply", fields=[1, ""]))
 
 
@@ -115,21 +115,21 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"seq": -1}, "GradReady: sequence number -1"),
         ({"seq": 0.0}, "sequence number"),
         ({"seq": None}, "sequence number"),
-        ({"fields": None}, "GradReady: expected 3 fields"),
-        ({"fields": {"step": 3}}, "GradReady: expected 3 fields"),
-        ({"fields": [3, 1]}, "GradReady: expected 3 fields"),
-        ({"fields": [3, 1, [4], 0]}, "GradReady: expected 3 fields"),
-        ({"fields": [3, "1", [4]]}, "GradReady.lid: expected int, got str"),
-        ({"fields": [3, None, [4]]}, "GradReady.lid: expected int, got NoneType"),
-        ({"fields": [3, 1, 4]}, "GradReady.counts: expected an array"),
-        ({"fields": [3, 1, [4.0]]}, "GradReady.counts: expected int, got float"),
-        ({"fields": [3, 1, [[]]]}, "GradReady.counts: expected int, got list"),
-        ({"fields": [-3, 1, [4]]}, "GradReady: steps and layer IDs are not negative"),
-        ({"fields": [3, 1, [0]]}, "GradReady: step counts of an update"),
-        ({"fields": [3, 1, []]}, "GradReady: step counts of an update"),
-        ({"fields": [3, 1, [-1, 4]]}, "GradReady: step counts of an update"),
-        ({"fields": [3, msgpack.ExtType(5, b"x"), [4]]}, "GradReady.lid: expected int, got ExtType"),
-        ({"fields": [3, msgpack.Timestamp(0), [4]]}, "GradReady.lid: expected int, got Timestamp"),
+        ({"fields": None}, "GradReady: expected 4 fields"),
+        ({"fields": {"step": 3}}, "GradReady: expected 4 fields"),
+        ({"fields": [3, 1]}, "GradReady: expected 4 fields"),
+        ({"fields": [3, 1, [4], False, 0]}, "GradReady: expected 4 fields"),
+        ({"fields": [3, "1", [4], False]}, "GradReady.lid: expected int, got str"),
+        ({"fields": [3, None, [4], False]}, "GradReady.lid: expected int, got NoneType"),
+        ({"fields": [3, 1, 4, False]}, "GradReady.counts: expected an array"),
+        ({"fields": [3, 1, [4.0], False]}, "GradReady.counts: expected int, got float"),
+        ({"fields": [3, 1, [[]], False]}, "GradReady.counts: expected int, got list"),
+        ({"fields": [-3, 1, [4], False]}, "GradReady: steps and layer IDs are not negative"),
+        ({"fields": [3, 1, [0], False]}, "GradReady: step counts of an update"),
+        ({"fields": [3, 1, [], False]}, "GradReady: step counts of an update"),
+        ({"fields": [3, 1, [-1, 4], False]}, "GradReady: step counts of an update"),
+        ({"fields": [3, msgpack.ExtType(5, b"x"), [4], False]}, "GradReady.lid: expected int, got ExtType"),
+        ({"fields": [3, msgpack.Timestamp(0), [4], False]}, "GradReady.lid: expected int, got Timestamp"),
         ({"tag": "Log", "fields": [1, []]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
@@ -148,7 +148,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )
 def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
-    assert reason in refused(frame(**{"fields": [3, 1, [4]], **parts}))
+    assert reason in refused(frame(**{"fields": [3, 1, [4], False], **parts}))
 
 
 def layer_table(**changes: Any) -> list[Any]:
@@ -158,6 +158,7 @@ def layer_table(**changes: Any) -> list[Any]:
         "policy": "fixed",
         "objective": "speed",
         "awaits_verdict": False,
+        "speculate": False,
         "k": None,
         "backend": "auto",
         "gpu_bytes": None,

@@ -175,6 +175,11 @@ def test_gradients_may_travel_in_half_the_bytes() -> None:
     assert need(planes_of("float32", "bfloat16"), 1000, 0, 0.0).host == 14_000
 
 
+def test_a_second_bank_has_all_that_an_update_writes() -> None:
+    one, two = (need(planes_of("bfloat16", second_bank=second), 1000, 0, 0.0) for second in (False, True))
+    assert (two.host - one.host, two.shared - one.shared, two.trainer - one.trainer) == (12_000, 2_000, 0)
+
+
 def test_estimate_counts_without_building(tmp_path: Path) -> None:
     path = tmp_path / "big.yaml"
     big = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}

@@ -82,13 +82,16 @@ def test_a_layer_in_tiles() -> None:
         tiles.append(tile)
         answers.append(done)
     assert tiles == [
-        Tile(lid=0, step=0, segment=0, start=0, stop=100, count=3, hyper=hyper(0.1), scale=1.0),
-        Tile(lid=0, step=0, segment=0, start=100, stop=200, count=3, hyper=hyper(0.1), scale=1.0),
-        Tile(lid=0, step=0, segment=0, start=200, stop=250, count=3, hyper=hyper(0.1), scale=1.0),
-        Tile(lid=0, step=0, segment=1, start=0, stop=100, count=2, hyper=hyper(0.2), scale=1.0),
-        Tile(lid=0, step=0, segment=2, start=0, stop=30, count=1, hyper=hyper(0.1), scale=1.0),
+        Tile(0, 0, segment, start, stop, count, hyper(lr), scale=1.0, source=0, target=0, begins=start == segment == 0)
+        for segment, start, stop, count, lr in (
+            (0, 0, 100, 3, 0.1),
+            (0, 100, 200, 3, 0.1),
+            (0, 200, 250, 3, 0.1),
+            (1, 0, 100, 2, 0.2),
+            (2, 0, 30, 1, 0.1),
+        )
     ]
-    assert answers == [None] * 4 + [WeightsReady(step=0, lid=0)]
+    assert answers == [None] * 4 + [WeightsReady(step=0, lid=0, banks=(0, 0, 0))]
     assert queue.step == 0 and queue.next_tile() is None
 
 
@@ -216,7 +219,7 @@ def test_tiles_are_done_in_order() -> None:
 
 def test_check_finds_what_cannot_be() -> None:
     queue = owing()
-    queue.owned.clear()
+    queue.banks.clear()
     with pytest.raises(AssertionError, match="owed only on layers that are owned"):
         queue.check()
 
@@ -251,7 +254,7 @@ def test_each_owed_element_is_updated_once(seed: int, tile_numel: int) -> None:
             owed[tile.lid] -= part
             assert (done is not None) == (not owed[tile.lid])
             if done is not None:
-                assert done == WeightsReady(step=step, lid=tile.lid)
+                assert done == WeightsReady(step=step, lid=tile.lid, banks=(0,) * len(sizes[tile.lid]))
                 del owed[tile.lid]
             if rng.random() < 0.1:
                 ranks = list(range(4))
@@ -300,8 +303,8 @@ def test_a_skipped_step_is_done_without_an_update() -> None:
     queue = make([16], [16])
     queue.begin(begin_message(0, awaits_verdict=True))
     ready(queue, 1, 0)
-    assert judged(queue, 0, skipped=True) == [WeightsReady(step=0, lid=1)]
-    assert queue.grad_ready(GradReady(step=0, lid=0, counts=(1,))) == WeightsReady(step=0, lid=0)
+    assert judged(queue, 0, skipped=True) == [WeightsReady(step=0, lid=1, banks=(0,))]
+    assert queue.grad_ready(GradReady(step=0, lid=0, counts=(1,))) == WeightsReady(step=0, lid=0, banks=(0,))
     queue.check()
     assert queue.idle and queue.next_tile() is None
     queue.give_up(0)
@@ -331,3 +334,159 @@ def test_held_gradients_survive_new_ranks() -> None:
     queue.check()
     judged(queue, 0)
     assert [work(queue)[0].lid for _ in range(2)] == [1, 0]
+
+
+# ---------------------------------------------------------------- ahead of the verdict
+
+
+def speculating(*layers: list[int], tile_numel: int = 16) -> UpdateQueue:
+    queue = make(*layers, tile_numel=tile_numel)
+    queue.speculate = True
+    queue.begin(begin_message(0, awaits_verdict=True))
+    return queue
+
+
+def test_what_is_done_when_the_verdict_is_one_holds_in_the_other_bank() -> None:
+    """Lowest rank first; what is half done goes on; segments without a gradient stay where they are."""
+    queue = speculating([16, 16], [16], [32])
+    for lid, counts in ((1, (1,)), (0, (0, 1)), (2, (1,))):
+        ready(queue, lid, 0, *counts)
+    tiles = [work(queue) for _ in range(3)]
+    assert [(tile.lid, tile.source, tile.target, tile.begins) for tile, _ in tiles] == [
+        (0, 0, 1, True),
+        (1, 0, 1, True),
+        (2, 0, 1, True),
+    ]
+    assert all(done is None for _, done in tiles), "nobody hears of it before the verdict"
+    assert judged(queue, 0) == [WeightsReady(step=0, lid=0, banks=(0, 1)), WeightsReady(step=0, lid=1, banks=(1,))]
+    tile, done = work(queue)
+    assert (tile.start, tile.target, tile.begins) == (16, 1, False) and done is not None and done.banks == (1,)
+    queue.begin(begin_message(1, awaits_verdict=True))
+    ready(queue, 1, 1)
+    assert (work(queue)[0].source, queue.idle) == (1, True)
+
+
+@pytest.mark.parametrize("scale", [0.5, float("nan")])
+def test_another_scale_begins_all_anew_in_place(scale: float) -> None:
+    queue = speculating([32], [32], [16])
+    ready(queue, 2, 0)
+    work(queue)
+    ready(queue, 1, 0)
+    work(queue)
+    ready(queue, 0, 0)
+    assert judged(queue, 0, scale) == []
+    found = [work(queue) for _ in range(5)]
+    assert [(tile.lid, tile.start) for tile, _ in found] == [(0, 0), (0, 16), (1, 0), (1, 16), (2, 0)]
+    assert {(tile.source, tile.target, str(tile.scale)) for tile, _ in found} == {(0, 0, str(scale))}
+    assert [done.banks for _, done in found if done is not None] == [(0,)] * 3
+
+
+def test_a_skipped_step_leaves_the_bank_that_holds() -> None:
+    queue = speculating([32], [16], [16])
+    for lid in (2, 1):
+        ready(queue, lid, 0)
+    work(queue)
+    ready(queue, 0, 0)
+    work(queue)
+    assert judged(queue, 0, skipped=True) == [WeightsReady(step=0, lid=lid, banks=(0,)) for lid in range(3)]
+    assert queue.idle
+
+
+def test_a_norm_above_its_limit_ends_the_speculation_of_its_step_alone() -> None:
+    queue = speculating([16], [16], [32])
+    ready(queue, 2, 0)
+    work(queue)
+    queue.grad_ready(GradReady(step=0, lid=1, counts=(1,), exceeds=True))
+    queue.check()
+    ready(queue, 0, 0)
+    assert queue.idle, "as if it had waited from the start"
+    assert judged(queue, 0) == [], "a hint that was wrong costs time"
+    assert [work(queue)[0].lid for _ in range(4)] == [0, 1, 2, 2]
+    queue.begin(begin_message(1, awaits_verdict=True))
+    ready(queue, 0, 1)
+    assert work(queue)[0].target == 1
+
+
+def test_the_mode_changes_with_the_next_step() -> None:
+    queue = speculating([16], [16], [16])
+    ready(queue, 0, 0)
+    queue.speculate = False
+    ready(queue, 1, 0)
+    assert not queue.idle
+    judged(queue, 0)
+    queue.begin(begin_message(1, awaits_verdict=True))
+    ready(queue, 2, 1)
+    assert {work(queue)[0].step for _ in range(2)} == {0} and queue.idle
+    queue.speculate = True
+    judged(queue, 1)
+    queue.begin(begin_message(2, awaits_verdict=False))
+    ready(queue, 0, 2)
+    tile, _ = work(queue)
+    assert tile.lid == 0 and tile.source == tile.target == 1, "no verdict to be ahead of"
+
+
+def test_a_layer_that_comes_back_begins_with_the_first_bank() -> None:
+    queue = speculating([16])
+    ready(queue, 0, 0)
+    work(queue)
+    assert judged(queue, 0)[0].banks == (1,)
+    queue.give_up(0)
+    queue.take_over(0)
+    queue.begin(begin_message(1))
+    ready(queue, 0, 1)
+    assert (work(queue)[0].source, queue.banks[0]) == (0, (0,))
+
+
+@given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 60))
+@settings(deadline=None)
+def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> None:
+    """Two banks of numbers, each update a function of what it reads: what is announced is what clipping first gives."""
+    rng = random.Random(seed)
+    sizes = [[rng.randint(1, 60) for _ in range(rng.randint(1, 3))] for _ in range(4)]
+    queue = make(*sizes, tile_numel=tile_numel)
+    banks = [[[[0] * size for size in row] for row in sizes] for _ in range(2)]
+    expected, busy = [[0] * len(row) for row in sizes], set[int]()
+
+    def hear(done: WeightsReady | None) -> None:
+        if done is not None:
+            busy.remove(done.lid)
+            for index, bank in enumerate(done.banks):
+                assert set(banks[bank][done.lid][index]) == {expected[done.lid][index]}
+
+    def go_on() -> None:
+        tile = queue.next_tile()
+        if tile is not None:
+            read, written = (banks[bank][tile.lid][tile.segment] for bank in (tile.source, tile.target))
+            written[tile.start : tile.stop] = [hash((x, tile.step, tile.scale)) for x in read[tile.start : tile.stop]]
+            hear(queue.tile_done(tile))
+            queue.check()
+
+    for step in range(6):
+        queue.speculate = rng.random() < 0.7
+        awaits, skipped = rng.random() < 0.8, rng.random() < 0.2
+        scale = rng.choice((1.0, 0.5)) if awaits else 1.0
+        queue.begin(begin_message(step, awaits_verdict=awaits))
+        coming = [lid for lid in range(4) if lid not in busy and rng.random() < 0.9]
+        rng.shuffle(coming)
+        late = rng.randint(0, len(coming)) if awaits else 0  # GradReady behind the verdict
+        while coming or awaits:
+            if rng.random() < 0.6:
+                go_on()
+            elif awaits and len(coming) <= late:
+                awaits = False
+                for done in queue.verdict(Verdict(step=step, scale=scale, skipped=skipped)):
+                    hear(done)
+            elif coming:
+                lid = coming.pop()
+                counts = tuple(rng.choice((0, step + 1)) for _ in sizes[lid])
+                if any(counts):
+                    busy.add(lid)
+                    if not (skipped and queue._awaits_verdict):
+                        for index, count in enumerate(counts):
+                            old = expected[lid][index]
+                            expected[lid][index] = hash((old, step, scale)) if count else old
+                    hear(queue.grad_ready(GradReady(step=step, lid=lid, counts=counts, exceeds=rng.random() < 0.1)))
+            queue.check()
+    while not queue.idle:
+        go_on()
+    assert not busy

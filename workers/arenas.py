@@ -82,7 +82,8 @@ class Arenas:
         self, layers: Sequence[Layer], backend: Backend, connection: socket.socket, *, token: str, banks: int = 1
     ) -> None:
         self.segments: dict[int, tuple[SegmentPlanes, ...]] = {}
-        self._layers, self._backend, self._banks = layers, backend, banks
+        self.banks = banks
+        self._layers, self._backend = layers, backend
         self._connection, self._token = connection, token
         self._arenas: dict[int, HostArena] = {}
         self._coming: deque[HostArena] = deque()
@@ -99,7 +100,7 @@ class Arenas:
         """Make the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
             raise ValueError(f"planes for layer {lid}, which is unknown or has them")
-        self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self._banks))
+        self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
         self._coming.append(arena)
 
     def touch_next(self) -> None:

@@ -67,6 +67,9 @@ class CoordinatorState:
             case m.OptimizerReport():
                 planning.on_optimizer(message)
                 return []
+            case m.Verdict():
+                planning.on_verdict(message)
+                return []
             case m.TrainerReport():
                 record = planning.record(message)
                 if message.measured is not None:

@@ -164,10 +164,10 @@ class Session:
     ) -> None:
         self._backend, self._max_threads = backend, max_threads
         self._trainer, self._coordinator = trainer, coordinator
-        self._queue = UpdateQueue(table.layers)
+        self._queue = UpdateQueue(table.layers, speculate=table.banks == 2)
         self._plans = PlanBook("optimizer", len(table.layers))
         # The trainer connected before it sent its table. Accepted now, lest the next one's arenas go to this one.
-        self._arenas = Arenas(table.layers, backend, accept(arenas), token=token)
+        self._arenas = Arenas(table.layers, backend, accept(arenas), token=token, banks=table.banks)
         self._progress = Progress(trace, [layer.name for layer in table.layers])
         self._working_on: int | None = None
 
@@ -194,9 +194,11 @@ class Session:
                 self._progress.arrived(lid, time.monotonic())
                 if (done := self._queue.grad_ready(message)) is not None:
                     self._send(done)
-            case m.Verdict():
-                for done in self._queue.verdict(message):
-                    self._send(done)
+            case m.Verdict(skipped=skipped):
+                done_now = self._queue.verdict(message)
+                for done in done_now if skipped else ():
+                    self._progress.undone(done.lid)
+                self._send(*done_now)
             case m.StepBegin():
                 self._queue.begin(message)
             case m.Plan():
@@ -214,6 +216,9 @@ class Session:
                 self._arenas.release(lid)
             case m.RanksLearned(ranks=ranks):
                 self._queue.learn_ranks(ranks)
+            case m.SetMode(speculate=speculate):
+                self._queue.speculate = speculate and self._arenas.banks == 2
+                _log.info("updates %s", "ahead of the verdict" if speculate else "wait for the verdict")
             case m.SetThreads(threads=threads):
                 self._backend.threads = min(threads, self._max_threads)
                 _log.info("updating with %d threads", self._backend.threads)
@@ -247,16 +252,20 @@ class Session:
         """One tile, and what follows from it."""
         planes = self._arenas.segments[tile.lid][tile.segment]
         began_s = time.monotonic()
-        planes.update(self._backend, tile.start, tile.stop, _scalars(tile.hyper, tile.count, tile.scale))
+        numbers = _scalars(tile.hyper, tile.count, tile.scale)
+        planes.update(self._backend, tile.start, tile.stop, numbers, source=tile.source, target=tile.target)
+        if tile.begins:
+            self._progress.undone(tile.lid)
         self._progress.updated(tile.lid, tile.step, began_s, time.monotonic())
         if (done := self._queue.tile_done(tile)) is not None:
             self._send(done)
 
-    def _send(self, done: m.WeightsReady) -> None:
-        sent_s = time.monotonic()  # before it is: the trainer may have taken it in when `send` returns
-        self._trainer.send(done)
-        self._progress.sent(done.lid, done.step, sent_s)
-        if self._queue.idle:
+    def _send(self, *finished: m.WeightsReady) -> None:
+        for done in finished:
+            sent_s = time.monotonic()  # before it is: the trainer may have taken it in when `send` returns
+            self._trainer.send(done)
+            self._progress.sent(done.lid, done.step, sent_s)
+        if finished and self._queue.idle:
             self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
 
     def close(self) -> None:

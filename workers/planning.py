@@ -2,6 +2,7 @@
 
     LayerTable ─▶ Calibration ×2 ─▶ first plan ─▶ Plan to both ─ PlanAck ×2 ─▶ Reassign ─▶ PlanApplied
     TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every so many steps ─▶ the next plan
+    Verdict ─▶ share of clipped steps ─▶ the mode: update ahead of verdicts or after them, with every plan
     commands: k, policy, objective, threads ─▶ the next plan at once
 
 Left out of the measurements are the first step, which warms up, and steps in which layers moved, or memory was made
@@ -12,18 +13,26 @@ in which the CPU got other threads counts for its layers, not as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from hytrain.ownership import PlanLedger, fraction
 from hytrain.planner import (
     POLICIES,
+    ClippedShare,
+    Decision,
     Infeasible,
     LayerFacts,
     Limits,
     MeasurementBook,
+    Profile,
     Rates,
+    ahead,
     decide,
+    drawn,
     first_lids,
+    gain,
+    is_worth_it,
     simulate,
 )
 from protocol import messages as m
@@ -55,8 +64,10 @@ class Planning:
         self.predicted_step_s: float | None = None
         self.moved = 0
         self.threads: int | None = None
+        self.speculates = table.speculate is not False
+        self._clipped = ClippedShare()
         self._replan_every = replan_every
-        self._facts = [_facts(layer, awaits_verdict=table.awaits_verdict) for layer in table.layers]
+        self._facts = [_facts(layer, table) for layer in table.layers]
         self._numels = [layer.numel for layer in table.layers]
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
@@ -147,6 +158,10 @@ class Planning:
         if self._counts(report.step):
             self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
 
+    def on_verdict(self, verdict: m.Verdict) -> None:
+        """Whether a step's updates held that were made before it."""
+        self._clipped.add(clipped=verdict.skipped or verdict.scale != 1.0)
+
     def _counts(self, step: int) -> bool:
         return step >= WARM_UP_STEPS and step not in self._moved_in
 
@@ -167,27 +182,56 @@ class Planning:
             return []
         self._planned_at = self._step
         current = frozenset(self.gpu_lids)
-        self.predicted_step_s = simulate(profile, current).step_s
-        try:
-            decision = decide(
-                self.policy,
-                profile,
-                self._limits,
-                fixed_k=self.k,
-                current=current,
-                horizon_steps=HORIZON_STEPS,
-                min_gain=MIN_GAIN,
-                objective=self.objective,
-                seed=self._step,
-            )
-        except Infeasible as error:
-            return [Note(f"no plan fits: {error}")]
-        self.reason = decision.reason
-        if not decision.changed:
-            return []
-        return self._propose(
-            tuple(sorted(decision.gpu_lids)), self._step + 2, decision.reason, decision.predicted_step_s
+        plan = partial(
+            decide,
+            self.policy,
+            limits=self._limits,
+            fixed_k=self.k,
+            current=current,
+            horizon_steps=HORIZON_STEPS,
+            min_gain=MIN_GAIN,
+            objective=self.objective,
+            seed=self._step,
         )
+        commands: list[Command] = []
+        try:
+            commands += self._choose_mode(profile, plan)
+            self.predicted_step_s = simulate(self._in_mode(profile), current).step_s
+            decision = plan(self._in_mode(profile))
+        except Infeasible as error:
+            return [*commands, Note(f"no plan fits: {error}")]
+        self.reason = decision.reason
+        if decision.changed:
+            lids = tuple(sorted(decision.gpu_lids))
+            commands += self._propose(lids, self._step + 2, decision.reason, decision.predicted_step_s)
+        return commands
+
+    def _choose_mode(self, profile: Profile, plan: Callable[[Profile], Decision]) -> list[Command]:
+        """Whether the CPU is to be ahead of verdicts, judged with the layers that it would then leave to the GPU."""
+        if self.table.speculate is not None:
+            return []
+        if self.policy == "random":
+            speculates = drawn(self._step)
+            why = f"drawn at random from seed {self._step}"
+        else:
+            share = self._clipped.value
+            gained = gain(profile, plan(ahead(profile, share)).gpu_lids, share)
+            speculates = is_worth_it(gained, now=self.speculates)
+            why = f"{share:.0%} of the steps are clipped, being ahead saves {gained:.1%} of a step"
+        if speculates == self.speculates:
+            return []
+        self.speculates = speculates
+        return [Note(f"mode {self._mode}: {why}"), Send("optimizer", m.SetMode(speculate=speculates))]
+
+    @property
+    def _mode(self) -> str | None:
+        """What becomes of gradients until the verdict; None where there is none."""
+        if not self.table.awaits_verdict:
+            return None
+        return "speculate" if self.speculates else "defer"
+
+    def _in_mode(self, profile: Profile) -> Profile:
+        return ahead(profile, self._clipped.value) if self.speculates else profile
 
     def _awaits_cpu_times(self) -> bool:
         """Threads were changed a moment ago: what the CPU does with them is known better when it has been seen."""
@@ -231,7 +275,7 @@ class Planning:
         if self._plan is not None and gpu_lids == self._plan.gpu_lids:
             return self._plan.predicted_step_s
         profile = self._book.profile()
-        return None if profile is None else simulate(profile, frozenset(gpu_lids)).step_s
+        return None if profile is None else simulate(self._in_mode(profile), frozenset(gpu_lids)).step_s
 
     # ------------------------------------------------------------ commands
 
@@ -300,12 +344,15 @@ class Planning:
             "moved": self.moved,
             "policy": self.policy,
             "objective": self.objective,
+            "mode": self._mode,
             "predicted_step_s": self.predicted_step_s,
         }
 
     def check(self) -> None:
         self._ledger.check()
         self._book.check()
+        self._clipped.check()
+        assert self.table.speculate in (None, self.speculates), "a mode that was asked for is kept"
         for kept in (self._steps, self._cpu_busy_s, self._moved_in, self._commanded_in):
             assert len(kept) <= 2 * OPEN_STEPS, "old steps are forgotten"
 
@@ -319,9 +366,9 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
 }
 
 
-def _facts(layer: m.Layer, *, awaits_verdict: bool) -> LayerFacts:
-    placed = layout(layer)
-    held_bytes = placed.plane_nbytes["grads"] if awaits_verdict else 0
+def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:
+    placed, one_bank = layout(layer, table.banks), layout(layer)
+    held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
     return LayerFacts(
         lid=layer.lid,
         rank=layer.rank,
@@ -330,4 +377,5 @@ def _facts(layer: m.Layer, *, awaits_verdict: bool) -> LayerFacts:
         + sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
+        spare_bytes=placed.nbytes - one_bank.nbytes,
     )

@@ -1,6 +1,7 @@
 """What the optimizer process has done since its last report, and the timeline of it.
 
     GradReady ─ arrived ─(waiting)─ updated ─(CPU update)─ updated … ─ sent ─ WeightsReady
+                                       └──────── undone ◀────────┘
 
 `Session` calls in, tile by tile. Tiles of one layer that follow each other are one span; a layer that had to let
 another one pass has several.
@@ -21,6 +22,7 @@ class Progress:
         self._trace, self._names = trace, names
         self._arrived_s: dict[int, float] = {}
         self._update_s: dict[int, float] = {}
+        self._drawn_waiting: set[int] = set()
         self._updates: list[CpuUpdate] = []
         self._busy_s = 0.0
         self._run: tuple[int, int, float, float] | None = None
@@ -36,9 +38,14 @@ class Progress:
             self._draw(self._trace, lid, step, began_s, ended_s)
         self._update_s[lid] = self._update_s.get(lid, 0.0) + ended_s - began_s
 
+    def undone(self, lid: int) -> None:
+        """What was done of the layer's update so far was for nothing."""
+        self._update_s.pop(lid, None)
+
     def sent(self, lid: int, step: int, at_s: float) -> None:
-        """The layer's last tile is done, and its WeightsReady goes out."""
+        """The layer's update holds, and its WeightsReady goes out."""
         queued_s = at_s - self._arrived_s.pop(lid)
+        self._drawn_waiting.discard(lid)
         if (update_s := self._update_s.pop(lid, None)) is not None:  # a skipped step has none
             self._updates.append(CpuUpdate(lid=lid, update_s=update_s, queued_s=queued_s))
         if self._trace is not None:
@@ -74,7 +81,8 @@ class Progress:
             return
         self._end_run(trace)
         self._run = (lid, step, began_s, ended_s)
-        if lid not in self._update_s:
+        if lid not in self._drawn_waiting:
+            self._drawn_waiting.add(lid)
             name, arrived_s = self._names[lid], self._arrived_s[lid]
             trace.span("waiting", name, arrived_s, began_s, kind="waiting", lid=lid, step=step)
 

@@ -153,6 +153,7 @@ class Optimizer(Section):
     k: Share = "auto"
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
+    speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: as measured
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
     gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as it travels; auto: the parameter's
 

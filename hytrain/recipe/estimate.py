@@ -6,7 +6,8 @@ as a small one.
 Bytes per parameter           owned by the CPU                          owned by the GPU
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-Under either owner the weights also lie on the GPU, once.
+Under either owner the weights also lie on the GPU, once. Updates that may have to be undone take a second bank of
+all that they write, 12 bytes more in host memory; without room for it they wait.
 """
 
 from __future__ import annotations
@@ -122,8 +123,10 @@ def estimate(recipe: Recipe) -> Estimate:
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trainable
-    planes = planes_of(recipe.model.dtype, recipe.optimizer.gradient_dtype)
-    k = recipe.optimizer.k
+    wanted, k = recipe.optimizer, recipe.optimizer.k
+    speculates = wanted.speculate if wanted.speculate is not None else wanted.objective != "host-memory"
+    second_bank = speculates and recipe.train.max_grad_norm is not None
+    planes = planes_of(recipe.model.dtype, wanted.gradient_dtype, second_bank=second_bank)
     here = torch.cuda.is_available()
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
@@ -143,19 +146,16 @@ def estimate(recipe: Recipe) -> Estimate:
     )
 
 
-def planes_of(dtype: str, gradient_dtype: str = "auto") -> tuple[Plane, ...]:
+def planes_of(dtype: str, gradient_dtype: str = "auto", *, second_bank: bool = False) -> tuple[Plane, ...]:
     """The planes of a layer in this dtype. A bf16 layer keeps the rest of its fp32 master in `remainder`."""
     weight = 2 if dtype == "bfloat16" else 4
     gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype]
     both, own = "optimizer, trainer", "optimizer"
     remainder = (Plane("remainder", 2, 0, 2, own),) if dtype == "bfloat16" else ()
-    return (
-        Plane("grads", gradient, 0, 0, both),
-        Plane("weights", weight, weight, weight, both),
-        *remainder,
-        Plane("exp_avg", 4, 0, 4, own),
-        Plane("exp_avg_sq", 4, 0, 4, own),
-    )
+    state = (*remainder, Plane("exp_avg", 4, 0, 4, own), Plane("exp_avg_sq", 4, 0, 4, own))
+    second = (Plane("weights'", weight, 0, 0, both), *(Plane(p.name + "'", p.host_if_cpu, 0, 0, own) for p in state))
+    planes = (Plane("grads", gradient, 0, 0, both), Plane("weights", weight, weight, weight, both), *state)
+    return (*planes, *second) if second_bank else planes
 
 
 def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Need:

@@ -62,6 +62,7 @@ def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         weight_decay=train.weight_decay,
         grad_accumulation=train.grad_accumulation,
         max_grad_norm=train.max_grad_norm,
+        speculate=wanted.speculate,
         k=wanted.k,
         policy=wanted.policy,
         objective=wanted.objective,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import math
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,10 @@ from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, stat
 from torch import Tensor, nn
 
 import hytrain
+from hytrain.clipping import NormSoFar
 from hytrain.errors import ConfigError, NonFiniteGradients
+from hytrain.planes import ArenaPlanes
+from protocol.handles import layout
 
 STEPS = 200
 #: of the steps; the norm that this share of them exceeds is found in an unclipped run
@@ -47,24 +54,42 @@ def make(dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> Planted:
     return Planted(dtype, poison)
 
 
-def run(
-    dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int, float]], **options: Any
-) -> tuple[dict[str, Tensor], list[float], int]:
-    """Final weights and state, every step's norm, and how many steps were skipped."""
-    model, norms = make(dtype, poison), []
+def banks(opt: hytrain.AdamW) -> set[int]:
+    """The banks that hold the layers of the CPU now."""
+    planes = [layer.planes for layer in opt._layers]
+    return {bank for known in planes if isinstance(known, ArenaPlanes) for bank in known.banks}
+
+
+@dataclass
+class Run:
+    """Final weights and state, every step's norm, how many steps were skipped; which banks held, and the modes."""
+
+    result: dict[str, Tensor]
+    norms: list[float]
+    skipped: int
+    banks: set[int] = field(default_factory=set)
+    modes: set[str] = field(default_factory=set)
+
+
+def run(dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int, float]], **options: Any) -> Run:
+    model, norms, seen = make(dtype, poison), [], set()
     with adamw(model, max_grad_norm=max_norm, on_nonfinite="skip", **options) as opt:
         for step in range(STEPS):
             model.step = step
             train(model, opt, [step], square_loss)
             assert opt.grad_norm is not None
             norms.append(float(opt.grad_norm))
-        return state(opt) | weights(model), norms, opt.skipped_steps
+            seen |= banks(opt)
+        done = Run(state(opt) | weights(model), norms, opt.skipped_steps, seen)
+    records = (opt.run_dir / "metrics.jsonl").read_text().splitlines()[-STEPS:]  # behind those of other runs
+    done.modes = {json.loads(record)["mode"] for record in records}
+    return done
 
 
 @functools.cache
 def norms_without_clipping(dtype: torch.dtype) -> list[float]:
     """The finite ones, the largest first."""
-    _, norms, _ = run(dtype, None, POISON, k=0.0, overlap=False)
+    norms = run(dtype, None, POISON, k=0.0, overlap=False).norms
     return sorted((norm for norm in norms if math.isfinite(norm)), reverse=True)
 
 
@@ -73,19 +98,27 @@ def norms_without_clipping(dtype: torch.dtype) -> list[float]:
 def test_every_way_gives_the_bits_of_clip_then_step(
     share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ahead of the verdict, behind it, and with mode and owners changing at random."""
     monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     poison, ordered = POISON, norms_without_clipping(dtype)
     max_norm = ordered[0] * 2 if share == 0 else ordered[round(share * len(ordered)) - 1] * (1 - 1e-4)
-    expected, found, skipped = run(dtype, max_norm, poison, k=0.0, overlap=False)
-    assert skipped == len(poison) == sum(not math.isfinite(norm) for norm in found)
+    expected = run(dtype, max_norm, poison, k=0.0, overlap=False)
+    found = expected.norms
+    assert expected.skipped == len(poison) == sum(not math.isfinite(norm) for norm in found)
     clipped = sum(norm > max_norm for norm in found if math.isfinite(norm)) / len(found)
     assert (clipped > 0) is (share > 0) and (clipped > 0.9) is (share == 1.0)
-    for options in ({"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
-        result, norms, skipped = run(dtype, max_norm, poison, **options)
-        assert differing(result, expected) == [], options
-        assert [n for n in norms if math.isfinite(n)] == [n for n in found if math.isfinite(n)] and skipped == len(
-            poison
-        )
+    speculate, defer = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
+    for options in (speculate, defer, {"policy": "random"}, *([{"k": 1.0}] if share == 0.5 else [])):
+        other = run(dtype, max_norm, poison, **options)
+        assert differing(other.result, expected.result) == [], options
+        assert [n for n in other.norms if math.isfinite(n)] == [n for n in found if math.isfinite(n)]
+        assert other.skipped == len(poison)
+        if options is speculate:
+            assert other.banks == ({0, 1} if share < 1.0 else {0}) and other.modes == {"speculate"}
+        if options is defer:
+            assert other.banks == {0} and other.modes == {"defer"}
+        if "policy" in options:
+            assert other.modes == {"speculate", "defer"}
 
 
 def test_fp32_is_clipped_as_by_torch() -> None:
@@ -138,7 +171,7 @@ def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
 @pytest.mark.parametrize("make_model", [gpt2, llama])
 def test_real_models_with_tied_weights_and_schedules(make_model: Any) -> None:
     results = []
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.4}, {"policy": "random"}):
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.4, "speculate": True}, {"policy": "random"}):
         model = make_model()
         with adamw(model, max_grad_norm=0.5, **options) as opt:
             train(model, opt, range(30))
@@ -154,11 +187,80 @@ def test_real_models_with_tied_weights_and_schedules(make_model: Any) -> None:
         {"max_grad_norm": math.nan},
         {"on_nonfinite": "ignore"},
         {"clip": "value"},
+        {"speculate": True},
+        {"speculate": False, "max_grad_norm": 1.0, "clip": "per_layer"},
+        {"speculate": True, "max_grad_norm": 1.0, "overlap": False},
     ],
 )
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         hytrain.AdamW(perceptron(), **options)
+
+
+def test_whatever_reads_and_writes_finds_the_bank_that_holds(tmp_path: Path) -> None:
+    """Saving, loading and writing from outside, after steps that were not clipped: weights lie in the second bank."""
+    results = []
+    for options in ({"overlap": False}, {"speculate": True}):
+        model = perceptron(dtype=torch.bfloat16)
+        with adamw(model, max_grad_norm=100.0, k=0.0, **options) as opt:
+            train(model, opt, range(3), square_loss)
+            opt.save(tmp_path)
+            opt.synchronize()
+            assert banks(opt) == {int("speculate" in options)}
+            saved = state(opt) | weights(model)
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+            opt.import_weights()
+            train(model, opt, [3], square_loss)
+            opt.load(tmp_path)
+            assert [
+                name for name in differing(state(opt), {n: saved[n] for n in state(opt)}) if "remainder" not in name
+            ] == []
+            train(model, opt, range(4, 6), square_loss)
+            results.append(saved | {f"then {name}": tensor for name, tensor in (state(opt) | weights(model)).items()})
+    assert differing(*results) == []
+
+
+def test_without_room_for_a_second_bank_updates_wait(caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron()
+    with adamw(model, max_grad_norm=100.0, k=0.0) as opt:
+        one, two = (sum(layout(layer.spec, banks).nbytes for layer in opt._layers) for banks in (1, 2))
+        assert sum(layer.layout.nbytes for layer in opt._layers) == two and not caplog.records
+    with caplog.at_level(logging.WARNING), adamw(model, max_grad_norm=100.0, k=0.0, host_memory_limit=two - 1) as opt:
+        assert sum(layer.layout.nbytes for layer in opt._layers) == one
+        train(model, opt, range(2), square_loss)
+        opt.synchronize()
+        assert banks(opt) == {0}
+    assert "updates wait for the norm of all gradients" in caplog.text
+    with adamw(model, max_grad_norm=100.0, k=0.0, objective="host-memory") as opt:
+        assert sum(layer.layout.nbytes for layer in opt._layers) == one
+
+
+def test_a_norm_that_is_above_its_limit_is_told_before_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients that come after it, by whoever owns them, and in no other step."""
+    told: list[bool] = []
+    exceeds = NormSoFar.exceeds
+
+    def noted(self: NormSoFar) -> bool:
+        told.append(exceeds(self))
+        return told[-1]
+
+    monkeypatch.setattr(NormSoFar, "exceeds", noted)
+    last = len(list(perceptron().parameters())) - 2  # the first whose gradient comes
+    model = make(torch.float32, {1: (last, math.inf), 2: (0, math.nan)})
+    with adamw(model, max_grad_norm=100.0, on_nonfinite="skip", k=0.0) as opt:
+        layers = len(opt._layers)
+        for step in range(3):
+            model.step = step
+            train(model, opt, [step], square_loss)
+        opt.synchronize()
+    assert told == [False] * layers + [True] * layers + [False] * (layers - 1) + [True]
+    told.clear()
+    model = make(torch.float32, {})
+    with adamw(model, max_grad_norm=1e-6, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.synchronize()
+    assert 0 < len(told) < 2 * layers and all(told)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
