@@ -136,6 +136,7 @@ def summary(rows: list[dict[str, Any]], threads: int) -> dict[str, float]:
     others = {
         "native / stream": max(rate(f"stream{how}", **as_called) for how in ("", " without prefetch")),
         "native / native without prefetch": rate("native without prefetch", **as_called),
+        "native / native into a second bank": rate("native into a second bank", **as_called),
         "native / DeepSpeed's operator with casts, at its best tile": rate("deepspeed with casts"),
         "native / torch's fused AdamW with casts, at its best tile": rate("torch with casts"),
         "alpha, the GPU's time / the CPU's": rate("gpu"),

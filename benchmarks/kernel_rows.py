@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hytrain.arena import HostArena
-from hytrain.kernels.backend import Backend, load
+from hytrain.kernels.backend import Backend, Into, load
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.update_queue import TILE_NUMEL
-from protocol.handles import DTYPE_BYTES, PLANES, layout
+from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
 from protocol.messages import Layer, Segment
 from workers import affinity
 
@@ -53,12 +53,12 @@ class Case:
 
 
 class Planes:
-    """One segment in an arena of its own, touched by `backend` and filled with values such as training has."""
+    """One segment in an arena of its own, touched by `backend`; its first bank is filled as training fills it."""
 
-    def __init__(self, numel: int, dtype: str, backend: Backend) -> None:
+    def __init__(self, numel: int, dtype: str, backend: Backend, banks: int = 1) -> None:
         segment = Segment(name="all", numel=numel, dtype=dtype, grads_dtype=dtype, group=0)
         self.numel, self.dtype = numel, dtype
-        self.arena = HostArena(layout(Layer(lid=0, rank=0, name="all", segments=(segment,))))
+        self.arena = HostArena(layout(Layer(lid=0, rank=0, name="all", segments=(segment,)), banks))
         backend.touch(self.arena.address, self.arena.layout.nbytes)
         self.base: dict[str, int] = {}
         self.itemsize: dict[str, int] = {}
@@ -71,6 +71,16 @@ class Planes:
     def at(self, start: int) -> dict[str, int]:
         """The planes' addresses at element `start`; 0 for a plane that is not there."""
         return {plane: self.base[plane] + start * self.itemsize[plane] if plane in self.base else 0 for plane in PLANES}
+
+    def second(self, start: int) -> Into:
+        """Those of the second bank."""
+        handles = {plane: self.arena.layout.handles[bank_plane(plane, 1)][0] for plane in BANKED_PLANES}
+        return Into(
+            **{
+                plane: self.arena.address_of(handle) + start * self.itemsize[plane] if handle else 0
+                for plane, handle in handles.items()
+            }
+        )
 
     def buffer(self, plane: str) -> ctypes.Array[ctypes.c_char]:
         return (ctypes.c_char * (self.numel * self.itemsize[plane])).from_address(self.base[plane])
@@ -91,8 +101,8 @@ def measure(system: str, *, cores: str, threads: int, numel: int, rounds: int) -
 def native(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
     """The native kernel beside streams over the very same pages: for each size of tile, and without prefetches."""
     backend, stream = load("native", threads)[0], Stream()
-    planes = Planes(numel, "bfloat16", backend)
-    cases = [stream.copy(planes, threads)]
+    planes = Planes(numel, "bfloat16", backend, banks=2)
+    cases = [stream.copy(planes, threads), into_second_bank(backend, planes, TILE_NUMEL, threads)]
     for tile in (*(tile for tile in SWEPT_TILES if tile < numel), numel):
         cases += [update(backend, planes, tile, threads), stream.over(planes, tile, threads)]
     with compiled_with("-DHYTRAIN_PREFETCH=0"):
@@ -211,6 +221,26 @@ def update(backend: Backend, planes: Planes, tile: int, threads: int, system: st
 
     return Case(
         system=system or backend.name, dtype=planes.dtype, tile=tile, threads=threads,
+        numel=planes.numel, bytes_each=TRAFFIC[planes.dtype], run=run,
+    )  # fmt: skip
+
+
+def into_second_bank(backend: Backend, planes: Planes, tile: int, threads: int) -> Case:
+    """The same step, as it is made ahead of a verdict."""
+
+    def run() -> None:
+        for start in range(0, planes.numel, tile):
+            backend.update(
+                **planes.at(start),
+                numel=min(tile, planes.numel - start),
+                weights_dtype=planes.dtype,
+                grads_dtype=planes.dtype,
+                scalars=SCALARS,
+                into=planes.second(start),
+            )
+
+    return Case(
+        system=f"{backend.name} into a second bank", dtype=planes.dtype, tile=tile, threads=threads,
         numel=planes.numel, bytes_each=TRAFFIC[planes.dtype], run=run,
     )  # fmt: skip
 

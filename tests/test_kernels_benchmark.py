@@ -42,6 +42,7 @@ def test_summary_compares_like_with_like() -> None:
             row("native", [0.05], dtype="float32"),
             row("native", [0.01], numel=500_000_000),  # the sweep's: half the work, a part of it from the cache
             row("native without prefetch", [0.25]),
+            row("native into a second bank", [0.22]),
             row("stream", [0.2]),
             row("stream", [0.01], numel=500_000_000),
             row("stream without prefetch", [0.18]),  # the better one
@@ -55,6 +56,7 @@ def test_summary_compares_like_with_like() -> None:
         {
             "native / stream": 0.9,
             "native / native without prefetch": 1.25,
+            "native / native into a second bank": 1.1,
             "native / DeepSpeed's operator with casts, at its best tile": 2.0,
             "alpha, the GPU's time / the CPU's": 0.05,
         }
@@ -108,6 +110,7 @@ def test_command(tmp_path: Path) -> None:
         ("native", "bfloat16", 1),
         ("stream", "bfloat16", 1),
         ("native without prefetch", "bfloat16", 2),
+        ("native into a second bank", "bfloat16", 2),
         ("stream without prefetch", "bfloat16", 2),
     }
     assert all(r["gparam_s"] > 0 for r in result["rows"])
