@@ -29,6 +29,7 @@ from hytrain.engine import Engine
 from hytrain.lifecycle import InvalidTransition
 from hytrain.planes import TrainedLayer
 from hytrain.transfer import Copy, HostTransfers, Transfer
+from protocol.messages import WeightsReady
 
 STEPS = 6
 HOLD_S = 60.0
@@ -84,11 +85,11 @@ def test_forward_waits_for_nothing_that_it_does_not_read_yet(
     kept: queue.Queue[Callable[[], None]] = queue.Queue()
     ready = Engine._on_weights_ready
 
-    def keep(self: Engine, layer: TrainedLayer, step: int) -> None:
-        if layer.lid == 3 and step == 0:
-            kept.put(lambda: ready(self, layer, step))
+    def keep(self: Engine, layer: TrainedLayer, done: WeightsReady) -> None:
+        if layer.lid == 3 and done.step == 0:
+            kept.put(lambda: ready(self, layer, done))
         else:
-            ready(self, layer, step)
+            ready(self, layer, done)
 
     def release(what: str) -> None:
         if what == "the update of layer 3" and not entered_before:
