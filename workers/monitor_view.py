@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OWNER_STYLES: Final = {"gpu": "green", "cpu": "blue"}
 OWNER_MARKS: Final = {"gpu": "█", "cpu": "░"}
+#: What the CPU does until the norm of a step that may be clipped is known.
+MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 TEXT_COLUMNS: Final = 140
 
 
@@ -105,10 +107,8 @@ def _training(record: dict[str, Any]) -> list[str]:
 def _timing(record: dict[str, Any]) -> list[str]:
     predicted = record["predicted_step_s"]
     foreseen = "" if predicted is None else f" ({seconds(predicted)} predicted)"
-    return [
-        f"step time {seconds(record['step_s'])}{foreseen}",
-        f"stall {seconds(record['stall_s'])}",
-    ]
+    clipping = [MODES[mode]] if (mode := record.get("mode")) is not None else []
+    return [f"step time {seconds(record['step_s'])}{foreseen}", f"stall {seconds(record['stall_s'])}", *clipping]
 
 
 def seconds(duration_s: float) -> str:
