@@ -163,7 +163,7 @@ def clipping(template: Job) -> list[Job]:
     limits = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
     jobs = []
     for label, limit in limits.items():
-        steps = Segment(batch=8, label=label, settle=12, measure=10, patience=12)
+        steps = Segment(batch=8, label=label, settle=24, measure=10, patience=20)
         jobs.append(job(replace(template, clip=limit), "hytrain:auto", steps))
     always = Segment(batch=8, label=ALWAYS_CLIPPED, settle=2, measure=5)
     return [*jobs, job(replace(template, clip=limits[ALWAYS_CLIPPED]), "deepspeed-zero2", always)]
