@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from torch.nn.functional import pad
 
 from hytrain.kernels import backend as backends
 from hytrain.kernels.backend import DTYPES, Backend, Into
+from hytrain.kernels.build import find_compiler
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
-from hytrain.kernels.split import join, split
+from hytrain.kernels.split import join, nearest_half, split
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 HYPERS = {
@@ -54,12 +57,19 @@ class Planes:
 
     @classmethod
     def of(cls, master: Tensor, weights_dtype: str) -> Planes:
-        weights, remainder = (master.clone(), None) if weights_dtype == "float32" else split(master)
+        kinds: dict[str, Callable[[], tuple[Tensor, Tensor | None]]] = {
+            "float32": lambda: (master.clone(), None),
+            "bfloat16": lambda: split(master),
+            "float16": lambda: (nearest_half(master), master.clone()),
+        }
+        weights, remainder = kinds[weights_dtype]()
         zeros = torch.zeros_like(master)
         return cls(weights=weights, remainder=remainder, exp_avg=zeros, exp_avg_sq=zeros.clone())
 
     def master(self) -> Tensor:
-        return self.weights if self.remainder is None else join(self.weights, self.remainder)
+        if self.remainder is None:
+            return self.weights
+        return self.remainder if self.weights.dtype is torch.float16 else join(self.weights, self.remainder)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Planes:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -167,7 +177,7 @@ SPECIAL = torch.cat(
 
 
 def assert_identical(ours: Planes, reference: Planes, case: str = "") -> None:
-    """Equal in every bit, NaNs aside."""
+    """Equal in every bit, NaNs aside; and float16 weights are those of their master."""
     pairs = {
         "master": (ours.master(), reference.master()),
         "exp_avg": (ours.exp_avg, reference.exp_avg),
@@ -177,6 +187,8 @@ def assert_identical(ours: Planes, reference: Planes, case: str = "") -> None:
         differ = (a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())
         where = differ.nonzero().flatten()[:5].tolist()
         assert not where, f"{case}: {name} differs at {where}: {a[where].tolist()}, not {b[where].tolist()}"
+    if ours.weights.dtype is torch.float16:
+        assert torch.equal(ours.weights.view(torch.int16), nearest_half(ours.master()).view(torch.int16)), case
 
 
 def assert_agrees(name: str, ours: Planes, reference: Planes, lr: float) -> None:
@@ -239,15 +251,20 @@ def test_special_values(name: str, pair: tuple[str, str]) -> None:
 @PAIRS
 @pytest.mark.parametrize("name", EXACT)
 def test_rows_without_gradients_sink_through_the_subnormals(name: str, pair: tuple[str, str]) -> None:
-    """As an embedding's do: one small gradient, then none. Flushing subnormals to zero would show."""
-    update = open_update(name)
-    first = torch.logspace(-37, -17, 48)
-    planes, reference = Planes.of(first, pair[0]), Reference(first, HYPER)
+    """As an embedding's do: one small gradient, then none. Flushing subnormals to zero would show.
+
+    Gradients so small are scaled ones in float16, subnormals among them too.
+    """
+    update, hyper = open_update(name), dataclasses.replace(HYPER, beta1=0.8)
+    first, scale = torch.logspace(-37, -17, 48), 1.0
+    if pair[1] == "float16":
+        first, scale = torch.logspace(-24, 16, 48, base=2), 2.0**-73
+    planes, reference = Planes.of(first, pair[0]), Reference(first, hyper)
     seen = {"exp_avg": 0, "exp_avg_sq": 0}
     for step in range(1, 201):
-        grads = (first if step == 1 else torch.zeros(48)).to(getattr(torch, pair[1]))
-        update(planes, grads, scalars(HYPER, step))
-        reference.step(grads)
+        grads = (first if step == 1 else torch.zeros(48)).clamp(max=6e4).to(getattr(torch, pair[1]))
+        update(planes, grads, scalars(hyper, step, scale))
+        reference.step(grads.float() * scale)
         for moment in seen:
             seen[moment] += int(is_subnormal(getattr(planes, moment)).sum())
     assert min(seen.values()) > 500, seen
@@ -262,11 +279,46 @@ def is_subnormal(values: Tensor) -> Tensor:
 def test_nans_leave_in_one_form(name: str) -> None:
     """torch's payloads depend on its compiler; ours do not, so owners can be compared bit for bit."""
     update = open_update(name)
-    for dtype in ("bfloat16", "float32"):
+    for dtype, grads in DTYPES:
         planes = Planes.of(SPECIAL, dtype)
-        update(planes, torch.full_like(SPECIAL, torch.nan).to(torch.bfloat16), scalars(HYPER, 1))
+        update(planes, torch.full_like(SPECIAL, -torch.nan).to(getattr(torch, grads)), scalars(HYPER, 1))
         for plane in (planes.master(), planes.exp_avg, planes.exp_avg_sq):
             assert plane.view(torch.int32).unique().tolist() == [0x7FC00000]
+        if dtype == "float16":
+            assert planes.weights.view(torch.int16).unique().tolist() == [0x7E00]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_float16_gradient_and_every_rounding_to_float16(name: str) -> None:
+    check_float16(open_update(name))
+
+
+def test_float16_where_the_processor_does_not_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", " ".join([*find_compiler(os.environ), "-DHYTRAIN_F16C=0"]))
+    monkeypatch.setenv("HYTRAIN_CACHE", str(tmp_path))
+    check_float16(open_update("native"))
+
+
+def check_float16(update: Update) -> None:
+    """Without momentum the first moment is the gradient. With a learning rate of zero the master stays as it is: here
+    at each float16 value, half-way to the next, and right beside both."""
+    step = scalars(Hyper(lr=0.0, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0), 1)
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
+    planes = Planes.of(torch.zeros(every.numel()), "float16")
+    update(planes, every, step)
+    finite = every.isfinite()
+    assert torch.equal(planes.exp_avg[finite].view(torch.int32), every[finite].float().view(torch.int32))
+    assert not planes.exp_avg[~finite].isfinite().any()
+
+    values = torch.cat([torch.arange(0x7C00).to(torch.int16).view(torch.float16).float(), torch.tensor([65536.0])])
+    around = torch.cat([values, (values[1:] + values[:-1]) / 2]).view(torch.int32)
+    beside = torch.cat([around - 1, around, around + 1])[1:].view(torch.float32)  # but for what is below zero
+    master = torch.cat([beside, -beside, SPECIAL[~SPECIAL.isnan()]])
+    planes = Planes.of(master, "float16")
+    planes.weights.zero_()
+    update(planes, torch.zeros(master.numel(), dtype=torch.float16), step)
+    assert torch.equal(planes.master().view(torch.int32), master.view(torch.int32))
+    assert torch.equal(planes.weights.view(torch.int16), master.half().view(torch.int16))
 
 
 @PAIRS
@@ -420,10 +472,11 @@ def test_touch_brings_every_page(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtypes", "remainder", "message"),
     [
-        (("float16", "float16"), 0, "no AdamW update for float16 weights with float16 gradients"),
+        (("float16", "bfloat16"), 8, "no AdamW update for float16 weights with bfloat16 gradients"),
+        (("float16", "float16"), 0, "a remainder belongs to 16-bit weights"),
         (("bfloat16", "float32"), 8, "no AdamW update for bfloat16 weights with float32 gradients"),
-        (("bfloat16", "bfloat16"), 0, "a remainder belongs to bfloat16 weights"),
-        (("float32", "bfloat16"), 8, "a remainder belongs to bfloat16 weights"),
+        (("bfloat16", "bfloat16"), 0, "a remainder belongs to 16-bit weights"),
+        (("float32", "bfloat16"), 8, "a remainder belongs to 16-bit weights, and only to them: these are float32"),
     ],
 )
 def test_planes_that_do_not_belong_together(name: str, dtypes: tuple[str, str], remainder: int, message: str) -> None:
@@ -456,7 +509,7 @@ from hytrain.kernels.scalars import Hyper, scalars
 libc = ctypes.CDLL(None, use_errno=True)
 backend, _ = load("native", 2)
 step = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 1)
-width, memories = {"bfloat16": 2, "float32": 4}, []
+width, memories = {"bfloat16": 2, "float16": 2, "float32": 4}, []
 def plane(nbytes):
     room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memories.append(mmap.mmap(-1, room + mmap.PAGESIZE))
@@ -466,7 +519,7 @@ def plane(nbytes):
 for weights, grads in DTYPES:
     for numel in (1, 64, 77, 4096, 4096 + 333):
         moments = {name: plane(4 * numel) for name in ("exp_avg", "exp_avg_sq")}
-        remainder = plane(2 * numel) if weights == "bfloat16" else 0
+        remainder = plane({"bfloat16": 2, "float16": 4}[weights] * numel) if weights != "float32" else 0
         backend.update(
             weights=plane(width[weights] * numel), grads=plane(width[grads] * numel), remainder=remainder, **moments,
             numel=numel, weights_dtype=weights, grads_dtype=grads, scalars=step,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hytrain.kernels.split import join, split
+from hytrain.kernels.split import clear_remainder, fit_remainder, join, nearest_half, split
 
 NAN = 0x7FC00000
 
@@ -95,6 +95,26 @@ def test_weights_are_the_nearest_bfloat16() -> None:
     ties = (to_bits(master) & 0xFFFF) == 0x8000
     weights, _ = split(master)
     assert torch.equal(weights[~ties], master[~ties].bfloat16())
+
+
+def test_nans_of_float16_have_one_form() -> None:
+    nans = from_bits(torch.tensor([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF]))
+    assert to_bits(nearest_half(nans)).tolist() == [0x7E00] * 4
+
+
+def test_masters_of_float16_fit_their_weights_or_are_replaced() -> None:
+    master = torch.tensor([1.0001, 1e-9, -1e-9, 70000.0, torch.nan, 2.0, -0.0])
+    weights = nearest_half(master)
+    assert weights.tolist()[:4] == [1.0, 0.0, -0.0, torch.inf] and to_bits(weights)[4] == 0x7E00
+    kept = master.clone()
+    fit_remainder(kept, weights)
+    assert torch.equal(to_bits(kept), to_bits(master))
+    weights[[0, 1, 5]] = torch.tensor([1.5, -0.0, 3.0]).half()
+    fit_remainder(kept, weights)
+    assert kept[[0, 1, 5]].tolist() == [1.5, 0.0, 3.0] and to_bits(kept)[1] == 0x80000000
+    assert torch.equal(to_bits(kept)[[2, 3]], to_bits(master)[[2, 3]])
+    clear_remainder(kept, weights)
+    assert torch.equal(to_bits(kept), to_bits(weights.float()))
 
 
 def test_shape_is_kept() -> None:

@@ -8,5 +8,5 @@ Importing this package imports no torch; `backend.load` decides which of the mod
     torch_backend.py    torch's fused CPU AdamW
     deepspeed_backend.py  DeepSpeedCPUAdam's operator
     gpu.py              the same update for tensors on a GPU, in Triton
-    split.py            fp32 <-> bf16 weights and int16 remainder, in torch
+    split.py            the fp32 master behind bf16 and fp16 weights, in torch
 """

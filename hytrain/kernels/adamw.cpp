@@ -4,8 +4,9 @@
 // once, in an order that is part of the contract: gpu.py has the same one, and so has torch's fused CPU AdamW.
 // Hence no fast-math and no contraction; where two roundings become one it is written as fma.
 //
-//   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`; fp32: the master itself
-//   grads     bf16 or fp32, read only
+//   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`; fp32: the master itself;
+//             fp16: the nearest of the master, half to even, and written only: all of the master is in `remainder`
+//   grads     bf16, fp16 or fp32, read only
 //   exp_avg, exp_avg_sq   fp32
 //
 // NaNs leave the kernel as one bit pattern: which payload survives an operation is up to the processor and to the
@@ -25,9 +26,20 @@
 #define HYTRAIN_PREFETCH 512
 #endif
 
+// Whether the processor converts fp16. A test asks for 0.
+#ifndef HYTRAIN_F16C
+#ifdef __F16C__
+#define HYTRAIN_F16C 1
+#else
+#define HYTRAIN_F16C 0
+#endif
+#endif
+
 namespace {
 
-using bf16 = uint16_t;  // bit pattern
+// Bit patterns.
+enum bf16 : uint16_t {};
+enum fp16 : uint16_t {};
 
 struct Scalars {  // in the order of native.py's SCALARS
     float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
@@ -50,10 +62,29 @@ inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ?
 inline float gradient(float g) { return g; }
 inline float gradient(bf16 g) { return real(static_cast<uint32_t>(g) << 16); }
 
-// The two kinds of master behind one pair of names.
-inline float join(float weight, const int16_t *, int64_t) { return weight; }
-inline float join(bf16 weight, const int16_t *remainder, int64_t i) {
-    return real((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder[i])));
+// What is in `remainder`, by the weights.
+template <class Weight>
+struct Rest;
+template <>
+struct Rest<float> {
+    using type = int16_t;
+    static constexpr bool exists = false;
+};
+template <>
+struct Rest<bf16> {
+    using type = int16_t;
+    static constexpr bool exists = true;
+};
+template <>
+struct Rest<fp16> {
+    using type = float;  // the master
+    static constexpr bool exists = true;
+};
+
+// The two kinds of master behind one pair of names; fp16 is done as fp32, with conversions around.
+inline float join(const float *weights, const int16_t *, int64_t i) { return weights[i]; }
+inline float join(const bf16 *weights, const int16_t *remainder, int64_t i) {
+    return real((static_cast<uint32_t>(weights[i]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder[i])));
 }
 
 inline void split(float master, float *weights, int16_t *, int64_t i) { weights[i] = real(canonical(bits(master))); }
@@ -63,27 +94,27 @@ inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
     weights[i] = static_cast<bf16>(hi);
     remainder[i] = static_cast<int16_t>(static_cast<uint16_t>(u - (hi << 16)));
 }
-
 // The planes that an update changes: read from one `State`, written into another or into the same.
 template <class Weight>
 struct State {
     Weight *weights;
-    int16_t *remainder;
+    typename Rest<Weight>::type *remainder;
     float *exp_avg, *exp_avg_sq;
 
     State at(int64_t i) const {
         return {weights + i, remainder ? remainder + i : nullptr, exp_avg + i, exp_avg_sq + i};
     }
+    State<float> master() const { return {remainder, nullptr, exp_avg, exp_avg_sq}; }  // of fp16 weights
 };
 
 struct Planes {  // a State as it comes from outside, in the order of native.py's _Planes
-    void *weights;
-    int16_t *remainder;
+    void *weights, *remainder;
     float *exp_avg, *exp_avg_sq;
 
     template <class Weight>
     State<Weight> as() const {
-        return {static_cast<Weight *>(weights), remainder, exp_avg, exp_avg_sq};
+        using Remainder = typename Rest<Weight>::type;
+        return {static_cast<Weight *>(weights), static_cast<Remainder *>(remainder), exp_avg, exp_avg_sq};
     }
 };
 
@@ -100,7 +131,7 @@ inline void update_strip(State<Weight> from, const Grad *grads, State<Weight> to
         const float m = std::fma(mix1, g - m_old, from_average ? m_old : g);
         const float v = std::fma(s.mix2 * g, g, from.exp_avg_sq[i] * s.beta2);
         const float denominator = std::sqrt(v) / s.sqrt_bias2 + s.eps;
-        const float p = join(from.weights[i], from.remainder, i) * s.decay + s.neg_step_size * m / denominator;
+        const float p = join(from.weights, from.remainder, i) * s.decay + s.neg_step_size * m / denominator;
         to.exp_avg[i] = real(canonical(bits(m)));
         to.exp_avg_sq[i] = real(canonical(bits(v)));
         split(p, to.weights, to.remainder, i);
@@ -108,6 +139,51 @@ inline void update_strip(State<Weight> from, const Grad *grads, State<Weight> to
 }
 
 constexpr int64_t strip = 64;  // elements; whole cache lines of every plane
+
+inline float wide(fp16 half) {
+    const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+    const uint32_t normal = magnitude + (112u << 23);  // the difference of the exponents' biases
+    const uint32_t subnormal = bits(real(magnitude + (113u << 23)) - real(113u << 23));  // 2^-14 + x - 2^-14
+    const uint32_t special = magnitude + (224u << 23);
+    return real(sign | (magnitude < (1u << 23) ? subnormal : magnitude < (31u << 23) ? normal : special));
+}
+
+inline fp16 nearest(float x) {
+    const uint32_t u = bits(x), magnitude = u & 0x7fffffffu, sign = (u >> 16) & 0x8000u;
+    const uint32_t rebased = magnitude - (112u << 23);
+    const uint32_t normal = (rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13;  // may carry, up to infinity
+    const uint32_t subnormal = bits(real(magnitude) + 0.5f) - (126u << 23);     // the last place of 0.5 is the least fp16
+    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+    return static_cast<fp16>(magnitude > 0x7f800000u ? 0x7e00u : sign | (magnitude < (143u << 23) ? finite : 0x7c00u));
+}
+
+// The processor's own conversions, where it has them, are the same: NaNs come to `narrow` in their one form.
+inline void widen(const fp16 *halves, float *floats, int64_t numel) {
+    int64_t i = 0;
+#if HYTRAIN_F16C
+    for (; i + 8 <= numel; i += 8)
+        _mm256_storeu_ps(floats + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves + i))));
+#endif
+    for (; i < numel; ++i) floats[i] = wide(halves[i]);
+}
+
+inline void narrow(const float *floats, fp16 *halves, int64_t numel) {
+    int64_t i = 0;
+#if HYTRAIN_F16C
+    for (; i + 8 <= numel; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(halves + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(floats + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < numel; ++i) halves[i] = nearest(floats[i]);
+}
+
+// At most a strip of fp16 weights and gradients: the update of their masters, which stay in the first cache meanwhile.
+inline void update_strip(State<fp16> from, const fp16 *grads, State<fp16> to, int64_t numel, Scalars s) {
+    alignas(64) float wider[strip];
+    widen(grads, wider, numel);
+    update_strip(from.master(), wider, to.master(), numel, s);
+    narrow(to.remainder, to.weights, numel);
+}
 
 template <class T>
 inline void prefetch(const T *plane, int64_t at) {
@@ -148,11 +224,11 @@ inline void settle() {
 template <class Weight, class Grad>
 inline void update_strip_elsewhere(State<Weight> from, const Grad *grads, State<Weight> to, Scalars s) {
     alignas(64) Weight weights[strip];
-    alignas(64) int16_t remainder[strip];
+    alignas(64) typename Rest<Weight>::type remainder[strip];
     alignas(64) float exp_avg[strip], exp_avg_sq[strip];
     update_strip(from, grads, State<Weight>{weights, remainder, exp_avg, exp_avg_sq}, strip, s);
     stream(to.weights, weights, sizeof weights);
-    if (sizeof(Weight) == 2) stream(to.remainder, remainder, sizeof remainder);
+    if (Rest<Weight>::exists) stream(to.remainder, remainder, sizeof remainder);
     stream(to.exp_avg, exp_avg, sizeof exp_avg);
     stream(to.exp_avg_sq, exp_avg_sq, sizeof exp_avg_sq);
 }
@@ -168,7 +244,7 @@ void update_range(State<Weight> from, const Grad *grads, State<Weight> to, int64
         if (HYTRAIN_PREFETCH) {
             prefetch(from.weights, at + HYTRAIN_PREFETCH);
             prefetch(grads, at + HYTRAIN_PREFETCH);
-            if (sizeof(Weight) == 2) prefetch(from.remainder, at + HYTRAIN_PREFETCH);
+            if (Rest<Weight>::exists) prefetch(from.remainder, at + HYTRAIN_PREFETCH);
             prefetch(from.exp_avg, at + HYTRAIN_PREFETCH);
             prefetch(from.exp_avg_sq, at + HYTRAIN_PREFETCH);
         }
@@ -204,6 +280,11 @@ extern "C" {
 void hytrain_adamw_bfloat16_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
                                      const Scalars *scalars, int threads) {
     update<bf16, bf16>(from, grads, to, numel, scalars, threads);
+}
+
+void hytrain_adamw_float16_float16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
+                                   const Scalars *scalars, int threads) {
+    update<fp16, fp16>(from, grads, to, numel, scalars, threads);
 }
 
 void hytrain_adamw_float32_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,

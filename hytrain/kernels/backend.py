@@ -18,8 +18,8 @@ from hytrain.kernels.scalars import Scalars
 
 BACKENDS = ("native", "torch", "deepspeed")
 
-# (weights, gradients) that every backend updates; bfloat16 weights have a remainder.
-DTYPES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"))
+# (weights, gradients) that every backend updates.
+DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,9 @@ class Backend(Protocol):
     ) -> None:
         """Update `numel` consecutive elements of one segment: in place, or `into` other planes, to the same bits.
 
-        The planes are addresses. `remainder` is int16 and belongs to bfloat16 weights, 0 stands for none;
-        the moments are float32. Raises ValueError for a pair of dtypes that is not in `DTYPES`.
+        The planes are addresses. `remainder` is int16 for bfloat16 weights, float32 for float16 weights, which are
+        only written: it is their master; 0 stands for none. The moments are float32.
+        Raises ValueError for a pair of dtypes that is not in `DTYPES`.
         """
 
     def touch(self, address: int, nbytes: int) -> None:
@@ -86,8 +87,8 @@ def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int) -> None:
     """Raise ValueError unless the planes belong together."""
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
-    if (remainder != 0) != (weights_dtype == "bfloat16"):
-        raise ValueError(f"a remainder belongs to bfloat16 weights, and only to them: these are {weights_dtype}")
+    if (remainder != 0) != (weights_dtype != "float32"):
+        raise ValueError(f"a remainder belongs to 16-bit weights, and only to them: these are {weights_dtype}")
 
 
 def _open(name: str, threads: int) -> Backend:

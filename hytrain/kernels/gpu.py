@@ -16,6 +16,7 @@ from torch import Tensor
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import check_dtypes
 from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.split import REMAINDERS
 
 BLOCK = 1024  # elements a program
 
@@ -37,8 +38,9 @@ def update(
 
     `verdict` is a float32 scalar on the device that the gradient is multiplied by; below 0, nothing is updated.
 
-    All tensors are contiguous and have one shape, [numel]; `remainder` is int16 and belongs to bfloat16
-    weights. Raises ValueError for planes that do not belong together, BackendUnavailable without Triton.
+    All tensors are contiguous and have one shape, [numel]; `remainder` is int16 for bfloat16 weights, the float32
+    master of float16 weights. Raises ValueError for planes that do not belong together, BackendUnavailable without
+    Triton.
     """
     _check(weights, grads, remainder, exp_avg, exp_avg_sq)
     numel = weights.numel()
@@ -92,5 +94,5 @@ def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Te
             raise ValueError("an update wants contiguous one-dimensional planes of one length")
     if exp_avg.dtype != torch.float32 or exp_avg_sq.dtype != torch.float32:
         raise ValueError(f"moments are float32, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
-    if remainder is not None and remainder.dtype != torch.int16:
-        raise ValueError(f"a remainder is int16, not {remainder.dtype}")
+    if remainder is not None and remainder.dtype != REMAINDERS[weights.dtype]:
+        raise ValueError(f"the remainder of {weights.dtype} weights is not {remainder.dtype}")

@@ -1,19 +1,29 @@
-"""The split master in torch: fp32 <-> bf16 weights and the int16 remainder that makes them exact again.
+"""The fp32 master behind 16-bit weights, in torch: what the weights are of it, and what `remainder` keeps.
+
+bf16 is the upper half of fp32, so weights and an int16 remainder are the master. fp16 has another exponent: the
+remainder is the master itself, the weights are its nearest fp16, half to even.
 
 For whoever fills the planes, saves them or checks them; the kernels have the same arithmetic inside. The
 remainder is the difference of the bit patterns, so the weights are the master with its magnitude rounded
 half up. (Half to even, as `.bfloat16()` rounds, needs one remainder more than 16 bits can tell apart; the two
 differ on exact ties alone.)
 
-    master 0x3f80_c000  ->  weights 0x3f81, remainder 0xc000 (-0x4000)  ->  0x3f81_0000 - 0x4000
+    bf16   master 0x3f80_c000  ->  weights 0x3f81, remainder 0xc000 (-0x4000)  ->  0x3f81_0000 - 0x4000
+    fp16   master 0x3f80_c000  ->  weights 0x3c06, remainder 0x3f80_c000
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
 
 _NAN = 0x7FC00000
+_HALF_NAN = 0x7E00
+
+#: The dtype of `remainder` by that of the weights; float32 weights have none.
+REMAINDERS: Final = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,9 +48,28 @@ def _expect(tensor: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"expected {dtype}, got {tensor.dtype}")
 
 
+def nearest_half(master: Tensor) -> Tensor:
+    """The float16 weights of a float32 master. All NaNs become one."""
+    _expect(master, torch.float32)
+    bits = master.half().view(torch.int16)
+    return bits.masked_fill_(master.isnan(), _HALF_NAN).view(torch.float16)
+
+
+def clear_remainder(remainder: Tensor, weights: Tensor) -> None:
+    """Make the weights' values the master."""
+    remainder.copy_(weights) if remainder.dtype == torch.float32 else remainder.zero_()
+
+
 def fit_remainder(remainder: Tensor, weights: Tensor) -> None:
-    """Clear remainders that make no master with these weights: below a zero, or beside an infinity or a NaN."""
+    """Clear remainders that make no master with these weights.
+
+    With bfloat16 below a zero, or beside an infinity or a NaN; with float16, masters that have other weights.
+    """
+    weights = weights.to(remainder.device)
     bits = weights.view(torch.int16)
+    if remainder.dtype == torch.float32:
+        fit = nearest_half(remainder).view(torch.int16) == bits
+        remainder.copy_(torch.where(fit, remainder, weights))
+        return
     zero, special = (bits & 0x7FFF) == 0, (bits & 0x7F80) == 0x7F80
-    unfit = (zero.to(remainder.device) & (remainder < 0)) | special.to(remainder.device)
-    remainder.masked_fill_(unfit, 0)
+    remainder.masked_fill_((zero & (remainder < 0)) | special, 0)

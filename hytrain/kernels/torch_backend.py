@@ -1,7 +1,8 @@
 """The AdamW update by torch's own fused CPU kernel, for machines without a C++ compiler.
 
-That kernel wants fp32 everywhere, so bf16 planes pass through fp32 copies, a chunk at a time so that the
-copies stay in cache. It also computes the last elements of an odd size in another order. Ranges are padded to
+That kernel wants fp32 everywhere, so 16-bit planes pass through fp32 copies, a chunk at a time so that the
+copies stay in cache; the master of fp16 weights is fp32 as it is. It also computes the last elements of an odd size in
+another order. Ranges are padded to
 `WIDTH`; then all elements are treated alike, and the results are the native backend's, however a segment is
 cut into ranges.
 
@@ -20,12 +21,12 @@ from torch.nn.functional import pad
 
 from hytrain.kernels.backend import Into, check_dtypes
 from hytrain.kernels.scalars import Scalars
-from hytrain.kernels.split import join, split
+from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 
 WIDTH = 128  # elements; what the operators' vector loops divide into, with room to spare
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, a core's own cache
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class TorchBackend:
@@ -72,7 +73,8 @@ class TorchBackend:
             (_over(exp_avg_sq, numel, torch.float32), _over(to.exp_avg_sq, numel, torch.float32)),
         ]
         if remainder:
-            planes.append((_over(remainder, numel, torch.int16), _over(to.remainder, numel, torch.int16)))
+            dtype = REMAINDERS[_DTYPES[weights_dtype]]
+            planes.append((_over(remainder, numel, dtype), _over(to.remainder, numel, dtype)))
         whole = numel - numel % WIDTH
         cuts = [*range(0, whole, self._chunk_numel), whole]
         for begin, end in pairwise(cuts):
@@ -105,6 +107,10 @@ class TorchBackend:
             grads = grads * scalars.scale
         if remainder is None:
             self._adamw(weights, grads, exp_avg, exp_avg_sq, scalars)
+            return
+        if weights.dtype is torch.float16:
+            self._adamw(remainder, grads, exp_avg, exp_avg_sq, scalars)
+            weights.copy_(nearest_half(remainder))
             return
         master = join(weights, remainder)
         self._adamw(master, grads, exp_avg, exp_avg_sq, scalars)

@@ -1,6 +1,7 @@
 """AdamW in Triton, operation by operation as in adamw.cpp. Needs Triton; only gpu.py imports it.
 
-bf16 planes come as int16 bit patterns. The caller turns contraction off; square root and division are the
+bf16 planes come as int16 bit patterns; fp16 planes as they are, since the device converts them exactly, or rounded to
+nearest even, subnormals among them. The caller turns contraction off; square root and division are the
 correctly rounded ones, and the only fused operations are the two that say so. Whole blocks are loaded without
 a mask, since a masked load is not vectorised unless the compiler knows what the length divides by.
 """
@@ -26,12 +27,12 @@ def _load_gradient(pointer, mask):
     if x.dtype == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return x
+        return x.to(tl.float32)
 
 
 @triton.jit
 def _load_master(weights, remainder, mask):
-    x = tl.load(weights, mask=mask)
+    x = tl.load(remainder if weights.dtype.element_ty == tl.float16 else weights, mask=mask)
     if x.dtype == tl.int16:
         lower = tl.load(remainder, mask=mask).to(tl.int32)
         return ((x.to(tl.int32) << 16) + lower).to(tl.float32, bitcast=True)
@@ -52,6 +53,11 @@ def _store_master(weights, remainder, master, mask):
         hi = (u + 0x8000) >> 16  # round half up: the difference always fits 16 bits
         tl.store(weights, hi.to(tl.int16), mask=mask)
         tl.store(remainder, (u - (hi << 16)).to(tl.int16), mask=mask)
+    elif weights.dtype.element_ty == tl.float16:
+        half = master.to(tl.float16).to(tl.int16, bitcast=True)
+        half = tl.where(master != master, 0x7E00, half).to(tl.int16)  # the device's own NaN is 0x7fff
+        tl.store(weights, half.to(tl.float16, bitcast=True), mask=mask)
+        _store(remainder, master, mask)
     else:
         _store(weights, master, mask)
 
