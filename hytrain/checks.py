@@ -33,18 +33,27 @@ class Options:
     clip: str
     on_nonfinite: str | None
     speculate: bool | None
+    loss_scale: float | str | None
     overlap: bool
 
     @property
     def awaits_verdict(self) -> bool:
         """Whether steps wait for the norm of all gradients."""
-        return (self.max_grad_norm is not None and self.clip == "global") or self.on_nonfinite is not None
+        return (self.max_grad_norm is not None and self.clip == "global") or self.skips_nonfinite
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether steps are left out whose gradients are not finite."""
+        return self.on_nonfinite is not None or self.loss_scale is not None
 
     @property
     def may_speculate(self) -> bool:
-        """Whether the CPU may be ahead of that. Two banks of planes are not for those who want little host memory."""
+        """Whether the CPU may be ahead of that. Two banks of planes are not for those who want little host memory.
+
+        A verdict with a scaled loss's scale in it is never the one that updates ahead of it assume.
+        """
         wanted = self.speculate if self.speculate is not None else self.objective != "host-memory"
-        return wanted and self.awaits_verdict and self.overlap
+        return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
 _GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize", "initial_lr", "name"}
@@ -82,7 +91,25 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         )
     if options.speculate and not options.overlap:
         raise ConfigError("speculate=True with overlap=False: leave one out, as nothing is updated before step() then")
+    _check_loss_scale(options)
     return options if options.k is None else replace(options, policy="fixed")
+
+
+def _check_loss_scale(options: Options) -> None:
+    wanted = options.loss_scale
+    if wanted is None:
+        return
+    if wanted != "dynamic" and (isinstance(wanted, bool | str) or not 1e-20 <= wanted <= 1e20):
+        raise ConfigError(f'loss_scale is {wanted!r}: "dynamic", a number from 1e-20 to 1e20, or None')
+    if wanted == "dynamic" and options.on_nonfinite == "raise":
+        raise ConfigError(
+            'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
+            "on_nonfinite out, they are skipped and counted"
+        )
+    if options.speculate:
+        raise ConfigError(
+            "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then"
+        )
 
 
 def check_model(model: nn.Module) -> torch.device:

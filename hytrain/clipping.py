@@ -11,6 +11,9 @@ The norms are computed where gradients appear, whoever owns the layer, and summe
 piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`. The norm so far is
 summed up as layers come; it tells an optimizer that updates ahead of the verdict when that has become pointless.
 
+With a scaled loss, gradients are scaled as well: their norm is divided by the loss's scale, and the step's own scale
+has that division in it. A step that is not finite is skipped, and lowers the loss's scale.
+
 Per layer, a different algorithm: each layer's gradients are scaled by their own norm as soon as they are complete.
 Nobody waits for a verdict.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
 from hytrain.planes import TrainedLayer, TrainedParameter
+from hytrain.scaling import LossScale
 from hytrain.transfer import Copy, Transfer, Transfers
 from protocol.messages import GradReady, Verdict
 
@@ -75,6 +79,7 @@ class NormSoFar:
 class Clipping:
     """One model's norms. `grad_norm` is the last step's, `scale` what its gradients are multiplied by: float32
     scalars on the device. `skipped` counts the steps that were left out. With `hints` there is a `norm_so_far`.
+    `loss_scale` is None where losses are not scaled.
     """
 
     def __init__(
@@ -84,6 +89,10 @@ class Clipping:
         self._max_norm = options.max_grad_norm if options.clip == "global" else None
         self._max_layer_norm = options.max_grad_norm if options.clip == "per_layer" else None
         self._on_nonfinite, self._is_wanted = options.on_nonfinite, options.awaits_verdict
+        self._skips = options.skips_nonfinite
+        self.loss_scale: LossScale | None = None
+        if options.loss_scale is not None:
+            self.loss_scale = LossScale(options.loss_scale, parameters[0].parameter.device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._hints = hints and self.is_wanted
@@ -114,7 +123,7 @@ class Clipping:
             self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms.values()]))]
         if self._max_layer_norm is not None:
             norm = torch.linalg.vector_norm(torch.stack([norms[index] for index in sorted(norms)]))
-            scale = torch.clamp(self._max_layer_norm / (norm + NORM_EPS), max=1.0)
+            scale = torch.clamp(self._max_layer_norm / (self._unscaled(norm) + NORM_EPS), max=1.0)
             for gradient in layer.filled.values():
                 gradient.mul_(scale)
 
@@ -133,23 +142,36 @@ class Clipping:
 
         The last one was settled before.
         """
-        norm = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
+        norm = self._unscaled(
+            torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
+        )
         self._norms.clear()
         self._so_far.clear()
         scale = torch.ones_like(norm)
         if self._max_norm is not None:
             scale = torch.clamp(self._max_norm / (norm + NORM_EPS), max=1.0)
-        if self._on_nonfinite is not None:
-            scale = torch.where(torch.isfinite(norm), scale, SKIPPED)
+        scale, finite = self._unscaled(scale), torch.isfinite(norm)
+        if self._skips:
+            scale = torch.where(finite, scale, SKIPPED)
+        if self.loss_scale is not None:
+            self.loss_scale.learn(finite)
         self.grad_norm, self.scale = norm, scale
         on_host = torch.empty(1, pin_memory=scale.is_cuda)
         self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
         return self._last
 
+    def _unscaled(self, number: Tensor) -> Tensor:
+        """Of scaled losses, as it is without."""
+        return number if self.loss_scale is None else number * self.loss_scale.inverse
+
     def host_scale(self) -> float | None:
         """On device "cpu", what to multiply gradients by now; None for nothing is to be done."""
         scale = 1.0 if self.scale is None else float(self.scale)
         return None if scale == SKIPPED else scale
+
+    def succeed(self, before: Clipping) -> None:
+        """Go on where another one has ended."""
+        self.skipped, self.loss_scale = before.skipped, before.loss_scale
 
     def close(self) -> None:
         """Give the norms up."""

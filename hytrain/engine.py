@@ -79,6 +79,7 @@ class Engine:
         self._hypers: list[Hyper] = []
         self._in_backward = self._backward_done = False
         self._backward = 0  # backwards begun
+        self._scaled = 0  # losses of this step that were scaled, and not gone backward from
         self._written = self._state_loaded = False
         self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
         self._has_thawed: Callable[[], bool] = lambda: False
@@ -102,7 +103,8 @@ class Engine:
     def succeed(self, before: Engine) -> None:
         """Go on counting where another engine has ended."""
         self.steps, self._state_loaded = before.steps, before._state_loaded
-        self.accumulation, self.clipping.skipped = before.accumulation, before.clipping.skipped
+        self.accumulation = before.accumulation
+        self.clipping.succeed(before.clipping)
 
     # ------------------------------------------------------------ forward
 
@@ -170,6 +172,13 @@ class Engine:
             layer.landing = None
             layer.life.on(Event.AWAITED, layer.life.updated)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the step's scale, if there is one."""
+        if self.clipping.loss_scale is None:
+            return loss
+        self._scaled += 1
+        return loss * self.clipping.loss_scale.value
+
     # ------------------------------------------------------------ backward
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
@@ -220,6 +229,9 @@ class Engine:
         self._finish_handovers()
         self.clipping.settle()
         self._import_written()
+        if self._state_loaded:  # a float16 master is no part of its weights: those that were there may be others
+            halves = [known for known in self.parameters if known.parameter.dtype is torch.float16]
+            self._import(halves, keep_remainder=True)
         self._state_loaded = False
         self._groups = self._read_groups()
         self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
@@ -227,6 +239,12 @@ class Engine:
         self._link.post("optimizer", begin)
 
     def _begin_backward(self, parameter: TrainedParameter) -> None:
+        if self.clipping.loss_scale is not None:
+            if self._scaled == 0:
+                self.health.refuse(
+                    "a backward from a loss that was not scaled since step(): opt.scale(loss).backward()"
+                )
+            self._scaled -= 1
         self.accumulation.begin()
         if self.accumulation.is_last and self._groups is None:
             self._begin_step()
@@ -366,7 +384,7 @@ class Engine:
             )
         with self._undivided("the update of layers"):
             self._flush()
-        self._groups, self._backward_done = None, False
+        self._groups, self._backward_done, self._scaled = None, False, 0
         self.accumulation.reset()
         self._boundary.report(self._step, self.steps + 1)
         self._step += 1

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError
 from hytrain.health import Health
-from hytrain.kernels.split import fit_remainder
+from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.link import THREAD_PREFIX, Link
 from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, TrainedLayer, TrainedParameter
 from hytrain.transfer import Copy, Transfer, Transfers
@@ -69,7 +69,7 @@ class Handover:
                 layer.planes = DevicePlanes(layer.segments)
         for layer, arena in self._allocate([layer for layer in self._layers if layer.lid not in plan.gpu_lids]):
             layer.planes = arena
-            self._give(layer, plan, step=0, after=self._transfers.state_out(_weights_copies(layer, arena)))
+            self._give(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
 
     # ------------------------------------------------------------ before: memory
 
@@ -89,7 +89,7 @@ class Handover:
             arena.pin_state()
         for index, layer in enumerate(move.coming):
             try:
-                move.devices[layer.lid] = DevicePlanes(layer.segments, zeros=False)
+                move.devices[layer.lid] = DevicePlanes(layer.segments, fresh=False)
             except torch.OutOfMemoryError:
                 del move.coming[index:]
                 break
@@ -205,7 +205,7 @@ class Handover:
             for layer, index in known.places:
                 segment, remainder = layer.segments[index], layer.state("remainder")[index]
                 if remainder is not None:
-                    fit_remainder(remainder, segment.weights) if keep_remainder else remainder.zero_()
+                    (fit_remainder if keep_remainder else clear_remainder)(remainder, segment.weights)
                 if isinstance(layer.planes, ArenaPlanes):
                     copies.append((_present(layer.planes.weights[index]), segment.weights))
         self._transfers.state_out(copies).synchronize()
@@ -253,6 +253,14 @@ def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[Ar
         arena.close()
 
 
+def _first_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
+    """What does not begin as zeros: the weights, and where they are float16 their masters."""
+    whole = [index for index, segment in enumerate(layer.segments) if segment.spec.dtype == "float16"]
+    masters = arena.state("remainder") if whole else []
+    copies = [(_present(masters[index]), layer.segments[index].weights.float()) for index in whole]
+    return [*_weights_copies(layer, arena), *copies]
+
+
 def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
     return [(_present(plane), s.weights) for s, plane in zip(layer.segments, arena.weights, strict=True)]
 
@@ -265,5 +273,5 @@ def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | Device
 
 
 def _present(plane: Tensor | None) -> Tensor:
-    assert plane is not None, "weights exist for every segment"
+    assert plane is not None, "weights exist for every segment, masters for float16"
     return plane

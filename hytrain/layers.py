@@ -27,7 +27,7 @@ MAX_PIECE_NUMEL: Final = 1 << 27
 #: A module without blocks is cut into about this many layers.
 FALLBACK_LAYERS: Final = 16
 
-_DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,10 @@ class ModelLayer:
         return sum(piece.numel for piece in self.pieces)
 
     def describe(self, rank: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
-        """The layer as the other processes know it. `group_of` maps id(parameter) to its group's index."""
+        """The layer as the other processes know it. `group_of` maps id(parameter) to its group's index.
+
+        `grad_dtype` is for the gradients of float32 parameters; the others' travel in their own.
+        """
         return messages.Layer(
             lid=self.lid,
             rank=rank,
@@ -64,7 +67,7 @@ class ModelLayer:
                     name=piece.name if piece.numel == piece.parameter.numel() else f"{piece.name}[{piece.start}]",
                     numel=piece.numel,
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
-                    grads_dtype=_DTYPE_NAMES[grad_dtype or piece.parameter.dtype],
+                    grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],
                     group=group_of[id(piece.parameter)],
                 )
                 for piece in self.pieces
@@ -136,10 +139,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _grads_dtype(parameter: nn.Parameter, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and parameter.dtype is torch.float32 else parameter.dtype
+
+
 def _refuse(name: str, parameter: nn.Parameter) -> None:
     if parameter.dtype not in _DTYPE_NAMES:
         raise UnsupportedError(
-            f"parameter {name} has dtype {parameter.dtype}: HyTrain trains bfloat16 and float32 parameters; "
+            f"parameter {name} has dtype {parameter.dtype}: HyTrain trains float32, bfloat16 and float16 parameters; "
             "convert the model with model.to(torch.bfloat16) first"
         )
     if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:

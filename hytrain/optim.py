@@ -33,6 +33,7 @@ from hytrain.calibration import calibrate
 from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import ClusterConfig
+from hytrain.consumed import SCALER
 from hytrain.engine import Engine
 from hytrain.errors import BackendUnavailable, UsageError
 from hytrain.kernels import backend as backends
@@ -58,11 +59,11 @@ class AdamW(torch.optim.Optimizer):
     """AdamW whose state and update live where the coordinator puts them: in host memory, or on the GPU.
 
     Args:
-        model: the module to train. Its parameters stay where they are, bfloat16 or float32, on one device.
+        model: the module to train. Its parameters stay where they are, float32, bfloat16 or float16, on one device.
         param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
-        grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loss's scale is the
-            loop's business. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
+        grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loop divides
+            the loss. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
         accumulate_on: where the sums lie, 4 bytes a parameter: "device", "host" (they come and go over the link, to the
             same bits), or "auto", which is the device if it has room for them when the first one is made.
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
@@ -71,6 +72,8 @@ class AdamW(torch.optim.Optimizer):
             "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
         speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
             takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
+        loss_scale: a number, or "dynamic" for what `torch.amp.GradScaler` does: call `opt.scale(loss).backward()`. Norm
+            and update are those of the gradients divided by it; steps that are not finite are skipped, and lower it.
         k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
         policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
         objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
@@ -102,6 +105,7 @@ class AdamW(torch.optim.Optimizer):
         clip: str = "global",
         on_nonfinite: str | None = None,
         speculate: bool | None = None,
+        loss_scale: float | str | None = None,
         k: float | str = "auto",
         policy: str = "deadline",
         objective: str = "speed",
@@ -126,6 +130,7 @@ class AdamW(torch.optim.Optimizer):
             clip=clip,
             on_nonfinite=on_nonfinite,
             speculate=speculate,
+            loss_scale=loss_scale,
             overlap=overlap,
         )
         self._model, self._device = model, check_model(model)
@@ -326,10 +331,13 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
 
-        bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder.
+        bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder. That of
+        float16 parameters is the master itself (float32). The loss scale's state has a key that torch ignores.
         """
         self._engine.expose_state()
-        return saving.state_dict(self.param_groups, self._parameters, self._resting)
+        state = saving.state_dict(self.param_groups, self._parameters, self._resting)
+        scaling = self._engine.clipping.loss_scale
+        return state if scaling is None else {**state, "loss_scale": scaling.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
@@ -337,9 +345,23 @@ class AdamW(torch.optim.Optimizer):
         self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         saving.load_state_dict(state_dict, self.param_groups, self._parameters, self._resting, names)
+        if (scaling := self._engine.clipping.loss_scale) is not None:
+            scaling.load(state_dict.get("loss_scale"))
         self._engine.state_was_loaded()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked for by `GradScaler.step`, before anything else."""
+        raise UsageError(SCALER)
+
     # ------------------------------------------------------------ HyTrain's own
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the present `loss_scale`, for `opt.scale(loss).backward()`; as it is where there is none.
+
+        Every backward of a step needs it, also those that only sum up: in between the scale does not change.
+        """
+        return self._engine.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only sum their gradients up; the step's updates begin in the first one after it.
@@ -358,15 +380,26 @@ class AdamW(torch.optim.Optimizer):
 
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
-        self._engine.expose_state()
-        saving.save(Path(folder), self.param_groups, self._parameters, self._resting, steps=self._engine.steps)
+        engine = self._engine
+        engine.expose_state()
+        saving.save(
+            Path(folder),
+            self.param_groups,
+            self._parameters,
+            self._resting,
+            steps=engine.steps,
+            loss_scale=engine.clipping.loss_scale,
+        )
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after."""
         self._engine.import_weights()
         self._engine.expose_state()
         named = dict(self._model.named_parameters())
-        self._engine.steps = saving.load(Path(folder), self.param_groups, self._parameters, self._resting, named)
+        scaling = self._engine.clipping.loss_scale
+        self._engine.steps = saving.load(
+            Path(folder), self.param_groups, self._parameters, self._resting, named, loss_scale=scaling
+        )
         self._engine.state_was_loaded()
 
     def log(self, step: int, **numbers: float) -> None:
@@ -377,14 +410,26 @@ class AdamW(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The last step's global gradient norm before clipping, float32 on the device, shape (); None without one.
 
-        It is taken where a step waits for it: with `on_nonfinite`, or with `max_grad_norm` and global clipping. Reading
-        its value waits for the device.
+        It is taken where a step waits for it: with `on_nonfinite`, with `loss_scale` (which is not in it), or with
+        `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
         return self._engine.clipping.grad_norm
 
     @property
+    def loss_scale(self) -> Tensor | None:
+        """What `scale` multiplies by now, float32 on the device, shape (); None without the option of that name.
+
+        It changes at the end of a step's last backward. Reading its value waits for the device.
+        """
+        scaling = self._engine.clipping.loss_scale
+        return None if scaling is None else scaling.value
+
+    @property
     def skipped_steps(self) -> int:
-        """Steps left out by `on_nonfinite`, as far as they are known: the last one's verdict may be on its way."""
+        """Steps left out by `on_nonfinite` or `loss_scale`, as far as they are known.
+
+        The last one's verdict may be on its way.
+        """
         return self._engine.clipping.skipped
 
     def statistics(self) -> Statistics:

@@ -24,13 +24,19 @@ from hytrain.consumed import ConsumedGradient
 from hytrain.errors import UnsupportedError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.split import clear_remainder
 from hytrain.layers import ModelLayer, storage_order
 from hytrain.lifecycle import LayerLife, State
 from hytrain.transfer import Copy, Room, Transfer, Transfers
-from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout
+from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout, plane_dtype
 from protocol.messages import Layer, Segment
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int16": torch.int16,
+}
 STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
 
 
@@ -177,25 +183,22 @@ class ArenaPlanes:
 
 
 class DevicePlanes:
-    """The state of a layer that the GPU owns: zeros on the device, or whatever was in the memory before."""
+    """The state of a layer that the GPU owns: as it begins, or whatever was in the memory before."""
 
-    def __init__(self, segments: list[TrainedSegment], *, zeros: bool = True) -> None:
-        """Raises `torch.OutOfMemoryError` unchanged. Without `zeros`, something has to be moved in first."""
-        make = torch.zeros if zeros else torch.empty
-        self._planes: dict[str, list[Tensor | None]] = {}
+    def __init__(self, segments: list[TrainedSegment], *, fresh: bool = True) -> None:
+        """Raises `torch.OutOfMemoryError` unchanged. Unless it is `fresh`, something has to be moved in first."""
         device = segments[0].weights.device
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        for plane in STATE_PLANES:
-            self._planes[plane] = [
-                None
-                if plane == "remainder" and segment.spec.dtype == "float32"
-                else make(
-                    segment.spec.numel,
-                    dtype=torch.int16 if plane == "remainder" else torch.float32,
-                    device=segment.weights.device,
-                )
-                for segment in segments
-            ]
+        make = torch.zeros if fresh else torch.empty
+
+        def part(plane: str, segment: TrainedSegment) -> Tensor | None:
+            dtype = plane_dtype(plane, segment.spec)
+            return None if dtype is None else make(segment.spec.numel, dtype=DTYPES[dtype], device=device)
+
+        self._planes = {plane: [part(plane, segment) for segment in segments] for plane in STATE_PLANES}
+        for segment, remainder in zip(segments, self._planes["remainder"], strict=True):
+            if fresh and remainder is not None:
+                clear_remainder(remainder, segment.weights)
 
     def state(self, plane: str) -> list[Tensor | None]:
         return self._planes[plane]

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hytrain.errors import ConfigError
-from hytrain.kernels.split import fit_remainder
+from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
+from hytrain.scaling import LossScale
 
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
@@ -57,11 +58,8 @@ def load_state_dict(
     theirs = loaded["param_groups"]
     if [group["params"] for group in theirs] != [group["params"] for group in packed]:
         raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
-    for known in parameters:
-        entry = loaded["state"].get(index[id(known.parameter)])
-        for plane in STATE_PLANES if entry is not None else ():
-            if plane in entry and entry[plane].shape != known.parameter.shape:
-                raise ConfigError(f"{plane} of {known.name} has shape {tuple(entry[plane].shape)}")
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
     for group, other in zip(groups, theirs, strict=True):
         group.update(_hyper(other))
     for known in parameters:
@@ -78,7 +76,13 @@ def load_state_dict(
 
 
 def save(
-    folder: Path, groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting, *, steps: int
+    folder: Path,
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    *,
+    steps: int,
+    loss_scale: LossScale | None = None,
 ) -> None:
     """Write the state after `steps` steps into `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +101,7 @@ def save(
         "param_groups": [_hyper(group) for group in groups],
         "step_of": {known.name: known.count for known in parameters},
         "resting": resting.counts,
+        "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
@@ -107,6 +112,8 @@ def load(
     parameters: list[TrainedParameter],
     resting: Resting,
     named: dict[str, nn.Parameter],
+    *,
+    loss_scale: LossScale | None = None,
 ) -> int:
     """Read what `save` wrote; the number of steps. Raises `ConfigError` if it is of another model, or not there."""
     try:
@@ -134,6 +141,8 @@ def load(
         group.update(other, betas=tuple(other["betas"]))
     for known in parameters:
         known.count = index["step_of"][known.name]
+    if loss_scale is not None:
+        loss_scale.load(index.get("loss_scale"))
     return int(index["steps"])
 
 
@@ -221,7 +230,7 @@ def gather(known: TrainedParameter, plane: str) -> Tensor | None:
 
 
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
-    """Write a parameter's state in one plane; None writes zeros."""
+    """Write a parameter's state in one plane. None writes what it begins as: zeros, or masters of the weights."""
     if value is not None:
         value = torch.empty_strided(known.parameter.size(), known.parameter.stride(), dtype=value.dtype).copy_(value)
         value = value.as_strided((value.numel(),), (1,))
@@ -229,10 +238,23 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
         part, segment = layer.state(plane)[index], layer.segments[index]
         if part is None:
             continue
-        if value is None:
+        if value is None and plane == "remainder":
+            clear_remainder(part, segment.weights)
+        elif value is None:
             part.zero_()
         else:
             part.copy_(value[segment.start : segment.start + segment.spec.numel])
+
+
+def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
+    """Raise `ConfigError` for state of another shape, or of weights in another 16-bit dtype."""
+    for plane in STATE_PLANES:
+        if (tensor := entry.get(plane)) is None:
+            continue
+        if tensor.shape != parameter.shape:
+            raise ConfigError(f"{plane} of {name} has shape {tuple(tensor.shape)}")
+        if plane == "remainder" and REMAINDERS.get(parameter.dtype, tensor.dtype) != tensor.dtype:
+            raise ConfigError(f"{plane} of {name} has dtype {tensor.dtype}: it is that of weights of another dtype")
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:

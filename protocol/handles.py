@@ -27,7 +27,10 @@ PLANES: Final = ("grads", "weights", "remainder", "exp_avg", "exp_avg_sq")
 BANKED_PLANES: Final = PLANES[1:]
 #: Those of each bank that the trainer works with all the time; they come first.
 SHARED_PLANES: Final = ("grads", "weights")
-DTYPE_BYTES: Final = {"bfloat16": 2, "float32": 4, "int16": 2}
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2}
+#: The dtype of a segment's `remainder`, by that of its weights: with bfloat16, what they lack of the float32 master;
+#: with float16, which is no part of a float32, all of it.
+REMAINDER_DTYPES: Final = {"bfloat16": "int16", "float16": "float32", "float32": None}
 PAGE_BYTES: Final = 4096
 ALIGN_ELEMENTS: Final = 128
 
@@ -68,14 +71,14 @@ class ArenaLayout:
 
 
 def plane_dtype(plane: str, segment: Segment) -> str | None:
-    """The dtype of `segment` in `plane`; None if it has no array there (fp32 weights need no remainder)."""
+    """The dtype of `segment` in `plane`; None if it has no array there (float32 weights need no remainder)."""
     kind = plane.removesuffix("'")
     if kind == "grads":
         return segment.grads_dtype
     if kind == "weights":
         return segment.dtype
     if kind == "remainder":
-        return "int16" if segment.dtype == "bfloat16" else None
+        return REMAINDER_DTYPES[segment.dtype]
     return "float32"
 
 

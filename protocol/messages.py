@@ -14,11 +14,13 @@ Units are in the names; times are seconds of the node's monotonic clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
 OWNERS = ("gpu", "cpu")
-WEIGHT_DTYPES = ("bfloat16", "float32")
+#: Of the weights, each with those that their gradients may have.
+GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 
 
@@ -75,9 +77,9 @@ class Segment:
 
     def __post_init__(self) -> None:
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
-        _require(self.dtype in WEIGHT_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
+        _require(self.dtype in GRADS_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
         _require(
-            self.grads_dtype in (("bfloat16",) if self.dtype == "bfloat16" else WEIGHT_DTYPES),
+            self.grads_dtype in GRADS_DTYPES[self.dtype],
             f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients",
         )
         _require(self.group >= 0, "a parameter group's index is not negative")
@@ -242,7 +244,7 @@ class Verdict:
 
     def __post_init__(self) -> None:
         _require(self.step >= 0, "steps count from 0")
-        _require(0.0 <= self.scale <= 1.0 or self.scale != self.scale, f"a scale of {self.scale}")
+        _require(not self.scale < 0.0 and not math.isinf(self.scale), f"a scale of {self.scale}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

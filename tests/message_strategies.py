@@ -29,7 +29,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.SetThreads, "threads"): st.integers(1, 2**31),
     (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
-    (m.Verdict, "scale"): st.floats(0, 1),
+    (m.Verdict, "scale"): st.floats(0, 2**20),
     (m.WeightsReady, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple),
     (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),
     (m.Plan, "k"): st.floats(0, 1),
@@ -38,12 +38,12 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
 
 @st.composite
 def segments(draw: st.DrawFn) -> m.Segment:
-    dtype = draw(st.sampled_from(m.WEIGHT_DTYPES))
+    dtype = draw(st.sampled_from(sorted(m.GRADS_DTYPES)))
     return m.Segment(
         name=draw(TEXT),
         numel=draw(st.integers(1, 2**40)),
         dtype=dtype,
-        grads_dtype=draw(st.sampled_from(("bfloat16",) if dtype == "bfloat16" else m.WEIGHT_DTYPES)),
+        grads_dtype=draw(st.sampled_from(m.GRADS_DTYPES[dtype])),
         group=draw(st.integers(0, 3)),
     )
 

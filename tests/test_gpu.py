@@ -49,19 +49,22 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
         batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
+        optimizer.scale(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer._engine._handover.wait()
+    scale = optimizer.loss_scale
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
         state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+    if scale is not None:
+        state["loss_scale"], state["skipped"] = scale.cpu(), torch.tensor(optimizer.skipped_steps)
     moved = optimizer.statistics().moved
     optimizer.close()
     return state, moved
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     runs = {
         "0": train(llama(dtype), tmp_path, k=0.0),
@@ -139,6 +142,54 @@ def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, m
     assert not torch.equal(results[0]["lm_head.weight"], unclipped["lm_head.weight"])
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_scaled_losses_give_the_same_bits_whoever_owns_a_layer(
+    dtype: torch.dtype, max_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hytrain.scaling.GROWTH_STEPS", 6)
+    results = []
+    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
+        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
+        state, _ = train(model, tmp_path, max_grad_norm=max_norm, loss_scale="dynamic", **options)
+        results.append(state)
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+    assert all(tensor.isfinite().all() for tensor in results[0].values()) and int(results[0]["skipped"]) >= 3
+    if dtype is torch.float16:
+        halves = [name for name in results[0] if name.endswith(".remainder")]
+        assert len(halves) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_replayed_float16_gradients_give_torchs_gradscaler(k: float, tmp_path: Path) -> None:
+    """On the CPU, over fp32 masters: weights, masters and scales, with gradients of all magnitudes that float16 has."""
+    ours = Replay([(64, 48), (512,), (128, 256)]).half().cuda()
+    masters = [nn.Parameter(parameter.detach().float().cpu()) for parameter in ours.weights]
+    reference, scaler = torch.optim.AdamW(masters, lr=1e-2, fused=True), torch.amp.GradScaler("cpu")
+    optimizer = hytrain.AdamW(ours, lr=1e-2, k=k, loss_scale="dynamic", run_dir=str(tmp_path))
+    generator = torch.Generator().manual_seed(5)
+    for step in range(50):
+        gradients = [
+            (torch.randn(master.shape, generator=generator) * 10.0 ** (step % 9 - 9)).half().cuda()
+            for master in masters
+        ]
+        optimizer.scale(ours(gradients).float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scaler.scale(torch.ones(()))
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = (gradient * torch.tensor(scaler.get_scale()).half().cuda()).float().cpu()
+        scaler.step(reference)
+        scaler.update()
+        assert float(optimizer.loss_scale) == scaler.get_scale()  # type: ignore[arg-type]
+    optimizer.synchronize()
+    entries = optimizer.state_dict()["state"]
+    for index, (mine, master) in enumerate(zip(ours.weights, masters, strict=True)):
+        assert torch.equal(entries[index]["remainder"].cpu(), master) and torch.equal(mine.cpu(), master.half())
+    optimizer.close()
+
+
 def test_autocast_over_float32_parameters(tmp_path: Path) -> None:
     first, _ = train(llama(torch.float32), tmp_path, autocast=True, k=0.0)
     second, _ = train(llama(torch.float32), tmp_path, autocast=True, k=1.0)
@@ -189,7 +240,7 @@ def test_gradients_in_bfloat16_for_float32_parameters(tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     results = []
     host = {"accumulate_on": "host"}

@@ -82,8 +82,8 @@ def test_one_bank_has_the_planes_and_two_have_what_an_update_writes_twice() -> N
 def test_every_segment_has_its_arrays(spec: Layer) -> None:
     arena = layout(spec)
     for index, part in enumerate(spec.segments):
-        split = part.dtype == "bfloat16"
-        expected = (part.grads_dtype, part.dtype, "int16" if split else None, "float32", "float32")
+        remainder = {"bfloat16": "int16", "float16": "float32"}.get(part.dtype)
+        expected = (part.grads_dtype, part.dtype, remainder, "float32", "float32")
         for plane, dtype in zip(PLANES, expected):
             handle = arena.handles[plane][index]
             if dtype is None:
@@ -94,7 +94,10 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
                 assert (handle.numel, handle.dtype) == (part.numel, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "banks", "expected"), [("bfloat16", 1, 14), ("float32", 1, 16), ("bfloat16", 2, 26)])
+@pytest.mark.parametrize(
+    ("dtype", "banks", "expected"),
+    [("bfloat16", 1, 14), ("float16", 1, 16), ("float32", 1, 16), ("bfloat16", 2, 26), ("float16", 2, 30)],
+)
 def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None:
     numel = 1 << 20
     assert layout(layer(segment(numel, dtype)), banks).nbytes == expected * numel

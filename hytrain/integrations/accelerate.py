@@ -108,6 +108,10 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
         )
     if accelerator.num_processes > 1 or accelerator.distributed_type != accelerate.DistributedType.NO:
         raise UnsupportedError("more than one process is not supported yet: train on one GPU, without a launcher")
+    if accelerator.mixed_precision == "fp16":
+        raise UnsupportedError(
+            "mixed precision in fp16 comes with a GradScaler, too late for HyTrain: train in bf16, or without it"
+        )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(f"{accelerator.mixed_precision} is not supported yet: train in bf16, or without it")
     if state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:

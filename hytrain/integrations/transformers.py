@@ -79,6 +79,8 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     anything is started.
     """
     _refuse(trainer, param_groups)
+    if options.get("loss_scale") is not None:
+        raise UnsupportedError("the Trainer calls backward by itself, without opt.scale: leave loss_scale out")
     args, model = trainer.args, trainer.model
     assert model is not None, "without model_init there is one from the beginning"
     wanted = {

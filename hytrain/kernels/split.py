@@ -56,8 +56,11 @@ def nearest_half(master: Tensor) -> Tensor:
 
 
 def clear_remainder(remainder: Tensor, weights: Tensor) -> None:
-    """Make the weights' values the master."""
-    remainder.copy_(weights) if remainder.dtype == torch.float32 else remainder.zero_()
+    """Make the weights' values the master. No device copies into `remainder`: it may be pinned in several pieces."""
+    if remainder.dtype == torch.float32:
+        remainder.copy_(weights.to(remainder.device))
+    else:
+        remainder.zero_()
 
 
 def fit_remainder(remainder: Tensor, weights: Tensor) -> None:

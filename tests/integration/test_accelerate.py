@@ -129,7 +129,7 @@ def with_compile(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
         (with_deepspeed, "DeepSpeed has an optimizer of its own"),
         (with_fsdp_offload, "FSDP and its CPU offload have a place for the state already"),
         (with_two_gpus, "more than one process is not supported yet"),
-        (with_fp16, "fp16 is not supported yet"),
+        (with_fp16, "fp16 comes with a GradScaler"),
         (with_compile, "hooks break the graph of a whole compiled model"),
     ],
 )

@@ -39,7 +39,7 @@ def test_unfrozen_parameters_are_trained_from_then_on(options: dict[str, Any]) -
         assert opt.statistics().step == 15
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
     results = []
     for again in (False, True):
@@ -216,7 +216,7 @@ def test_frozen_while_others_are_unfrozen() -> None:
 
 
 @pytest.mark.parametrize("form", ["state_dict", "files"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, form: str, tmp_path: Any) -> None:
     """Trained, frozen while others go on, saved, loaded into another optimizer, unfrozen there."""
     first = perceptron(dtype=dtype)

@@ -220,6 +220,13 @@ def test_a_trainer_that_has_an_optimizer(tmp_path: Path) -> None:
         adopt(trainer)
 
 
+def test_a_scaled_loss(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with pytest.raises(UnsupportedError, match="the Trainer calls backward by itself"):
+        adopt(trainer, loss_scale="dynamic")
+    assert trainer.optimizer is None, "nothing was started"
+
+
 def test_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(gpt2(), tmp_path)
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
