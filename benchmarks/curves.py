@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hytrain.recipe import config, loop
 from hytrain.recipe.config import Recipe
@@ -101,6 +101,9 @@ class Plain(torch.optim.AdamW):
         if self._max_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         super().step()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
 
     def log(self, step: int, **numbers: float) -> None:
         self._file.write(json.dumps({"step": step, **numbers}) + "\n")

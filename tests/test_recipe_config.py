@@ -54,6 +54,15 @@ def test_k_outside_its_range_is_refused(recipe_file: Path, k: str) -> None:
     assert 'must be "auto" or a number from 0 to 1' in refusal(recipe_file, f"optimizer.k={k}")
 
 
+def test_the_scale_of_the_loss(recipe_file: Path) -> None:
+    assert config.load(recipe_file).train.loss_scale is None
+    for text, scale in (("dynamic", "dynamic"), ("1024", 1024.0), ("null", None)):
+        assert config.load(recipe_file, [f"train.loss_scale={text}"]).train.loss_scale == scale
+    for text in ("static", "0", "nan", "true"):
+        sentence = refusal(recipe_file, f"train.loss_scale={text}")
+        assert 'the loss\'s scale must be "dynamic" or a number' in sentence
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

@@ -64,6 +64,9 @@ class StandIn(torch.optim.AdamW):
         super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
         self.records: list[tuple[int, dict[str, float]]] = []
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
     def synchronize(self) -> None: ...
 
     def log(self, step: int, **numbers: float) -> None:

@@ -160,7 +160,8 @@ def test_schedule_resumes_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "host", "gpu_resident", "gpu_owned"), [("bfloat16", 14, 2, 12), ("float32", 16, 4, 12)]
+    ("dtype", "host", "gpu_resident", "gpu_owned"),
+    [("bfloat16", 14, 2, 12), ("float16", 16, 2, 14), ("float32", 16, 4, 12)],
 )
 def test_bytes_per_parameter(dtype: str, host: int, gpu_resident: int, gpu_owned: int) -> None:
     planes = planes_of(dtype)

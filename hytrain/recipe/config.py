@@ -30,27 +30,31 @@ Tree = dict[str, Any]
 INPUT_PATHS = (("model", "path"), ("tokenizer", "path"), ("data", "paths"), ("train", "resume"))
 
 
-def _number_or_auto(value: object, what: str, high: float | None) -> object:
-    """`auto`, or a number of at least 0 (and at most `high`): one sentence in place of a union's two."""
-    if value == "auto":
+def _number_or(word: str, value: object, what: str, low: float, high: float) -> object:
+    """The word, or a number within bounds: one sentence in place of a union's two."""
+    if value == word:
         return value
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
     except ValueError:
         number = None
-    if number is None or not 0 <= number <= (float("inf") if high is None else high):
-        bound = "of at least 0" if high is None else f"from 0 to {high:g}"
-        raise ValueError(f'{what} must be "auto" or a number {bound}')
+    if number is None or not low <= number <= high:
+        raise ValueError(f'{what} must be "{word}" or a number from {low:g} to {high:g}')
     return number
 
 
 def _fraction(value: object) -> object:
-    return _number_or_auto(value, "k, the share of the parameters that the GPU owns,", 1)
+    return _number_or("auto", value, "k, the share of the parameters that the GPU owns,", 0, 1)
+
+
+def _scale(value: object) -> object:
+    return _number_or("dynamic", value, "the loss's scale", 1e-20, 1e20)
 
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Scale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
 Share = Annotated[float | Literal["auto"], BeforeValidator(_fraction)]
 
 
@@ -74,7 +78,7 @@ class Model(Section):
 
     path: Path | None = None
     config: Tree | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: bool = False  # forward and backward in bfloat16 over float32 parameters
     gradient_checkpointing: bool = False
 
@@ -131,6 +135,7 @@ class Train(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     grad_accumulation: Positive = 1  # each batch goes through in so many parts, whose gradients are summed
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
+    loss_scale: Scale | None = None  # for float16; "dynamic", or a number
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved

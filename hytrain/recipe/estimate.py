@@ -5,6 +5,7 @@ as a small one.
 
 Bytes per parameter           owned by the CPU                          owned by the GPU
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
+    fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
 Under either owner the weights also lie on the GPU, once. Updates that may have to be undone take a second bank of
 all that they write, 12 bytes more in host memory; without room for it they wait.
@@ -125,7 +126,7 @@ def estimate(recipe: Recipe) -> Estimate:
     frozen = sum(p.numel() for p in parameters) - trainable
     wanted, k = recipe.optimizer, recipe.optimizer.k
     speculates = wanted.speculate if wanted.speculate is not None else wanted.objective != "host-memory"
-    second_bank = speculates and recipe.train.max_grad_norm is not None
+    second_bank = speculates and recipe.train.max_grad_norm is not None and recipe.train.loss_scale is None
     planes = planes_of(recipe.model.dtype, wanted.gradient_dtype, second_bank=second_bank)
     here = torch.cuda.is_available()
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
@@ -147,11 +148,12 @@ def estimate(recipe: Recipe) -> Estimate:
 
 
 def planes_of(dtype: str, gradient_dtype: str = "auto", *, second_bank: bool = False) -> tuple[Plane, ...]:
-    """The planes of a layer in this dtype. A bf16 layer keeps the rest of its fp32 master in `remainder`."""
-    weight = 2 if dtype == "bfloat16" else 4
-    gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype]
+    """The planes of a layer in this dtype. A bf16 layer keeps the rest of its fp32 master in `remainder`, fp16 all."""
+    weight = 4 if dtype == "float32" else 2
+    gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
     both, own = "optimizer, trainer", "optimizer"
-    remainder = (Plane("remainder", 2, 0, 2, own),) if dtype == "bfloat16" else ()
+    rest = {"bfloat16": 2, "float16": 4}.get(dtype)
+    remainder = () if rest is None else (Plane("remainder", rest, 0, rest, own),)
     state = (*remainder, Plane("exp_avg", 4, 0, 4, own), Plane("exp_avg_sq", 4, 0, 4, own))
     second = (Plane("weights'", weight, 0, 0, both), *(Plane(p.name + "'", p.host_if_cpu, 0, 0, own) for p in state))
     planes = (Plane("grads", gradient, 0, 0, both), Plane("weights", weight, weight, weight, both), *state)

@@ -59,7 +59,7 @@ def run_steps(
         for part in batch.chunk(plan.grad_accumulation):
             with task.autocast():
                 share = model(input_ids=part, labels=part).loss / plan.grad_accumulation
-            share.backward()
+            opt.scale(share).backward()
             loss += share.detach()
         opt.step()
         opt.zero_grad()

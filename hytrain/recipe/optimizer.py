@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import decay_groups
@@ -32,6 +32,7 @@ class TrainingOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
+    def scale(self, loss: Tensor) -> Tensor: ...
     def step(self) -> object: ...
     def zero_grad(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -62,6 +63,7 @@ def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         weight_decay=train.weight_decay,
         grad_accumulation=train.grad_accumulation,
         max_grad_norm=train.max_grad_norm,
+        loss_scale=train.loss_scale,
         speculate=wanted.speculate,
         k=wanted.k,
         policy=wanted.policy,

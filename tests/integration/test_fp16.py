@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from helpers import (
     LR,
     adamw,
     bits,
+    cluster,
     differing,
     llama,
     perceptron,
@@ -20,12 +22,14 @@ from helpers import (
     state,
     train,
     weights,
+    write_recipe,
 )
 from torch import Tensor, nn
 
 import hytrain
 from hytrain import scaling
 from hytrain.errors import ConfigError, NonFiniteGradients, UsageError
+from hytrain.saving import INDEX
 
 GROWTH_STEPS = 4
 #: step -> what one gradient is made there
@@ -421,6 +425,15 @@ def test_frozen_and_unfrozen(options: dict[str, Any]) -> None:
                 expected = scales
         assert scales == expected and len(set(scales)) > 1
         assert differing(everything(ours, opt), reference.state() | weights(theirs)) == []
+
+
+def test_a_recipe_in_float16(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, model={"dtype": "float16"}, train={"steps": 6, "loss_scale": "dynamic"})
+    ran = cluster(recipe, "--run-dir", tmp_path / "run")
+    assert ran.returncode == 0, ran.stderr
+    [index] = (tmp_path / "run" / "checkpoints").glob(f"step-6/**/{INDEX}")
+    saved = json.loads(index.read_text())
+    assert 0 < saved["loss_scale"]["good_steps"] == max(saved["step_of"].values()) <= 6
 
 
 # ---------------------------------------------------------------- refusals
