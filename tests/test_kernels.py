@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -608,3 +609,31 @@ def test_the_verdict_on_the_device_is_the_scale(pair: tuple[str, str]) -> None:
             numbers = scalars(HYPER, 1) if extra else scalars(HYPER, 1, float(verdict))
             gpu.update(**vars(planes), grads=grads, scalars=numbers, **extra)  # type: ignore[arg-type]
         assert_identical(judged, before if scale < 0 else known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"grads": torch.zeros(5, dtype=torch.bfloat16)}, "of one length"),
+        ({"exp_avg": torch.zeros(8)[::2]}, "contiguous"),
+        ({name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}, "one-dimensional"),
+        ({"exp_avg_sq": torch.zeros(4, dtype=torch.bfloat16)}, "moments are float32"),
+        ({"remainder": torch.zeros(4)}, "remainder of torch.bfloat16 weights is not torch.float32"),
+        ({"remainder": None}, "a remainder belongs"),
+        ({"grads": torch.zeros(4)}, "no AdamW update"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_planes_that_do_not_belong_together_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    """Before anything is launched, so here too."""
+    from hytrain.kernels import gpu
+
+    planes: dict[str, Any] = {
+        "weights": torch.zeros(4, dtype=torch.bfloat16),
+        "grads": torch.zeros(4, dtype=torch.bfloat16),
+        "remainder": torch.zeros(4, dtype=torch.int16),
+        "exp_avg": torch.zeros(4),
+        "exp_avg_sq": torch.zeros(4),
+    }
+    with pytest.raises(ValueError, match=sentence):
+        gpu.update(**(planes | changes), scalars=scalars(HYPER, 1))

@@ -94,6 +94,7 @@ inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
     weights[i] = static_cast<bf16>(hi);
     remainder[i] = static_cast<int16_t>(static_cast<uint16_t>(u - (hi << 16)));
 }
+
 // The planes that an update changes: read from one `State`, written into another or into the same.
 template <class Weight>
 struct State {

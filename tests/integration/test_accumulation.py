@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import ConfigError, UsageError
+from hytrain.memory import GpuMemory
+from hytrain.sums import DeviceSums, HostSums
 from protocol import messages as m
 
 STEPS, MICRO = 12, 3
@@ -115,6 +117,22 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         assert sent == [] and all(parameter.grad is None for parameter in model.parameters())
         square_loss(model, 1).backward()
         assert sum(isinstance(message, m.GradReady) for message in sent) == len(opt._layers)
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("place", "free", "kind"),
+    [("device", 0, DeviceSums), ("host", None, HostSums), ("auto", None, DeviceSums), ("auto", 0, HostSums)],
+)
+def test_sums_lie_where_they_were_asked_to(
+    place: str, free: int | None, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or where there is room."""
+    monkeypatch.setattr(GpuMemory, "free_bytes", lambda self: free)
+    model = perceptron()
+    with adamw(model, grad_accumulation=2, accumulate_on=place, k=0.5) as opt:
+        square_loss(model, 0).backward()
+        assert isinstance(opt._engine.accumulation._sums, kind)
         opt.step()
 
 
