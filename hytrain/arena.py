@@ -2,7 +2,8 @@
 
 The optimizer creates an arena and first touches its pages (under its own affinity: NUMA locality), then sends
 the descriptor. The trainer maps `grads` and `weights`, the planes it works with, and the state planes only
-when it has to read them.
+when it has to read them. Both map it where huge pages can be: a page of 2 MiB is touched, pinned and given back in
+much less time than 512 of 4 KiB.
 
     optimizer: HostArena.create ── touch ──SCM_RIGHTS──▶ trainer: MappedArena ── tensor views, pinned on CUDA
 
@@ -25,16 +26,33 @@ from protocol.messages import PlanesReady
 
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
+_MAP_FIXED: Final = 0x10
+HUGE_PAGE_BYTES: Final = 2 << 20
 MAX_ANNOUNCEMENT_BYTES: Final = 4096
 
 
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+
+
 class Mapping:
-    """The first `nbytes` of an arena's file in this process's memory."""
+    """The first `nbytes` of an arena's file in this process's memory, beginning where a huge page can.
+
+    Python's mmap lets the kernel choose the address. So it only reserves room, and the file is mapped over that; the
+    kernel takes both away when nobody holds a view of `buffer` any more.
+    """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.buffer = mmap.mmap(descriptor, nbytes)
-        self.nbytes = nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        """Raises `OSError` if there is no address space."""
+        room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        start = -address % HUGE_PAGE_BYTES
+        self.address, self.nbytes = address + start, nbytes
+        access, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self.address, nbytes, access, how, descriptor, 0) != self.address:
+            raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
+        self.buffer = memoryview(room)[start : start + nbytes]
 
 
 class HostArena:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hytrain import arena as arena_module
-from hytrain.arena import ArenaFile, HostArena, peer_pid, receive_arena, send_arena
+from hytrain.arena import HUGE_PAGE_BYTES, ArenaFile, HostArena, Mapping, peer_pid, receive_arena, send_arena
 from protocol.codec import WireError, encode
 from protocol.handles import ArenaLayout, HandleError, layout
 from protocol.messages import Goodbye, Layer, Message, PlanesReady, Segment
@@ -70,10 +69,10 @@ def write(arena: HostArena, plane: str, segment: int, data: bytes) -> None:
     os.pwrite(arena.descriptor, data, handle.offset)
 
 
-def read(buffer: mmap.mmap, plane: str, segment: int) -> bytes:
+def read(buffer: memoryview, plane: str, segment: int) -> bytes:
     handle = LAYOUT.handles[plane][segment]
     assert handle is not None
-    return buffer[handle.offset : handle.offset + handle.nbytes]
+    return bytes(buffer[handle.offset : handle.offset + handle.nbytes])
 
 
 def test_an_arena_begins_as_zeros_of_its_layouts_size(arena: HostArena) -> None:
@@ -98,6 +97,24 @@ def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.so
     assert handle is not None
     shared.buffer[handle.offset : handle.offset + 4] = b"grad"
     assert os.pread(arena.descriptor, 4, handle.offset) == b"grad"
+
+
+def test_a_mapping_begins_where_a_huge_page_can_and_ends_with_its_last_view(arena: HostArena) -> None:
+    mappings = [Mapping(arena.descriptor, LAYOUT.nbytes) for _ in range(4)]
+    assert all(mapping.address % HUGE_PAGE_BYTES == 0 for mapping in mappings)
+    places = [f"{mapping.address:x}-" for mapping in mappings]
+    view = mappings[0].buffer[4000:]
+    assert all(place in Path("/proc/self/maps").read_text() for place in places)
+    del mappings
+    gc.collect()
+    view[0] = 7
+    assert os.pread(arena.descriptor, 1, 4000) == b"\7"
+    assert [place in Path("/proc/self/maps").read_text() for place in places] == [True, False, False, False]
+
+
+def test_no_address_space(arena: HostArena) -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory|cannot be mapped"):
+        Mapping(arena.descriptor, 1 << 50)
 
 
 def test_the_trainers_view_outlives_the_optimizers_arena(connection: tuple[socket.socket, socket.socket]) -> None:

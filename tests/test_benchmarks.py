@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import made_up, row
 
-from benchmarks import goals, guard, host, idle, parts, report, rows, suite, tables
+from benchmarks import goals, guard, host, idle, pages, parts, report, rows, suite, tables
 from benchmarks.goals import GOALS, NOT_MEASURED
 from benchmarks.job import Job, Segment
 from benchmarks.rows import Rows
 from benchmarks.words import NOTHING
+from hytrain.kernels.backend import load
 
 GB = 10**9
 UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
@@ -374,6 +375,15 @@ def test_a_budget_starts_nothing_that_would_end_late(
     assert "not started" in capsys.readouterr().out
     run_suite(tmp_path, "main")
     assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
+
+
+def test_pages_are_measured_small_and_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    backend, _ = load("native", threads=2)
+    rounds = {huge: [pages.measure(backend, 8 << 20, huge=huge)] for huge in (False, True)}
+    assert all(set(one) == {"touch", "huge", "give back"} for [one] in rounds.values())
+    small, huge = (line.split("|")[2:] for line in pages.table(rounds, 8 << 20).splitlines()[2:])
+    assert [cell.strip() for cell in small[2:4]] == ["–", "–"] and float(huge[1]) > 0 < float(huge[4])
 
 
 def test_only_some_batch_sizes(tmp_path: Path, watched: list[Job]) -> None:

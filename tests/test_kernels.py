@@ -8,9 +8,7 @@ IEEE 754 leaves open.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import mmap
 import os
 import subprocess
 import sys
@@ -451,22 +449,6 @@ def test_gpu_reaches_beyond_two_to_the_31() -> None:
     on_host(backends.load("native", threads=2)[0])(expected, grads, scalars(HYPER, 1))
     assert_identical(planes.map(lambda plane: plane[-tail:].cpu()), expected)
     assert not planes.weights[:-tail].any()
-
-
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_touch_brings_every_page(name: str) -> None:
-    backend, _ = backends.load(name, threads=2)
-    pages = 64
-    with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
-        view = ctypes.c_char.from_buffer(memory)
-        base = ctypes.addressof(view)
-        resident = (ctypes.c_ubyte * pages)()
-        backend.touch(base + mmap.PAGESIZE + 100, (pages - 3) * mmap.PAGESIZE)
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mincore(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), resident) == 0
-        assert [page & 1 for page in resident] == [0] + [1] * (pages - 2) + [0]
-        assert memory[:] == bytes(len(memory))
-        del view  # an exported pointer would keep the mapping open
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])

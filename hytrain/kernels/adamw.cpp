@@ -17,6 +17,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include <sys/mman.h>
+
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
@@ -274,6 +276,13 @@ void update(const Planes *from, const void *grads, const Planes *to, int64_t num
     }
 }
 
+constexpr int64_t huge = 2 << 20;
+constexpr int collapse = 25;  // MADV_COLLAPSE, which older headers do not have: Linux 6.1
+
+inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
+    for (int64_t offset = 0; offset < nbytes; offset += page) *static_cast<volatile char *>(address + offset) = 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -298,11 +307,27 @@ void hytrain_adamw_float32_float32(const Planes *from, const void *grads, const 
     update<float, float>(from, grads, to, numel, scalars, threads);
 }
 
-// Writes a zero into every page of a fresh mapping: the kernel places it on the node of the thread that does.
-void hytrain_touch(volatile char *address, int64_t nbytes, int64_t page, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t offset = 0; offset < nbytes; offset += page) address[offset] = 0;
-    if (nbytes > 0) address[nbytes - 1] = 0;  // the range need not begin with a page
+// Writes a zero into every page of a fresh mapping: the kernel places it on the node of the thread that does. Each
+// thread asks for huge pages where its share has room for them, and once refused not again: a machine that has none
+// at hand would search for them.
+void hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads) {
+    if (nbytes <= 0) return;
+    const int64_t lead = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) % huge);
+    const int64_t blocks = nbytes > lead ? (nbytes - lead + huge - 1) / huge : 0;
+    touch_pages(address, lead < nbytes ? lead : nbytes, page);
+#pragma omp parallel num_threads(threads)
+    {
+        bool refused = false;
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < blocks; ++b) {
+            char *block = address + lead + b * huge;
+            const int64_t left = nbytes - lead - b * huge;
+            *static_cast<volatile char *>(block) = 0;  // says on which node
+            refused = refused || left < huge || madvise(block, huge, collapse) != 0;
+            touch_pages(block, left < huge ? left : huge, page);
+        }
+    }
+    *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range need not begin with a page
 }
 
 }  // extern "C"

@@ -1,0 +1,82 @@
+"""Fresh memory: every page is there after a touch, in huge pages where the kernel has them, and none beyond it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hytrain.arena import HUGE_PAGE_BYTES, Mapping
+from hytrain.kernels import backend as backends
+
+MADV_COLLAPSE = 25
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_touch_brings_every_page(name: str) -> None:
+    backend, _ = backends.load(name, threads=2)
+    pages = 64
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        base = ctypes.addressof(view)
+        there = (ctypes.c_ubyte * pages)()
+        backend.touch(base + mmap.PAGESIZE + 100, (pages - 3) * mmap.PAGESIZE)
+        assert libc.mincore(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), there) == 0
+        assert [page & 1 for page in there] == [0] + [1] * (pages - 2) + [0]
+        assert memory[:] == bytes(len(memory))
+        del view  # an exported pointer would keep the mapping open
+
+
+@pytest.mark.parametrize("lead", [0, mmap.PAGESIZE + 100, HUGE_PAGE_BYTES - 1])
+def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
+    backend, _ = backends.load("native", threads=2)
+    nbytes = 3 * HUGE_PAGE_BYTES
+    with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
+        start = HUGE_PAGE_BYTES + lead
+        backend.touch(mapping.address + start, nbytes)
+        first, last = start // mmap.PAGESIZE, (start + nbytes - 1) // mmap.PAGESIZE
+        assert resident(mapping) == list(range(first, last + 1))
+        assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
+        whole = nbytes // HUGE_PAGE_BYTES - bool(lead)
+        assert huge_bytes(mapping) == (whole * HUGE_PAGE_BYTES if has_huge_pages() else 0)
+
+
+def has_huge_pages() -> bool:
+    """Whether this kernel gives shared memory huge pages to a process that asks for them."""
+    with memory_file(HUGE_PAGE_BYTES) as (mapping, _):
+        mapping.buffer[0] = 0
+        return libc.madvise(ctypes.c_void_p(mapping.address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE) == 0
+
+
+@contextmanager
+def memory_file(nbytes: int) -> Iterator[tuple[Mapping, int]]:
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, nbytes)
+    try:
+        yield Mapping(descriptor, nbytes), descriptor
+    finally:
+        os.close(descriptor)
+
+
+def resident(mapping: Mapping) -> list[int]:
+    pages = (ctypes.c_ubyte * (mapping.nbytes // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.nbytes), pages) == 0
+    return [index for index, page in enumerate(pages) if page & 1]
+
+
+def huge_bytes(mapping: Mapping) -> int:
+    """Of the mapping, what the page tables hold as huge pages."""
+    found = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            found = line.partition("-")[0]
+        elif line.startswith("ShmemPmdMapped:") and int(found, 16) == mapping.address:
+            return int(line.split()[1]) << 10
+    raise AssertionError("the mapping is not in smaps")
