@@ -492,6 +492,37 @@ def test_the_mode_follows_the_share_of_clipped_steps(driver: Driver) -> None:
     assert not any(alternating)
 
 
+def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
+    """To wait for verdicts while all layers are the CPU's would take longer than to be ahead in vain now and then."""
+    driver.start(policy="deadline", awaits_verdict=True, speculate=None)
+    owned: tuple[int, ...] = driver.status().gpu_lids
+    for step in range(40):
+        driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
+        driver.handle(m.Verdict(step=step, scale=0.5 if step >= 10 else 1.0, skipped=False))
+        sent = [message for _, message in driver.sent(long_step(step, owned))]
+        if not sent:
+            continue
+        (plan, _) = sent
+        assert isinstance(plan, m.Plan), "no SetMode yet"
+        driver.agree(plan)
+        after = driver.sent(applied(plan))
+        owned = plan.gpu_lids
+        if after:
+            break
+    assert step >= 10 and after == [("optimizer", m.SetMode(speculate=False))] and len(owned) > 1
+    assert "mode defer" in driver.notes
+    assert driver.sent(long_step(step + 1, owned)) == [], "said once"
+
+
+def test_a_mode_that_is_better_with_these_layers_too_does_not_wait(driver: Driver) -> None:
+    driver.start(policy="deadline", awaits_verdict=True, speculate=None)
+    for step in range(100):
+        driver.handle(m.Verdict(step=step, scale=0.5, skipped=False))
+    driver.handle(cpu_report(99, 0.9, lids=(0, 1, 2, 3)))
+    sent = next(sent for step in range(99, 110) if (sent := [told for _, told in driver.sent(long_step(step))]))
+    assert sent[0] == m.SetMode(speculate=False) and isinstance(sent[1], m.Plan)
+
+
 def test_a_step_that_is_skipped_counts_as_a_clipped_one(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, awaits_verdict=True, speculate=None)
     for step in range(100):

@@ -147,3 +147,26 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
     assert profile.forward_s + profile.backward_s == pytest.approx(8.0)
     assert profile.other_s == pytest.approx(1.0)
     assert simulate(profile, SOME).step_s == pytest.approx(11.0, rel=0.01)
+
+
+def test_a_pause_of_the_host_is_no_waiting_for_launches() -> None:
+    """Python's collector takes a fifth of a second now and then, and the device has nothing to do."""
+    contention = Contention()
+    observe(contention, SOME, *[(5.0, 4.0)] * 8, starved=0.0)
+    for _ in range(10):
+        observe(contention, SOME, (7.0, 4.0), starved=0.3)
+        observe(contention, SOME, *[(5.0, 4.0)] * 4, starved=0.0)
+        assert contention.drag == 0.0
+
+
+def test_a_new_drag_leaves_outliers_outliers() -> None:
+    """The layer in whose forward the host paused is not slow for that, whatever is learned in that step."""
+    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    book = MeasurementBook(facts)
+    for pause_s, starved_s in (*[(0.0, 0.0)] * 8, *[(0.0, 6.0)] * 2, (5.0, 11.0)):  # with the third, it is believed
+        book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved_s=starved_s, gpu_lids=(0,))
+        book.observe_trainer(forward_s={0: 1.0, 1: 1.0 + pause_s}, backward_s={0: 2.0, 1: 2.0}, gpu_update_s={0: 0.0})
+        book.observe_step(step_s=6.0 + pause_s, stall_s=0.0, gpu_lids=(0,))
+    profile = book.profile()
+    assert profile is not None and profile.drag > 0.3
+    assert profile.forward_s + profile.backward_s == pytest.approx(6.0 - profile.drag * 3.0, rel=0.05)

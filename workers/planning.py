@@ -66,6 +66,7 @@ class Planning:
         self.threads: int | None = None
         self.speculates = table.speculate is not False
         self._clipped = ClippedShare()
+        self._waits_from_plan: str | None = None  # why the CPU is to wait for verdicts once the plan under way holds
         self._replan_every = replan_every
         self._facts = [_facts(layer, table) for layer in table.layers]
         self._numels = [layer.numel for layer in table.layers]
@@ -193,31 +194,42 @@ class Planning:
             objective=self.objective,
             seed=self._step,
         )
-        commands: list[Command] = []
         try:
-            commands += self._choose_mode(profile, plan)
-            self.predicted_step_s = simulate(self._in_mode(profile), current).step_s
-            decision = plan(self._in_mode(profile))
+            speculates, why = self._wanted_mode(profile, plan)
+            decision = plan(self._in_mode(profile, speculates))
         except Infeasible as error:
-            return [*commands, Note(f"no plan fits: {error}")]
+            return [Note(f"no plan fits: {error}")]
+        commands: list[Command] = []
+        if decision.changed and self._had_better_wait(speculates, profile, current):
+            self._waits_from_plan = why
+        else:
+            self._waits_from_plan = None
+            commands += self._set_mode(speculates, why)
+        self.predicted_step_s = simulate(self._in_mode(profile, self.speculates), current).step_s
         self.reason = decision.reason
         if decision.changed:
             lids = tuple(sorted(decision.gpu_lids))
             commands += self._propose(lids, self._step + 2, decision.reason, decision.predicted_step_s)
         return commands
 
-    def _choose_mode(self, profile: Profile, plan: Callable[[Profile], Decision]) -> list[Command]:
+    def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], Decision]) -> tuple[bool, str]:
         """Whether the CPU is to be ahead of verdicts, judged with the layers that it would then leave to the GPU."""
         if self.table.speculate is not None:
-            return []
+            return self.speculates, "as asked"
         if self.policy == "random":
-            speculates = drawn(self._step)
-            why = f"drawn at random from seed {self._step}"
-        else:
-            share = self._clipped.value
-            gained = gain(profile, plan(ahead(profile, share)).gpu_lids, share)
-            speculates = is_worth_it(gained, now=self.speculates)
-            why = f"{share:.0%} of the steps are clipped, being ahead saves {gained:.1%} of a step"
+            return drawn(self._step), f"drawn at random from seed {self._step}"
+        share = self._clipped.value
+        gained = gain(profile, plan(ahead(profile, share)).gpu_lids, share)
+        why = f"{share:.0%} of the steps are clipped, being ahead saves {gained:.1%} of a step"
+        return is_worth_it(gained, now=self.speculates), why
+
+    def _had_better_wait(self, speculates: bool, profile: Profile, gpu_lids: frozenset[int]) -> bool:
+        """Whether being ahead is to end, and with the layers that the GPU owns until then is worth it still."""
+        if speculates or not self.speculates or self.policy == "random":
+            return False
+        return is_worth_it(gain(profile, gpu_lids, self._clipped.value), now=True)
+
+    def _set_mode(self, speculates: bool, why: str) -> list[Command]:
         if speculates == self.speculates:
             return []
         self.speculates = speculates
@@ -230,8 +242,8 @@ class Planning:
             return None
         return "speculate" if self.speculates else "defer"
 
-    def _in_mode(self, profile: Profile) -> Profile:
-        return ahead(profile, self._clipped.value) if self.speculates else profile
+    def _in_mode(self, profile: Profile, speculates: bool) -> Profile:
+        return ahead(profile, self._clipped.value) if speculates else profile
 
     def _awaits_cpu_times(self) -> bool:
         """Threads were changed a moment ago: what the CPU does with them is known better when it has been seen."""
@@ -266,16 +278,21 @@ class Planning:
         self.moved += applied.moved
         if applied.moved:
             self._moved_in.add(applied.step)
-        self.predicted_step_s = self._predicted(applied.gpu_lids)
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
-        return [Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")]
+        note = Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")
+        why, self._waits_from_plan = self._waits_from_plan, None
+        mode = [] if why is None else self._set_mode(False, why)
+        self.predicted_step_s = self._predicted(applied.gpu_lids)
+        return [note, *mode]
 
     def _predicted(self, gpu_lids: tuple[int, ...]) -> float | None:
         """A step with the owners that the trainer named; a GPU without room did not take all of the plan."""
         if self._plan is not None and gpu_lids == self._plan.gpu_lids:
             return self._plan.predicted_step_s
         profile = self._book.profile()
-        return None if profile is None else simulate(self._in_mode(profile), frozenset(gpu_lids)).step_s
+        if profile is None:
+            return None
+        return simulate(self._in_mode(profile, self.speculates), frozenset(gpu_lids)).step_s
 
     # ------------------------------------------------------------ commands
 

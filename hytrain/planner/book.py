@@ -121,11 +121,12 @@ class _Role:
                 self.means[lid].scale(now_s / then_s)
         self.before, self.seen = self.values, set()
 
-    def scale(self, factor: float) -> None:
-        """All times are expected to change so, and the next samples replace what is expected."""
+    def scale(self, factor: float, *, guessed: bool = False) -> None:
+        """All times become so many times as long; where that is `guessed`, the next samples replace them."""
         for mean in self.means.values():
             mean.scale(factor)
-            mean.count = 0
+            if guessed:
+                mean.count = 0
         self.before, self.seen = self.values, set()
 
 
@@ -199,7 +200,7 @@ class MeasurementBook:
         if not 0 < ratio < inf:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
-        self._roles["cpu_update_s"].scale(factor)
+        self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
     def observe_trainer(
@@ -228,16 +229,18 @@ class MeasurementBook:
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         self._contention.observe(frozenset(gpu_lids), work_s=work_s, beside_s=beside_s, starved_s=starved_s)
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
-            self._free_of(self._contention.drag, work_s, beside_s)
+            self._free_of(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s
         self._kept = (work_s - self._lost_s) / work_s if work_s else 1.0
 
-    def _free_of(self, drag: float, work_s: float, beside_s: float) -> None:
-        """What was measured so far, in steps like this one, loses another share."""
+    def _free_of(self, drag: float, beside_s: float) -> None:
+        """What was measured so far, with updates beside it as in this step, loses another share."""
         more_s = (drag - self._drag) * beside_s
-        undisturbed_s = work_s - self._drag * beside_s
-        for role in ("forward_s", "backward_s"):
-            self._roles[role].scale((undisturbed_s - more_s) / undisturbed_s)
+        work = [self._roles[role] for role in ("forward_s", "backward_s")]
+        undisturbed_s = sum(sum(role.values.values()) for role in work)
+        if undisturbed_s > more_s:
+            for role in work:
+                role.scale(1 - more_s / undisturbed_s)
         if self._busy_s.value:
             self._busy_s.scale(max(self._busy_s.value - more_s, 0.0) / self._busy_s.value)
         self._drag = drag

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean, median, pvariance
+from statistics import fmean, median, median_low, pvariance
 from typing import Final
 
 #: Of a step that waits for launches all the time: 0.35 to 0.45 on three machines, an H200 beside 14 updating cores.
@@ -34,6 +34,8 @@ CLEAR_CHANGE: Final = 0.05
 #: Work that is so much longer or shorter, steps in a row under one plan, is other work: another batch size, say.
 OTHER_WORK: Final = 0.3
 OTHER_STEPS: Final = 3
+#: Steps in a row whose usual share of waiting counts.
+HICCUP_STEPS: Final = 5
 #: What is left of older evidence when there is new one, and of the last starved share a step later.
 FADING: Final = 0.7
 FORGETTING: Final = 0.995
@@ -77,6 +79,7 @@ class Contention:
         self._here: _Window | None = None
         self._before: _Window | None = None
         self._starved = 0.0
+        self._shares: deque[float] = deque(maxlen=HICCUP_STEPS)
         self._weight = self._weighted = 0.0  # of the evidence: 1 / variance, drag / variance
 
     @property
@@ -99,8 +102,10 @@ class Contention:
         if self._here.has_other_work:
             self._forget()
             return
-        # A plan that ends the waiting must not make its own reason forgotten.
-        self._starved = max(FORGETTING * self._starved, min(starved_s / work_s, 1.0))
+        # A plan that ends the waiting must not make its own reason forgotten. A pause in the host's program, once in
+        # a while, is none.
+        self._shares.append(min(starved_s / work_s, 1.0))
+        self._starved = max(FORGETTING * self._starved, median_low(self._shares))
         if self._before is not None and len(self._here.works) == ENOUGH_AFTER:
             self._learn(self._before, self._here)
             self._before = None

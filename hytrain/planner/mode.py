@@ -25,12 +25,17 @@ WEIGHT: Final = 0.1
 
 @dataclass(slots=True)
 class ClippedShare:
-    """The smoothed share of steps that were clipped or skipped, of which there are none at first."""
+    """The smoothed share of steps that were clipped or skipped, of which there are none at first.
+
+    The first steps are averaged, with one before them that was not; each later one counts with `WEIGHT`.
+    """
 
     value: float = 0.0
+    count: int = 0
 
     def add(self, *, clipped: bool) -> None:
-        self.value += WEIGHT * (clipped - self.value)
+        self.count += 1
+        self.value += max(WEIGHT, 1 / (self.count + 1)) * (clipped - self.value)
 
     def check(self) -> None:
         assert 0.0 <= self.value <= 1.0
