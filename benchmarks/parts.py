@@ -151,10 +151,10 @@ def threads(template: Job) -> list[Job]:
 
 
 def idle(template: Job) -> list[Job]:
-    """The GPU's idle share and its causes."""
+    """The GPU's idle share and its causes; with half of the layers on the GPU, no forward waits for weights."""
     return [
         job(template, system, Segment(batch=8, label="profiled", settle=settle, measure=7, patience=16, profile=True))
-        for system, settle in (("hytrain:auto", 14), ("no-offload", 4), ("forward-backward", 4))
+        for system, settle in (("hytrain:auto", 14), ("hytrain:0.5", 6), ("no-offload", 4), ("forward-backward", 4))
     ]
 
 

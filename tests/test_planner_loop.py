@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from hytrain.planner import Decision, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, decide, simulate
+from hytrain.planner.book import PACE_STEPS
 from hytrain.planner.deadline import aim
 
 LAYERS = 28
@@ -169,10 +170,36 @@ def test_half_the_threads_and_back(told: bool, batch: int, slowness: float) -> N
         run.steps(25)
         assert run.behind < 1.1 and abs(run.k() - settled) <= 2.1 / LAYERS, "flaps"
         least = aim("speed", real, Limits())
-        assert run.k() <= real.k_of(least.gpu_lids) + 0.2, "memory is kept for ever"
         if real is not full and real.k_of(least.gpu_lids) > full.k_of(aim("speed", full, Limits()).gpu_lids) + 0.1:
             assert run.k() > before + 0.05, "k does not follow"
+        run.steps(PACE_STEPS[1] - 25)
+        assert run.k() <= real.k_of(least.gpu_lids) + 0.2, "memory is kept for ever"
     assert abs(run.k() - before) <= 0.12
+
+
+def test_a_cpu_that_is_slow_now_and_then_keeps_its_help() -> None:
+    """Another program on the host takes turns, some 15 steps each: the second time nothing has to move."""
+    full = llama(8)
+    run = Run(full, seed=7)
+    run.steps(30)
+    for real in (with_cpu(full, 1.5), full) * 3:
+        run.real = real
+        run.steps(15)
+    assert len(set(run.owned[50:])) == 1, "moves to and fro"
+    assert simulate(with_cpu(full, 1.5), run.current).step_s / best_s(with_cpu(full, 1.5)) < 1.03
+    run.steps(PACE_STEPS[1] + 10)
+    assert run.k() <= full.k_of(aim("speed", full, Limits()).gpu_lids) + 0.1, "memory is kept for ever"
+
+
+def test_a_steady_cpu_needs_little_slack() -> None:
+    """Too much memory was taken while the first steps were slow."""
+    full = llama(8)
+    run = Run(with_cpu(full, 1.3), seed=8)
+    run.steps(4)
+    run.real = full
+    run.steps(PACE_STEPS[1])
+    assert profile_of(run).cpu_slack < 0.1
+    assert run.k() <= full.k_of(aim("speed", full, Limits()).gpu_lids) + 2.1 / LAYERS
 
 
 def test_a_known_change_is_planned_for_at_once() -> None:

@@ -9,11 +9,13 @@ Owns what is believed of each layer's times, and when to stop believing it.
                                                   with the others  │
     step time, stalls ──▶ what the layers' times do not explain ───┤
     what the CPU's updates slow down (contention.py) ──────────────┘
+    the CPU's seconds a parameter, step by step ──▶ how much slower it is now and then
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -30,6 +32,12 @@ ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gp
 #: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
 #: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
+#: Steps whose paces say how slow the CPU can be, at least and at most; those that say how it is now; of all, the share
+#: that is slower than what is reckoned with; and the bounds of that, with what is supposed until enough were seen.
+PACE_STEPS: Final = (8, 64)
+PACE_NOW_STEPS: Final = 5
+SLOW_SHARE: Final = 0.1
+LEAST_SLACK, USUAL_SLACK, MOST_SLACK = 0.03, 0.1, 0.5
 #: What drag must change by before what was measured is seen in another light.
 CLEAR_DRAG: Final = 0.02
 
@@ -163,6 +171,7 @@ class MeasurementBook:
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
         self._middle_s = Ewma()
+        self._paces: deque[float] = deque(maxlen=PACE_STEPS[1])  # the CPU's seconds a parameter, by step
         self._contention = Contention()
         self._drag = 0.0  # what the means were freed of
         self._lost_s = 0.0  # of the step that is observed: what its work has lost beside the CPU's updates
@@ -200,6 +209,7 @@ class MeasurementBook:
         if not 0 < ratio < inf:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
+        self._paces.clear()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
@@ -226,8 +236,12 @@ class MeasurementBook:
 
         Stalls and the CPU's updates are the step's; for `starved_s` of its work the device waited for launches.
         """
+        on_gpu = frozenset(gpu_lids)
+        numel = sum(layer.numel for layer in self._layers if layer.lid not in on_gpu)
+        if numel and cpu_busy_s:
+            self._paces.append(cpu_busy_s / numel)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        self._contention.observe(frozenset(gpu_lids), work_s=work_s, beside_s=beside_s, starved_s=starved_s)
+        self._contention.observe(on_gpu, work_s=work_s, beside_s=beside_s, starved_s=starved_s)
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
             self._free_of(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s
@@ -269,6 +283,16 @@ class MeasurementBook:
         self._rank_of = dict(rank_of)
 
     @property
+    def cpu_slack(self) -> float:
+        """By how much of its time the CPU is slower now and then, by other programs' doing, than it is now."""
+        paces = sorted(self._paces)
+        if len(paces) < PACE_STEPS[0]:
+            return USUAL_SLACK
+        slow = paces[-1 - int(SLOW_SHARE * len(paces))]
+        now = median(list(self._paces)[-PACE_NOW_STEPS:])
+        return min(max(slow / now - 1, LEAST_SLACK), MOST_SLACK)
+
+    @property
     def ready(self) -> bool:
         """Forward and backward have been measured."""
         return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
@@ -300,6 +324,7 @@ class MeasurementBook:
             middle_s=middle_s,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
+            cpu_slack=self.cpu_slack,
         )
 
     def check(self) -> None:

@@ -20,7 +20,6 @@ from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 
 CLEAR_SAVING = 0.05  # of all optimizer state: what a move must save if it brings no speed
-CPU_SLACK = 0.1  # how much slower the CPU may become without making such a move regretted
 MEMORY_PRICE = 0.1  # of the horizon: what such a move may cost once, in steps
 LEAVE_OUT_TRIES = 4
 FEW = 8  # layers of which all sets can be looked at: 256 simulated steps
@@ -179,7 +178,9 @@ def _if_it_pays(
     """The target if it is faster; else fewer layers than now if that saves memory; else what is."""
     now_s = simulate(profile, current).step_s
     gain_s, cost_s = _trade(profile, current, target)
-    if gain_s > min_gain * now_s and gain_s * horizon_steps > cost_s:
+    gives_back = profile.gpu_state_bytes(target.gpu_lids) < profile.gpu_state_bytes(current)
+    lasting_s = min(gain_s, _trade(_with_slower_cpu(profile), current, target)[0]) if gives_back else gain_s
+    if lasting_s > min_gain * now_s and lasting_s * horizon_steps > cost_s:
         return target
     if _saving(profile, current, target.gpu_lids):
         # Layers given back because the CPU happens to look fast would be taken again a few steps later.
@@ -189,7 +190,7 @@ def _if_it_pays(
         price_s = MEMORY_PRICE * horizon_steps * now_s
         if saved and fewer_gain_s >= -SAME_SPEED * now_s and fewer_cost_s <= price_s:
             k = profile.k_of(fewer.gpu_lids)
-            reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {CPU_SLACK:.0%} slower"
+            reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {profile.cpu_slack:.0%} slower"
             return replace(fewer, reason=reason)
     price = f"changes a step by {-1e3 * gain_s:+.1f} ms and costs {_ms(cost_s)} once"
     return _stay(profile, current, target, price)
@@ -209,7 +210,7 @@ def _saving(profile: Profile, current: frozenset[int], target: frozenset[int]) -
 
 
 def _with_slower_cpu(profile: Profile) -> Profile:
-    slower = 1 + CPU_SLACK
+    slower = 1 + profile.cpu_slack
     layers = (replace(layer, cpu_update_s=layer.cpu_update_s * slower) for layer in profile.layers)
     return replace(profile, layers=tuple(layers))
 

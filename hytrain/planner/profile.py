@@ -65,7 +65,7 @@ class Profile:
     `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
     The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
     has several, when there is nothing to update. Forward and backward are those beside an idle CPU: while it updates,
-    the share `drag` of their time is lost (contention.py).
+    the share `drag` of their time is lost (contention.py). At times the CPU is slower, by the share `cpu_slack`.
 
     `awaits_verdict`: all updates wait for the end of backward; those of the CPU do not if it `speculates`, but their
     weights do, and the share `clipped` of its steps is as if it did not.
@@ -78,6 +78,7 @@ class Profile:
     speculates: bool = False
     clipped: float = 0.0
     drag: float = 0.0
+    cpu_slack: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.layers:
