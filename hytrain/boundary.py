@@ -65,7 +65,7 @@ class Boundary:
             measured=self._meter.measured,
             stall_s=self.statistics.stall_s,
             middle_s=self._meter.middle_s,
-            starved_s=self._meter.starved_s,
+            starved=self._meter.starved,
             k=self.statistics.k,
             moving=self.statistics.moving,
             gpu_lids=gpu_lids,

@@ -163,26 +163,27 @@ class CudaClock:
 
 @dataclass(slots=True)
 class StepMarks:
-    """The marks of one step: `forward` and `backward` in the order they were left. The last of each says whether the
-    device had run dry, so that the time since the mark before is that of launches.
+    """The marks of one step: `forward` and `backward` in the order they were left.
 
     `spans` are copies and device updates: kind, layer, the step that they belong to. `turns` are there if the step has
-    several backwards: where each began.
+    several backwards: where each began. `starved` counts the backwards of layers at whose end the device had done
+    all before, and waited for launches. In forward it also does so after a stall.
     """
 
     step: int
-    forward: list[tuple[tuple[int, ...], Span, bool]] = field(default_factory=list)
-    backward: list[tuple[int, Mark, bool]] = field(default_factory=list)
+    forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
+    backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
+    starved: int = 0
     end: Mark = None
 
     def marks(self) -> Iterator[Mark]:
         """All of them, the first one of the step's own work first, then those of copies, the end at last."""
-        for _, span, _ in self.forward:
+        for _, span in self.forward:
             yield from span
         yield from self.turns
-        for _, mark, _ in self.backward:
+        for _, mark in self.backward:
             yield mark
         for *_, span in self.spans:
             yield from span
@@ -191,17 +192,13 @@ class StepMarks:
 
 
 class Interval(NamedTuple):
-    """What layers `lids` were at, as a field of `LayerTimes`; seconds from the first of the step's marks.
-
-    `starved`: the device waited for launches.
-    """
+    """What layers `lids` were at, as a field of `LayerTimes`; seconds from the first of the step's marks."""
 
     kind: str
     lids: tuple[int, ...]
     step: int
     began_s: float
     ended_s: float
-    starved: bool = False
 
     @property
     def duration_s(self) -> float:
@@ -221,25 +218,23 @@ class Meter:
         self._turning = threading.Lock()  # copies are reported by another thread
         self._left_in: dict[int, int] = {}
         self._drawn_until: dict[str, float] = {}
-        self._starved = False  # when a module was entered
-        self.stall_s = self.middle_s = self.starved_s = 0.0
+        self.stall_s = self.middle_s = self.starved = 0.0
         self.measured: int | None = None  # the step of the last times
         if trace is not None:
             clock.anchor()
 
     def arrive(self) -> Mark:
         """A module is entered: the mark for `forward`, left before anybody waits for weights."""
-        self._starved = bool(self._now.forward) and self._clock.runs_dry(self._now.forward[-1][1][1])
         return self._clock.mark()
 
     def forward(self, lids: tuple[int, ...], arrived: Mark) -> None:
         """The module that has arrived, and needs layers `lids`, goes on, maybe after a stall."""
-        self._now.forward.append((lids, (arrived, self._clock.mark()), self._starved))
+        self._now.forward.append((lids, (arrived, self._clock.mark())))
 
     def restart(self) -> None:
         """A forward begins. The one before, if no backward came of it, is no part of the step."""
         if not self._now.backward:
-            self._clock.recycle(mark for _, span, _ in self._now.forward for mark in span)
+            self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(self._now.turns)  # of a backward whose gradients were dropped
             self._now.forward.clear()
             self._now.turns.clear()
@@ -251,8 +246,8 @@ class Meter:
     def backward(self, lid: int) -> None:
         now = self._now
         before = now.backward[-1][1] if now.backward else now.forward[-1][1][1] if now.forward else None
-        starved = before is not None and self._clock.runs_dry(before)
-        now.backward.append((lid, self._clock.mark(), starved))
+        now.starved += before is not None and self._clock.runs_dry(before)
+        now.backward.append((lid, self._clock.mark()))
 
     def span(self, kind: str, lid: int, span: Span) -> None:
         """A copy or a device update of a layer; `kind` names the field of `LayerTimes`."""
@@ -281,6 +276,7 @@ class Meter:
             self._trace.flush()
             self._clock.anchor()
         self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
+        self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
         self._clock.recycle(marks.marks())
         return self._times(intervals)
 
@@ -303,21 +299,20 @@ class Meter:
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
             return Interval(kind, lids, step, self._clock.seconds((first, began)), self._clock.seconds((first, ended)))
 
-        found = [interval("stall_s", lids[:1], *span) for lids, span, _ in marks.forward]
-        for (lids, (_, went), _), (_, (arrived, _), starved) in pairwise(marks.forward):
-            found.append(interval("forward_s", lids, went, arrived)._replace(starved=starved))
+        found = [interval("stall_s", lids[:1], *span) for lids, span in marks.forward]
+        for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
+            found.append(interval("forward_s", lids, went, arrived))
         if marks.forward and marks.backward:
-            (lids, (_, went), _), (lid, done, starved) = marks.forward[-1], marks.backward[0]
-            turning = interval("forward_s", lids, went, marks.turns[0] if marks.turns else done)
-            found += _turn(turning._replace(starved=starved))
+            (lids, (_, went)), (lid, done) = marks.forward[-1], marks.backward[0]
+            found += _turn(interval("forward_s", lids, went, marks.turns[0] if marks.turns else done))
             found[-1] = found[-1]._replace(lids=(lid,))
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
         # A device update follows its layer's mark on the same stream; without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
-        for (before, mark, _), (lid, ended, starved) in pairwise(marks.backward):
-            whole = interval("backward_s", (lid,), mark, ended)._replace(starved=starved)
+        for (before, mark), (lid, ended) in pairwise(marks.backward):
+            whole = interval("backward_s", (lid,), mark, ended)
             after_s = updated_s.get(before, whole.began_s)
             found.append(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole)
         return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
@@ -330,7 +325,6 @@ class Meter:
             for lid in interval.lids:
                 times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
         self.stall_s = sum(interval.duration_s for interval in intervals if interval.kind == "stall_s")
-        self.starved_s = sum(interval.duration_s for interval in intervals if interval.starved)
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
 
     # ------------------------------------------------------------ the timeline
@@ -342,7 +336,7 @@ class Meter:
         zero_s = self._clock.at(first)
         if marks.end is not None:
             self._draw_span("step", f"step {marks.step}", zero_s, self._clock.at(marks.end), trace, step=marks.step)
-        for kind, lids, step, began_s, ended_s, _ in sorted(intervals, key=lambda interval: interval.ended_s):
+        for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
             if kind == "stall_s" and ended_s - began_s < MIN_STALL_S:
                 continue
             track, what = TRACKS[kind]

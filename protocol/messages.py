@@ -362,9 +362,9 @@ class LayerTimes:
 class TrainerReport:
     """The trainer to the coordinator after each step.
 
-    `layers`, `stall_s`, `middle_s`, `starved_s` are of step `measured`, the last one that the device had passed, None
+    `layers`, `stall_s`, `middle_s`, `starved` are of step `measured`, the last one that the device had passed, None
     while there is none. Of several backwards in a step, `layers` has the first forward and the last backward,
-    `middle_s` all between. For `starved_s` of forward and backward the device had run dry and waited for launches.
+    `middle_s` all between. In the share `starved` of layers' backwards the device had run dry, waiting for launches.
     `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped. `moving`
     says that memory of layers that change owners was made ready or given back during `step`, or their state copied.
     """
@@ -376,7 +376,7 @@ class TrainerReport:
     measured: int | None
     stall_s: float
     middle_s: float
-    starved_s: float
+    starved: float
     k: float
     moving: bool
     gpu_lids: tuple[int, ...]

@@ -320,7 +320,7 @@ class Trainer:
                 measured=step,
                 stall_s=0.0,
                 middle_s=0.0,
-                starved_s=0.0,
+                starved=0.0,
                 k=0.0,
                 moving=False,
                 gpu_lids=gpu_lids,

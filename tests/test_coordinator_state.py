@@ -144,7 +144,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "measured": step,
         "stall_s": 0.1,
         "middle_s": 0.0,
-        "starved_s": 0.0,
+        "starved": 0.0,
         "k": len(gpu_lids) / LAYERS,
         "moving": False,
         "gpu_lids": gpu_lids,
@@ -314,7 +314,7 @@ def test_work_that_waits_for_launches_is_slowed_down_by_updates(driver: Driver, 
     work_s = LAYERS * 3e-3
     for step in range(1, 4):
         driver.handle(cpu_report(step, work_s / 4))
-        driver.handle(report(step, stall_s=0.0, starved_s=starved * work_s))
+        driver.handle(report(step, stall_s=0.0, starved=starved))
     profile = driver.state._planning._book.profile()  # type: ignore[union-attr]
     assert profile.drag == pytest.approx(0.4 * starved)
     assert profile.forward_s + profile.backward_s == pytest.approx(work_s * (1 - 0.2 * starved))

@@ -122,20 +122,25 @@ def test_a_step_is_taken_apart() -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
-def test_what_waits_for_launches() -> None:
-    """The device had passed the mark before when the next one was left: up to 3 s, and again from 9 s on."""
+def test_the_share_of_backwards_that_wait_for_launches() -> None:
+    """The device had passed the mark before when the next one was left. How long a pause was does not matter."""
     clock = FakeClock()
     meter = Meter(clock, NUMELS)
-    clock.dry_until_s = 3.0
-    meter_forward(meter, clock, (0,), 0, 1)  # a stall is no work
-    meter_forward(meter, clock, (1,), 3, 3)  # 2 s of forward, starved
-    meter_forward(meter, clock, (2,), 5, 5)  # 2 s, starved: the mark at 3 s was passed
-    meter_backward(meter, clock, 2, 8)  # not
+    clock.dry_until_s = 5.0  # in forward after a stall, which says nothing
+    meter_forward(meter, clock, (0,), 0, 1)
+    meter_forward(meter, clock, (1,), 3, 3)
+    meter_forward(meter, clock, (2,), 6, 6)
+    meter_backward(meter, clock, 2, 8)
     clock.dry_until_s = 20.0
-    meter_backward(meter, clock, 1, 10)  # 2 s of backward
-    meter_backward(meter, clock, 0, 13)  # 3 s
-    end(meter, clock, 0, 13.0)
-    assert meter.starved_s == pytest.approx(2 + 2 + 2 + 3)
+    meter_backward(meter, clock, 1, 18)
+    clock.dry_until_s = 0.0
+    meter_backward(meter, clock, 0, 21)
+    end(meter, clock, 0, 21.0)
+    assert meter.starved == pytest.approx(1 / 3)
+    meter_forward(meter, clock, (0,), 30, 31)
+    meter_backward(meter, clock, 0, 32)
+    end(meter, clock, 1, 33.0)
+    assert meter.starved == 0.0
 
 
 def test_of_several_backwards_the_first_forward_and_the_last_backward_count() -> None:

@@ -16,7 +16,7 @@ SOME, ALL = frozenset({0}), frozenset({0, 1})
 def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, float], starved: float = 1.0) -> None:
     """Steps of (work, beside) under one plan."""
     for work_s, beside_s in steps:
-        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved_s=starved * work_s)
+        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved=starved)
         contention.check()
 
 
@@ -82,9 +82,9 @@ def test_a_lone_long_step_is_no_other_work() -> None:
 )
 def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float, float, float]]) -> None:
     contention = Contention()
-    for owned, work_s, cpu_busy_s, starved_s in steps:
+    for owned, work_s, cpu_busy_s, starved in steps:
         beside_s = beside(work_s, cpu_busy_s, 0.0)
-        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved_s=starved_s)
+        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved=starved)
         contention.check()
     assert 0.0 <= contention.drag <= MAX_DRAG
 
@@ -135,7 +135,7 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
     facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
     for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
-        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved_s=10.0, gpu_lids=(0,))
+        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, gpu_lids=(0,))
         book.observe_trainer(
             forward_s={0: 2.0, 1: 2.0}, backward_s={0: 3.0, 1: 3.0}, d2h_s={1: 0.0}, h2d_s={1: 0.0}, gpu_update_s={0: 0}
         )
@@ -163,8 +163,8 @@ def test_a_new_drag_leaves_outliers_outliers() -> None:
     """The layer in whose forward the host paused is not slow for that, whatever is learned in that step."""
     facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
-    for pause_s, starved_s in (*[(0.0, 0.0)] * 8, *[(0.0, 6.0)] * 2, (5.0, 11.0)):  # with the third, it is believed
-        book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved_s=starved_s, gpu_lids=(0,))
+    for pause_s, starved in (*[(0.0, 0.0)] * 8, *[(0.0, 1.0)] * 2, (5.0, 1.0)):  # with the third, it is believed
+        book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved=starved, gpu_lids=(0,))
         book.observe_trainer(forward_s={0: 1.0, 1: 1.0 + pause_s}, backward_s={0: 2.0, 1: 2.0}, gpu_update_s={0: 0.0})
         book.observe_step(step_s=6.0 + pause_s, stall_s=0.0, gpu_lids=(0,))
     profile = book.profile()

@@ -110,7 +110,7 @@ class Run:
             work_s=work_s,
             stall_s=true.stall_s * machine,
             cpu_busy_s=true.cpu_busy_s * machine,
-            starved_s=self.starved * work_s,
+            starved=self.starved,
             gpu_lids=self.current,
         )
         self.book.observe_trainer(
@@ -178,15 +178,16 @@ def test_half_the_threads_and_back(told: bool, batch: int, slowness: float) -> N
 
 
 def test_a_cpu_that_is_slow_now_and_then_keeps_its_help() -> None:
-    """Another program on the host takes turns, some 15 steps each: the second time nothing has to move."""
+    """Another program on the host takes turns, some 15 steps each: from the second time on next to nothing moves."""
     full = llama(8)
     run = Run(full, seed=7)
     run.steps(30)
     for real in (with_cpu(full, 1.5), full) * 3:
         run.real = real
         run.steps(15)
-    assert len(set(run.owned[50:])) == 1, "moves to and fro"
-    assert simulate(with_cpu(full, 1.5), run.current).step_s / best_s(with_cpu(full, 1.5)) < 1.03
+    ks = [full.k_of(owned) for owned in run.owned[50:]]
+    assert max(ks) - min(ks) <= 2.1 / LAYERS, "moves to and fro"
+    assert min(ks) > full.k_of(aim("speed", full, Limits()).gpu_lids) + 4 / LAYERS
     run.steps(PACE_STEPS[1] + 10)
     assert run.k() <= full.k_of(aim("speed", full, Limits()).gpu_lids) + 0.1, "memory is kept for ever"
 

@@ -141,7 +141,7 @@ class Planning:
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
             stall_s=report.stall_s,
             cpu_busy_s=self._cpu_busy_s.get(measured, 0.0),
-            starved_s=report.starved_s,
+            starved=report.starved,
             gpu_lids=gpu_lids,
         )
         self._book.observe_trainer(**times)

@@ -32,12 +32,11 @@ ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gp
 #: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
 #: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
-#: Steps whose paces say how slow the CPU can be, at least and at most; those that say how it is now; of all, the share
-#: that is slower than what is reckoned with; and the bounds of that, with what is supposed until enough were seen.
+#: Steps whose paces say how slow the CPU can be, at least and at most; of these, the share that is slower than what is
+#: reckoned with; and the bounds of that, with what is supposed until enough were seen.
 PACE_STEPS: Final = (8, 64)
-PACE_NOW_STEPS: Final = 5
 SLOW_SHARE: Final = 0.1
-LEAST_SLACK, USUAL_SLACK, MOST_SLACK = 0.03, 0.1, 0.5
+LEAST_SLACK, USUAL_SLACK, MOST_SLACK = 0.03, 0.1, 1.0
 #: What drag must change by before what was measured is seen in another light.
 CLEAR_DRAG: Final = 0.02
 
@@ -230,18 +229,18 @@ class MeasurementBook:
         self._observe("gpu_update_s", gpu_update_s)
 
     def observe_contention(
-        self, *, work_s: float, stall_s: float, cpu_busy_s: float, starved_s: float, gpu_lids: Iterable[int]
+        self, *, work_s: float, stall_s: float, cpu_busy_s: float, starved: float, gpu_lids: Iterable[int]
     ) -> None:
         """A step's forward and backward together, and what else there was; call it before `observe_trainer`.
 
-        Stalls and the CPU's updates are the step's; for `starved_s` of its work the device waited for launches.
+        Stalls and the CPU's updates are the step's; in the share `starved` of it the device waited for launches.
         """
         on_gpu = frozenset(gpu_lids)
         numel = sum(layer.numel for layer in self._layers if layer.lid not in on_gpu)
         if numel and cpu_busy_s:
             self._paces.append(cpu_busy_s / numel)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        self._contention.observe(on_gpu, work_s=work_s, beside_s=beside_s, starved_s=starved_s)
+        self._contention.observe(on_gpu, work_s=work_s, beside_s=beside_s, starved=starved)
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
             self._free_of(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s
@@ -284,13 +283,14 @@ class MeasurementBook:
 
     @property
     def cpu_slack(self) -> float:
-        """By how much of its time the CPU is slower now and then, by other programs' doing, than it is now."""
+        """By how much of its time the CPU is slower now and then, by other programs' doing, than is planned with."""
         paces = sorted(self._paces)
-        if len(paces) < PACE_STEPS[0]:
+        known = self._roles["cpu_update_s"].values
+        now = sum(known.values()) / sum(layer.numel for layer in self._layers if layer.lid in known) if known else 0.0
+        if len(paces) < PACE_STEPS[0] or not now:
             return USUAL_SLACK
         slow = paces[-1 - int(SLOW_SHARE * len(paces))]
-        now = median(list(self._paces)[-PACE_NOW_STEPS:])
-        return min(max(slow / now - 1, LEAST_SLACK), MOST_SLACK)
+        return min((1 + LEAST_SLACK) * max(slow / now, 1.0) - 1, MOST_SLACK)
 
     @property
     def ready(self) -> bool:

@@ -6,7 +6,7 @@ own times show.
 
     work = undisturbed + drag * beside      work: forward and backward; beside: how much of it the CPU updates meanwhile
 
-    share of work in which the device waits for launches ─▶ what drag usually is ─┐
+    share of backward in which the device waits for launches ─▶ what drag usually is ─┐
     work and beside under two plans in a row ──▶ what it is here ─────────────────┴─▶ drag, each by how sure it is
 """
 
@@ -90,8 +90,8 @@ class Contention:
         drag = (TYPICAL_DRAG * self._starved * weight + self._weighted) / (weight + self._weight)
         return min(max(drag, 0.0), MAX_DRAG)
 
-    def observe(self, gpu_lids: frozenset[int], *, work_s: float, beside_s: float, starved_s: float) -> None:
-        """A step with these layers on the GPU; `starved_s` of its work the device waited for launches."""
+    def observe(self, gpu_lids: frozenset[int], *, work_s: float, beside_s: float, starved: float) -> None:
+        """A step with these layers on the GPU; in the share `starved` of it the device waited for launches."""
         if work_s <= 0.0:
             return
         if self._here is None or self._here.gpu_lids != gpu_lids:
@@ -102,9 +102,8 @@ class Contention:
         if self._here.has_other_work:
             self._forget()
             return
-        # A plan that ends the waiting must not make its own reason forgotten. A pause in the host's program, once in
-        # a while, is none.
-        self._shares.append(min(starved_s / work_s, 1.0))
+        # A plan that ends the waiting must not make its own reason forgotten. What came in one step only is none.
+        self._shares.append(min(starved, 1.0))
         self._starved = max(FORGETTING * self._starved, median_low(self._shares))
         if self._before is not None and len(self._here.works) == ENOUGH_AFTER:
             self._learn(self._before, self._here)

@@ -19,7 +19,7 @@ from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, Steps, build_
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 
-CLEAR_SAVING = 0.05  # of all optimizer state: what a move must save if it brings no speed
+CLEAR_SAVING = 0.03  # of all optimizer state: what a move must save if it brings no speed
 MEMORY_PRICE = 0.1  # of the horizon: what such a move may cost once, in steps
 LEAVE_OUT_TRIES = 4
 FEW = 8  # layers of which all sets can be looked at: 256 simulated steps
