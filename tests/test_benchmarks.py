@@ -242,7 +242,12 @@ def test_goals_are_judged_by_the_rows() -> None:
 def slower(found: Rows, factor: float, **fields: Any) -> Rows:
     chosen = [id(one) for one in found.where(**fields)]
     assert chosen
-    return Rows({**one, "step_s": one["step_s"] * factor} if id(one) in chosen else one for one in found)
+
+    def longer(one: rows.Row) -> rows.Row:
+        settling_s = [step_s * factor for step_s in one.get("settling_s", [])]
+        return {**one, "step_s": one["step_s"] * factor, "settling_s": settling_s}
+
+    return Rows(longer(one) if id(one) in chosen else one for one in found)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +270,14 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
 def test_a_goal_can_be_missed(words: str, change: dict[str, Any]) -> None:
     changed = verdicts(slower(made_up(), **change))
     assert [met for what, met in changed.items() if words in what] == [False]
+
+
+def test_a_prediction_is_judged_where_steps_were_steady() -> None:
+    """It comes from the steps before: a machine that changes while it is looked at says nothing about it."""
+    found = [{**one, "step_s": one["step_s"] * 1.2} if one["part"] == "sweep" else one for one in made_up()]
+    verdict = goals.prediction(Rows(found))
+    assert verdict.met and verdict.text.endswith("; 2 not steady")
+    assert goals.prediction(Rows(one for one in found if one["part"] == "sweep")).met is None
 
 
 def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:

@@ -4,11 +4,15 @@ The trainer calls `update` on the stream of its choice as soon as a gradient is 
 backend's, so a layer may change owners in the middle of a run. Triton is imported at the first call.
 
     1-D CUDA tensors + Scalars  ->  integer views where bits count  ->  triton_adamw.adamw_kernel
+
+At each launch Triton looks up anew what it has compiled for such arguments, which takes several times as long as the
+launch. Here that is looked up by what it depends on in this kernel, once in a process.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +26,11 @@ BLOCK = 1024  # elements a program
 
 # Contraction would fuse roundings, and reflected "flush to zero" would lose subnormals in library functions.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+
+#: What Triton compiles for, in bytes: addresses that are multiples of this are loaded in wider pieces.
+ALIGNMENT = 16
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def update(
@@ -53,13 +62,8 @@ def update(
             "the GPU's update needs Triton, which comes with torch's CUDA builds: pip install triton, "
             "or let the CPU own every layer with k=0"
         ) from error
-    adamw_kernel[((numel + BLOCK - 1) // BLOCK,)](
-        _bits(weights),
-        _bits(grads),
-        weights if remainder is None else remainder,
-        exp_avg,
-        exp_avg_sq,
-        numel,
+    planes = (_bits(weights), _bits(grads), weights if remainder is None else remainder, exp_avg, exp_avg_sq)
+    numbers = (
         scalars.factor,
         scalars.mix1,
         scalars.mix2,
@@ -68,11 +72,25 @@ def update(
         scalars.neg_step_size,
         scalars.sqrt_bias2,
         scalars.eps,
-        exp_avg if verdict is None else verdict,
-        JUDGED=verdict is not None,
-        BLOCK=BLOCK,
-        **OPTIONS,
     )
+    judge, judged = exp_avg if verdict is None else verdict, verdict is not None
+    grid = (numel + BLOCK - 1) // BLOCK
+    aligned = tuple(plane.data_ptr() % ALIGNMENT == 0 for plane in (*planes, judge))
+    kind = (weights.device, weights.dtype, grads.dtype, judged, aligned)
+    if (compiled := _compiled.get(kind)) is not None:
+        compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, BLOCK)
+        return
+    compiled = adamw_kernel[(grid,)](*planes, numel, *numbers, judge, JUDGED=judged, BLOCK=BLOCK, **OPTIONS)
+    if _takes_all_arguments():
+        _compiled[kind] = compiled
+
+
+@cache
+def _takes_all_arguments() -> bool:
+    """Whether a compiled kernel is called with its constants too; until Triton 3.2 it was called without."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 @cache
