@@ -16,7 +16,7 @@ SOME, ALL = frozenset({0}), frozenset({0, 1})
 def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, float], starved: float = 1.0) -> None:
     """Steps of (work, beside) under one plan."""
     for work_s, beside_s in steps:
-        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved=starved)
+        contention.observe(owned, work_s=work_s, stall_s=0.0, beside_s=beside_s, starved=starved)
         contention.check()
 
 
@@ -84,7 +84,7 @@ def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float,
     contention = Contention()
     for owned, work_s, cpu_busy_s, starved in steps:
         beside_s = beside(work_s, cpu_busy_s, 0.0)
-        contention.observe(owned, work_s=work_s, beside_s=beside_s, starved=starved)
+        contention.observe(owned, work_s=work_s, stall_s=0.0, beside_s=beside_s, starved=starved)
         contention.check()
     assert 0.0 <= contention.drag <= MAX_DRAG
 
@@ -157,6 +157,15 @@ def test_a_pause_of_the_host_is_no_waiting_for_launches() -> None:
         observe(contention, SOME, (7.0, 4.0), starved=0.3)
         observe(contention, SOME, *[(5.0, 4.0)] * 4, starved=0.0)
         assert contention.drag == 0.0
+
+
+def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
+    """Work is longer there since nothing is launched ahead, not by the updates beside it."""
+    contention = Contention()
+    for _ in range(4):
+        contention.observe(NONE, work_s=13.0, stall_s=6.0, beside_s=10.0, starved=0.5)
+    observe(contention, SOME, *[(10.0, 4.0)] * ENOUGH_AFTER, starved=0.0)
+    assert contention.drag == 0.0
 
 
 def test_a_new_drag_leaves_outliers_outliers() -> None:

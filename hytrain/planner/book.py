@@ -240,7 +240,7 @@ class MeasurementBook:
         if numel and cpu_busy_s:
             self._paces.append(cpu_busy_s / numel)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        self._contention.observe(on_gpu, work_s=work_s, beside_s=beside_s, starved=starved)
+        self._contention.observe(on_gpu, work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved)
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
             self._free_of(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s

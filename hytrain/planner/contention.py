@@ -38,7 +38,9 @@ OTHER_STEPS: Final = 3
 HICCUP_STEPS: Final = 5
 #: What is left of older evidence when there is new one, and of the last starved share a step later.
 FADING: Final = 0.7
-FORGETTING: Final = 0.995
+FORGETTING: Final = 0.999
+#: Of the work: stalls that make it longer themselves, since the device has nothing ahead of it after each.
+MUCH_STALL: Final = 0.1
 
 
 def beside(work_s: float, cpu_busy_s: float, stall_s: float) -> float:
@@ -90,10 +92,22 @@ class Contention:
         drag = (TYPICAL_DRAG * self._starved * weight + self._weighted) / (weight + self._weight)
         return min(max(drag, 0.0), MAX_DRAG)
 
-    def observe(self, gpu_lids: frozenset[int], *, work_s: float, beside_s: float, starved: float) -> None:
-        """A step with these layers on the GPU; in the share `starved` of it the device waited for launches."""
-        if work_s <= 0.0:
+    def observe(
+        self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, beside_s: float, starved: float
+    ) -> None:
+        """A step with these layers on the GPU; in the share `starved` of it the device waited for launches.
+
+        One with long stalls says nothing: what follows a stall is launched late, whatever the CPU does.
+        """
+        if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
             return
+        self._compare(gpu_lids, work_s, beside_s)
+        # A plan that ends the waiting must not make its own reason forgotten. What came in one step only is none.
+        self._shares.append(min(starved, 1.0))
+        self._starved = max(FORGETTING * self._starved, median_low(self._shares))
+
+    def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float) -> None:
+        """With the plan before, once this one has had some steps."""
         if self._here is None or self._here.gpu_lids != gpu_lids:
             if self._here is not None and len(self._here.works) >= ENOUGH_BEFORE:
                 self._before = self._here
@@ -101,11 +115,7 @@ class Contention:
         self._here.add(work_s, beside_s)
         if self._here.has_other_work:
             self._forget()
-            return
-        # A plan that ends the waiting must not make its own reason forgotten. What came in one step only is none.
-        self._shares.append(min(starved, 1.0))
-        self._starved = max(FORGETTING * self._starved, median_low(self._shares))
-        if self._before is not None and len(self._here.works) == ENOUGH_AFTER:
+        elif self._before is not None and len(self._here.works) == ENOUGH_AFTER:
             self._learn(self._before, self._here)
             self._before = None
 
