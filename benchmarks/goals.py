@@ -62,7 +62,7 @@ def beside_no_offload(part: str, batch: int, time_bar: float, memory_bar: float)
     """Step time and GPU memory beside everything on the GPU."""
 
     def judge(rows: Rows) -> Verdict:
-        here = rows.of_part(part).beside(rows)
+        here = rows.where(batch=batch).of_part(part).beside(rows)
         time = step_ratio(here, AUTO, "no-offload", batch)
         memory = step_ratio(here, AUTO, "no-offload", batch, "gpu_peak_gb")
         if time is None or memory is None:
@@ -78,7 +78,7 @@ def beside(other: str, bar: float) -> Callable[[Rows], Verdict]:
 
 def faster_than(peer: str, part: str, bar: float, batch: int = OUR_BATCH) -> Callable[[Rows], Verdict]:
     def judge(rows: Rows) -> Verdict:
-        here = rows.of_part(part).beside(rows)
+        here = rows.where(batch=batch).of_part(part).beside(rows)
         if error := of(here, peer, batch).error():
             return Verdict(f"failed: {error}", None)
         return at_least(step_ratio(here, peer, AUTO, batch), bar)
@@ -152,19 +152,25 @@ def is_steady(row: Row) -> bool:
 
 
 def against_formulas(rows: Rows) -> Verdict:
-    """`deadline` beside `balance` and `cotrain` at each batch size: the worst ratio, and where it takes less memory."""
-    here, ratios, less, compared = rows.of_part("policies"), list[float](), 0, 0
+    """`deadline` beside `balance` and `cotrain` at each batch size: the worst ratio, and what memory those of them take
+    that are as fast.
+    """
+    here, ratios, less, more, compared = rows.of_part("policies"), list[float](), 0, 0, 0
     for batch in sorted({row["batch"] for row in here}):
         ours = here.where(batch=batch, label="deadline")
         others = here.where(batch=batch, label=("balance", "cotrain"))
         if (time := ours.median("step_s")) is None or not others.values("step_s"):
             continue
         ratios.append(time / min(others.values("step_s")))
-        compared += 1
-        less += (ours.median("gpu_peak_gb") or 0.0) < min(others.values("gpu_peak_gb"))
+        as_fast = [row["gpu_peak_gb"] for row in others if row["step_s"] <= (1 + SAME) * time]
+        compared += bool(as_fast)
+        less += bool(as_fast) and (ours.median("gpu_peak_gb") or 0.0) < min(as_fast)
+        more += bool(as_fast) and (ours.median("gpu_peak_gb") or 0.0) > min(as_fast)
     worst = max(ratios, default=None)
-    text = "" if worst is None else f"at worst {worst:.3f}; less GPU memory at {less} of {compared} batch sizes"
-    return at_most(worst, 1 + SAME, text)
+    memory = f"less GPU memory at {less} of {compared} batch sizes where one of them is as fast, more at {more}"
+    text = "" if worst is None else f"at worst {worst:.3f}; {memory}"
+    verdict = at_most(worst, 1 + SAME, text)
+    return Verdict(verdict.text, verdict.met and more == 0)
 
 
 def idle_share(rows: Rows) -> Verdict:

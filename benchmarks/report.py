@@ -30,6 +30,7 @@ RESULTS: Final = ROOT / "benchmarks" / "results"
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     "machines": tables.machines,
     "systems": tables.all_systems,
+    "hosts": tables.hosts,
     "sweep": tables.sweep,
     "policies": tables.policies,
     "objectives": tables.objectives,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks import goals
-from benchmarks.goals import AUTO, predicted, reaction
+from benchmarks.goals import AUTO, is_steady, predicted, reaction
 from benchmarks.parts import NO_CLIPPING
 from benchmarks.rows import Rows, group, ratio
 from benchmarks.words import MISSING, NOTHING, markdown, number, share
@@ -63,6 +63,27 @@ def all_systems(rows: Rows) -> str:
     return "\n\n".join(found) or NOTHING
 
 
+def hosts(rows: Rows) -> str:
+    """The main part on each host: how fast its CPU is, alone and while it trains, and what the planner makes of it."""
+    body = []
+    for pair in dict.fromkeys(group(row) for row in rows.where(part="main")):
+        here = Rows(row for row in rows.where(part="main", batch=8) if group(row) == pair)
+        ours, base, cpu = (here.where(system=system) for system in (AUTO, "no-offload", "hytrain:0"))
+        if not (ours.values("step_s") and base.values("step_s")):
+            continue
+        rate = ratio(cpu.median("parameters"), cpu.median("cpu_busy_s"))
+        body.append(
+            [
+                *pair,
+                number(None if rate is None else rate / 1e9, 1),
+                number(ours.median("k"), 2),
+                number(ratio(ours.median("step_s"), base.median("step_s"))),
+                share(ratio(ours.median("gpu_peak_gb"), base.median("gpu_peak_gb"))),
+            ]
+        )
+    return markdown(["host", "commit", "CPU, Gparam/s", "k", "s/step to no offload", "of its GPU memory"], body)
+
+
 def sweep(rows: Rows) -> str:
     """Static k and the planner's in one process."""
     here = rows.of_part("sweep")
@@ -109,10 +130,10 @@ def _policy(rows: Rows) -> list[str]:
 
 
 def batches(rows: Rows) -> str:
-    """Batch sizes: HyTrain between no offload and no update at all."""
-    here = rows.of_part("batches")
+    """Batch sizes, each on the host that measured it: HyTrain between no offload and no update at all."""
     body = []
-    for batch in sorted({row["batch"] for row in here}):
+    for batch in sorted({row["batch"] for row in rows.where(part="batches")}):
+        here = rows.where(batch=batch).of_part("batches")
         ours, base = here.where(system=AUTO, batch=batch), here.where(system="no-offload", batch=batch)
         limit, torchao = (here.where(system=name, batch=batch) for name in ("forward-backward", "torchao-fp32"))
         times = [rows.median("step_s") for rows in (ours, base, limit, torchao)]
@@ -120,6 +141,7 @@ def batches(rows: Rows) -> str:
         body.append(
             [
                 str(batch),
+                str((ours.last() or {}).get("host", MISSING)),
                 number(ours.median("k"), 2),
                 *(number(value, 4) for value in times),
                 number(ratio(times[0], times[1])),
@@ -127,8 +149,8 @@ def batches(rows: Rows) -> str:
                 share(ratio(memory[0], memory[1])),
             ]
         )
-    head = ["batch", "k", "HyTrain s", "no offload s", "forward + backward s", "torchao fp32 s", "HyTrain / no offload"]
-    return markdown([*head, "HyTrain GPU GB", "no offload GPU GB", "of its memory"], body)
+    head = ["batch", "host", "k", "HyTrain s", "no offload s", "forward + backward s", "torchao fp32 s"]
+    return markdown([*head, "HyTrain / no offload", "HyTrain GPU GB", "no offload GPU GB", "of its memory"], body)
 
 
 def threads(rows: Rows) -> str:
@@ -147,9 +169,10 @@ def prediction(rows: Rows) -> str:
         [row["part"], str(row["batch"]), row["label"] or "auto", number(row["k"], 2)]
         + [number(row["predicted_step_s"], 4), number(row["step_s"], 4)]
         + [number(ratio(row["predicted_step_s"], row["step_s"])), number(row.get("stall_s"), 4)]
+        + ["yes" if is_steady(row) else "no"]
         for row in predicted(rows)
     ]
-    head = ["part", "batch", "what", "k", "predicted s", "measured s", "predicted / measured", "stall s"]
+    head = ["part", "batch", "what", "k", "predicted s", "measured s", "predicted / measured", "stall s", "steady"]
     return markdown(head, body)
 
 

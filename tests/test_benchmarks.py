@@ -272,6 +272,27 @@ def test_a_goal_can_be_missed(words: str, change: dict[str, Any]) -> None:
     assert [met for what, met in changed.items() if words in what] == [False]
 
 
+def test_as_fast_with_more_memory_is_a_missed_goal() -> None:
+    def policies(deadline_gb: float, cotrain_s: float) -> goals.Verdict:
+        how = {"deadline": (0.5, deadline_gb), "balance": (0.502, 25.0), "cotrain": (cotrain_s, 15.0)}
+        found = made_up("policies").where(batch=8, label=tuple(how))
+        measured = (how[one["label"]] for one in found)
+        changed = ({"step_s": step_s, "gpu_peak_gb": gb} for step_s, gb in measured)
+        return goals.against_formulas(Rows({**one, **new} for one, new in zip(found, changed, strict=True)))
+
+    assert policies(20.0, 0.6).met and "less GPU memory at 1 of 1" in policies(20.0, 0.6).text
+    assert policies(30.0, 0.6).met is False and "more at 1" in policies(30.0, 0.6).text
+    assert policies(20.0, 0.5).met is False, "cotrain is as fast, with less"
+    assert policies(20.0, 0.4).met is False
+
+
+def test_each_host_has_a_line_with_the_rate_of_its_cpu() -> None:
+    found = [*made_up("main", host="here"), *made_up("main", host="there"), *made_up("sweep", host="elsewhere")]
+    lines = tables.hosts(Rows(found)).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["here", "there"]
+    assert tables.hosts(Rows([])) == NOTHING
+
+
 def test_a_prediction_is_judged_where_steps_were_steady() -> None:
     """It comes from the steps before: a machine that changes while it is looked at says nothing about it."""
     found = [{**one, "step_s": one["step_s"] * 1.2} if one["part"] == "sweep" else one for one in made_up()]
