@@ -514,6 +514,33 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
     assert driver.sent(long_step(step + 1, owned)) == [], "said once"
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver, accepted: bool) -> None:
+    """Nor does one that was refused, once clipping is over and another plan holds."""
+    driver.start(policy="deadline", awaits_verdict=True, speculate=None)
+    owned: tuple[int, ...] = driver.status().gpu_lids
+    for step in range(40):
+        driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
+        driver.handle(m.Verdict(step=step, scale=0.5 if step >= 10 else 1.0, skipped=False))
+        if plans := [message for _, message in driver.sent(long_step(step, owned))]:
+            break
+    plan = plans[0]
+    assert isinstance(plan, m.Plan) and plan.gpu_lids != owned
+    if accepted:
+        driver.agree(plan)
+        assert driver.sent(applied(plan, owned, moved=0)) == []
+        return
+    driver.handle(ack("optimizer", plan.plan_id))
+    driver.handle(ack("trainer", plan.plan_id, accepted=False, reason="no"))
+    for later in range(step + 1, step + 200):
+        driver.handle(m.Verdict(step=later, scale=1.0, skipped=False))
+    driver.answer(m.Command(name="k", value="0.5"))
+    other = driver.sent(long_step(later, owned))[0][1]
+    assert isinstance(other, m.Plan) and len(other.gpu_lids) == 2
+    driver.agree(other)
+    assert driver.sent(applied(other)) == []
+
+
 def test_a_mode_that_is_better_with_these_layers_too_does_not_wait(driver: Driver) -> None:
     driver.start(policy="deadline", awaits_verdict=True, speculate=None)
     for step in range(100):
@@ -548,7 +575,9 @@ def test_at_random_the_mode_changes_as_the_layers_do(driver: Driver) -> None:
     driver.start(policy="random", awaits_verdict=True, speculate=None)
     told = []
     for step in range(40):
-        messages = [message for _, message in driver.sent(report(step, driver.status().gpu_lids))]
+        owned = driver.status().gpu_lids
+        driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
+        messages = [message for _, message in driver.sent(long_step(step, owned))]
         told += [message.speculate for message in messages if isinstance(message, m.SetMode)]
         for plan in [message for message in messages if isinstance(message, m.Plan)][:1]:  # one for each of two
             driver.agree(plan)

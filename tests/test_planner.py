@@ -372,6 +372,29 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 
 
+def test_one_layer_of_a_few_dozen_is_worth_giving_back() -> None:
+    profile = replace(uniform(28, cpu_update_s=3.5, d2h_s=0.1, h2d_s=0.1), cpu_slack=0.03)
+    after = {
+        n: len(choose("deadline", profile, current=lids(*range(n)), horizon_steps=1000).gpu_lids) for n in range(29)
+    }
+    least, slack = [n for n in after if after[n] == n]  # what is enough, and what is if the CPU gets 3 % slower
+    assert slack == least + 1 == after[slack + 1] == after[slack + 2]
+
+
+def test_what_a_slower_cpu_would_need_again_is_not_given_back_for_speed() -> None:
+    """The GPU's own updates take long, so fewer would be faster, as long as the CPU keeps its pace."""
+    profile = uniform(20, cpu_update_s=2.0, gpu_update_s=0.5)
+    steady, restless = (replace(profile, cpu_slack=slack) for slack in (0.03, 1.0))
+    current = choose("deadline", with_cpu(profile, 2.0), horizon_steps=10**6, min_gain=0.0).gpu_lids
+    assert len(choose("deadline", steady, current=current, horizon_steps=1000).gpu_lids) < len(current)
+    stays = choose("deadline", restless, current=current, horizon_steps=1000)
+    assert stays.gpu_lids == current and "with a CPU 100% slower" in stays.reason
+
+
+def with_cpu(profile: Profile, slowness: float) -> Profile:
+    return replace(profile, layers=tuple(replace(x, cpu_update_s=slowness * x.cpu_update_s) for x in profile.layers))
+
+
 def test_current_layers_that_no_longer_fit_move_at_any_price() -> None:
     decision = choose("deadline", uniform(10), Limits(gpu_state_bytes=3000), current=lids(*range(5)), horizon_steps=0)
     assert decision.changed and len(decision.gpu_lids) <= 3
@@ -495,6 +518,9 @@ def test_a_mode_that_is_hardly_worth_it_is_kept_and_not_begun() -> None:
 
 def test_the_share_of_clipped_steps_follows_what_happens() -> None:
     share = ClippedShare()
+    for clipped in (True, True, False):
+        share.add(clipped=clipped)
+    assert share.value == pytest.approx(2 / 4), "the first steps are averaged, with one that was not"
     for _ in range(40):
         share.add(clipped=True)
         share.check()

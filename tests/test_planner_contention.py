@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile, simulate
-from hytrain.planner.contention import ENOUGH_AFTER, MAX_DRAG, OTHER_STEPS, TYPICAL_DRAG, Contention, beside
+from hytrain.planner.contention import (
+    ENOUGH_AFTER,
+    ENOUGH_SHARES,
+    MAX_DRAG,
+    OTHER_STEPS,
+    TYPICAL_DRAG,
+    Contention,
+    beside,
+)
 
 NONE: frozenset[int] = frozenset()
 SOME, ALL = frozenset({0}), frozenset({0, 1})
@@ -23,10 +31,10 @@ def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, 
 def test_what_is_usual_holds_until_something_was_seen() -> None:
     contention = Contention()
     assert contention.drag == 0.0
-    observe(contention, NONE, (1.0, 1.0))
+    observe(contention, NONE, *[(1.0, 1.0)] * ENOUGH_SHARES)
     assert contention.drag == pytest.approx(TYPICAL_DRAG)
     other = Contention()
-    observe(other, NONE, (1.0, 1.0), starved=0.5)
+    observe(other, NONE, *[(1.0, 1.0)] * ENOUGH_SHARES, starved=0.5)
     assert other.drag == pytest.approx(TYPICAL_DRAG / 2)
 
 
@@ -152,11 +160,22 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
 def test_a_pause_of_the_host_is_no_waiting_for_launches() -> None:
     """Python's collector takes a fifth of a second now and then, and the device has nothing to do."""
     contention = Contention()
+    observe(contention, SOME, (7.0, 4.0), starved=0.3)  # the first step that is looked at, too
+    assert contention.drag == 0.0
     observe(contention, SOME, *[(5.0, 4.0)] * 8, starved=0.0)
     for _ in range(10):
         observe(contention, SOME, (7.0, 4.0), starved=0.3)
         observe(contention, SOME, *[(5.0, 4.0)] * 4, starved=0.0)
         assert contention.drag == 0.0
+
+
+def test_waiting_that_has_ended_is_forgotten_in_the_end() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(5.0, 4.0)] * ENOUGH_SHARES)
+    observe(contention, NONE, *[(5.0, 4.0)] * 100, starved=0.0)
+    assert contention.drag > 0.3
+    observe(contention, NONE, *[(5.0, 4.0)] * 5000, starved=0.0)
+    assert contention.drag < 0.01
 
 
 def test_steps_with_long_stalls_are_not_compared_with_others() -> None:

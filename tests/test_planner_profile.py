@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain.planner import Ewma, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
+from hytrain.planner.book import LEAST_SLACK, PACE_STEPS, USUAL_SLACK
 
 
 def smoothed(*samples: float) -> Ewma:
@@ -237,3 +238,36 @@ def test_a_profile_refuses_disorder() -> None:
     for wrong, sentence in (((), "at least one"), (layers[::-1], "ascending rank")):
         with pytest.raises(ValueError, match=sentence):
             Profile(layers=wrong)
+
+
+# --- how slow the CPU is now and then ---
+
+
+def test_a_steady_cpu_has_little_slack_whatever_it_is_at() -> None:
+    """Layers of all sizes, now some of them and now others: a small one takes the longest, by the parameter."""
+    book = book_of(1000, 1000, 3)
+    for step in range(30):
+        for update in ({12: 5.0}, {10: 20.0, 12: 5.0}, {10: 20.0, 11: 20.0, 12: 5.0})[step // 10 :][:1]:
+            book.observe_optimizer(cpu_update_s=update)
+    assert book.cpu_slack == pytest.approx(LEAST_SLACK)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_slack_is_what_the_slower_steps_have_taken_longer(parts: int) -> None:
+    """One in five takes twice as long; a report may have a part of the layers."""
+    book = book_of(1000, 1000)
+    assert book.cpu_slack == USUAL_SLACK
+    for step in range(40):
+        update_s = 40.0 if step % 5 == 3 else 20.0
+        for lids in ((10, 11),) if parts == 1 else ((10,), (11,)):
+            book.observe_optimizer(cpu_update_s=dict.fromkeys(lids, update_s))
+    assert book.cpu_slack == pytest.approx(2 * (1 + LEAST_SLACK) - 1, rel=0.15)
+    book.cpu_changed(0.5)
+    assert book.cpu_slack == USUAL_SLACK, "what was seen with other threads says nothing"
+
+
+def test_a_lone_slow_step_is_no_reason_for_slack() -> None:
+    book = book_of(1000)
+    for step in range(PACE_STEPS[0] + 2):
+        book.observe_optimizer(cpu_update_s={10: 40.0 if step == 2 else 20.0})
+    assert book.cpu_slack == pytest.approx(LEAST_SLACK, abs=0.01)

@@ -281,7 +281,8 @@ class Planning:
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
         note = Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")
         why, self._waits_from_plan = self._waits_from_plan, None
-        mode = [] if why is None else self._set_mode(False, why)
+        whole = self._plan is not None and applied.gpu_lids == self._plan.gpu_lids  # else the GPU had no room for it
+        mode = self._set_mode(False, why) if why is not None and whole else []
         self.predicted_step_s = self._predicted(applied.gpu_lids)
         return [note, *mode]
 

@@ -9,7 +9,7 @@ Owns what is believed of each layer's times, and when to stop believing it.
                                                   with the others  │
     step time, stalls ──▶ what the layers' times do not explain ───┤
     what the CPU's updates slow down (contention.py) ──────────────┘
-    the CPU's seconds a parameter, step by step ──▶ how much slower it is now and then
+    the CPU's times of one step beside the usual ──▶ how much slower it is now and then
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
 
@@ -32,9 +32,9 @@ ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gp
 #: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
 #: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
-#: Steps whose paces say how slow the CPU can be, at least and at most; of these, the share that is slower than what is
-#: reckoned with; and the bounds of that, with what is supposed until enough were seen.
-PACE_STEPS: Final = (8, 64)
+#: Steps that say how slow the CPU can be, at least and at most; the share of them that is slower than is reckoned with;
+#: and the bounds of that, with what is supposed until enough were seen.
+PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, USUAL_SLACK, MOST_SLACK = 0.03, 0.1, 1.0
 #: What drag must change by before what was measured is seen in another light.
@@ -170,7 +170,7 @@ class MeasurementBook:
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
         self._middle_s = Ewma()
-        self._paces: deque[float] = deque(maxlen=PACE_STEPS[1])  # the CPU's seconds a parameter, by step
+        self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's of the last steps
         self._contention = Contention()
         self._drag = 0.0  # what the means were freed of
         self._lost_s = 0.0  # of the step that is observed: what its work has lost beside the CPU's updates
@@ -208,7 +208,7 @@ class MeasurementBook:
         if not 0 < ratio < inf:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
-        self._paces.clear()
+        self._updates.clear()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
@@ -236,9 +236,6 @@ class MeasurementBook:
         Stalls and the CPU's updates are the step's; in the share `starved` of it the device waited for launches.
         """
         on_gpu = frozenset(gpu_lids)
-        numel = sum(layer.numel for layer in self._layers if layer.lid not in on_gpu)
-        if numel and cpu_busy_s:
-            self._paces.append(cpu_busy_s / numel)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         self._contention.observe(on_gpu, work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved)
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
@@ -251,7 +248,9 @@ class MeasurementBook:
         more_s = (drag - self._drag) * beside_s
         work = [self._roles[role] for role in ("forward_s", "backward_s")]
         undisturbed_s = sum(sum(role.values.values()) for role in work)
-        if undisturbed_s > more_s:
+        if undisturbed_s and undisturbed_s <= more_s:
+            return  # nothing of this size was measured before
+        if undisturbed_s:
             for role in work:
                 role.scale(1 - more_s / undisturbed_s)
         if self._busy_s.value:
@@ -259,8 +258,11 @@ class MeasurementBook:
         self._drag = drag
 
     def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
-        """One step's times by lid. ValueError for an unknown layer or an impossible time."""
+        """One step's times by lid, in one report or several. ValueError for an unknown layer or an impossible time."""
+        if not self._updates or not self._updates[-1].keys().isdisjoint(cpu_update_s):
+            self._updates.append({})
         self._observe("cpu_update_s", cpu_update_s)
+        self._updates[-1].update(cpu_update_s)
 
     def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int], middle_s: float = 0.0) -> None:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
@@ -284,13 +286,13 @@ class MeasurementBook:
     @property
     def cpu_slack(self) -> float:
         """By how much of its time the CPU is slower now and then, by other programs' doing, than is planned with."""
-        paces = sorted(self._paces)
-        known = self._roles["cpu_update_s"].values
-        now = sum(known.values()) / sum(layer.numel for layer in self._layers if layer.lid in known) if known else 0.0
-        if len(paces) < PACE_STEPS[0] or not now:
+        usual = self._roles["cpu_update_s"].values
+        usual_s = [sum(usual[lid] for lid in updates) for updates in self._updates]
+        paces = sorted(sum(updates.values()) / s for updates, s in zip(self._updates, usual_s, strict=True) if s)
+        if len(paces) < PACE_STEPS[0]:
             return USUAL_SLACK
         slow = paces[-1 - int(SLOW_SHARE * len(paces))]
-        return min((1 + LEAST_SLACK) * max(slow / now, 1.0) - 1, MOST_SLACK)
+        return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
 
     @property
     def ready(self) -> bool:

@@ -34,8 +34,8 @@ CLEAR_CHANGE: Final = 0.05
 #: Work that is so much longer or shorter, steps in a row under one plan, is other work: another batch size, say.
 OTHER_WORK: Final = 0.3
 OTHER_STEPS: Final = 3
-#: Steps in a row whose usual share of waiting counts.
-HICCUP_STEPS: Final = 5
+#: Steps in a row whose usual share of waiting counts, at least and at most.
+ENOUGH_SHARES, HICCUP_STEPS = 3, 5
 #: What is left of older evidence when there is new one, and of the last starved share a step later.
 FADING: Final = 0.7
 FORGETTING: Final = 0.999
@@ -104,7 +104,8 @@ class Contention:
         self._compare(gpu_lids, work_s, beside_s)
         # A plan that ends the waiting must not make its own reason forgotten. What came in one step only is none.
         self._shares.append(min(starved, 1.0))
-        self._starved = max(FORGETTING * self._starved, median_low(self._shares))
+        usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
+        self._starved = max(FORGETTING * self._starved, usual)
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float) -> None:
         """With the plan before, once this one has had some steps."""

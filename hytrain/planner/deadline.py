@@ -193,6 +193,8 @@ def _if_it_pays(
             reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {profile.cpu_slack:.0%} slower"
             return replace(fewer, reason=reason)
     price = f"changes a step by {-1e3 * gain_s:+.1f} ms and costs {_ms(cost_s)} once"
+    if lasting_s < gain_s:
+        price += f"; with a CPU {profile.cpu_slack:.0%} slower, as it is at times, by {-1e3 * lasting_s:+.1f} ms"
     return _stay(profile, current, target, price)
 
 
