@@ -90,8 +90,10 @@ def _map(descriptor: int, nbytes: int, *, huge: bool) -> tuple[object, int]:
 
 
 def _huge_bytes() -> int:
-    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages:")]
-    return int(line.split()[1]) << 10
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("ShmemHugePages:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def table(took: dict[bool, list[dict[str, float]]], nbytes: int) -> str:

@@ -13,6 +13,7 @@ Views keep their mapping alive: an arena that was given up stays readable to who
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -27,6 +28,7 @@ from protocol.messages import PlanesReady
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 HUGE_PAGE_BYTES: Final = 2 << 20
 MAX_ANNOUNCEMENT_BYTES: Final = 4096
 
@@ -44,8 +46,11 @@ class Mapping:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Raises `OSError` if there is no address space."""
-        room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Raises `OSError` if there is no address space, or the file is shorter."""
+        if os.fstat(descriptor).st_size < nbytes:
+            raise OSError(errno.EINVAL, f"an arena of {nbytes} bytes cannot be mapped: its file is shorter")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
         address = ctypes.addressof(ctypes.c_char.from_buffer(room))
         start = -address % HUGE_PAGE_BYTES
         self.address, self.nbytes = address + start, nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import socket
 import subprocess
@@ -112,9 +113,31 @@ def test_a_mapping_begins_where_a_huge_page_can_and_ends_with_its_last_view(aren
     assert [place in Path("/proc/self/maps").read_text() for place in places] == [True, False, False, False]
 
 
-def test_no_address_space(arena: HostArena) -> None:
-    with pytest.raises(OSError, match="Cannot allocate memory|cannot be mapped"):
-        Mapping(arena.descriptor, 1 << 50)
+def test_what_cannot_be_mapped(arena: HostArena, tmp_path: Path) -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+    with pytest.raises(OSError, match="its file is shorter"):
+        Mapping(arena.descriptor, LAYOUT.nbytes + mmap.PAGESIZE)
+    (tmp_path / "file").write_bytes(bytes(LAYOUT.nbytes))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="cannot be mapped"):
+        Mapping(file.fileno(), LAYOUT.nbytes)  # only to be read
+    huge = os.memfd_create("huge")
+    os.ftruncate(huge, 1 << 50)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Mapping(huge, 1 << 50)
+    os.close(huge)
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count("\n") <= before + 1, "nothing stays mapped"
+
+
+def test_what_is_reserved_around_a_mapping_is_not_charged_as_memory(arena: HostArena) -> None:
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this kernel charges all private memory")
+    mapping = Mapping(arena.descriptor, LAYOUT.nbytes)
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    ends = f"-{mapping.address + -(-LAYOUT.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE:x} "
+    starts = ends.strip(" -") + "-"
+    [after] = [flags for area, flags in zip(areas, areas[1:], strict=False) if f"\n{starts}" in area]
+    assert "nr" in after.splitlines()[0].split()
 
 
 def test_the_trainers_view_outlives_the_optimizers_arena(connection: tuple[socket.socket, socket.socket]) -> None:

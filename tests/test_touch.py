@@ -14,6 +14,7 @@ import pytest
 
 from hytrain.arena import HUGE_PAGE_BYTES, Mapping
 from hytrain.kernels import backend as backends
+from hytrain.kernels.native import SMALL_CALLS, NativeBackend
 
 MADV_COLLAPSE = 25
 libc = ctypes.CDLL(None, use_errno=True)
@@ -46,6 +47,43 @@ def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
         assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
         whole = nbytes // HUGE_PAGE_BYTES - bool(lead)
         assert huge_bytes(mapping) == (whole * HUGE_PAGE_BYTES if has_huge_pages() else 0)
+
+
+def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> None:
+    native = NativeBackend(2)
+    asked: list[bool] = []
+
+    def touch(*arguments: int) -> int:
+        asked.append(bool(arguments[-1]))
+        return int(asked[-1] and len(asked) < 3)
+
+    native._touch = touch
+    for _ in range(SMALL_CALLS + 4):
+        native.touch(0, 0)
+    assert [index for index, asks in enumerate(asked) if asks] == [0, SMALL_CALLS + 1, SMALL_CALLS + 2, SMALL_CALLS + 3]
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_refusal_is_told(refuses: bool) -> None:
+    """Anonymous memory without room for a huge page is never refused one; a mapping at an odd place is."""
+    native, asked = NativeBackend(2), []
+    inner = native._touch
+
+    def touch(*arguments: int) -> int:
+        asked.append(inner(*arguments))
+        return asked[-1]
+
+    native._touch = touch
+    with memory_file(4 * HUGE_PAGE_BYTES) as (_, descriptor):
+        odd = mmap.mmap(-1, 6 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(odd))
+        start = base + -base % HUGE_PAGE_BYTES + (mmap.PAGESIZE if refuses else 0)
+        libc.mmap.restype = ctypes.c_void_p
+        where, nbytes = ctypes.c_void_p(start), ctypes.c_size_t(4 * HUGE_PAGE_BYTES)
+        assert libc.mmap(where, nbytes, 3, mmap.MAP_SHARED | 0x10, descriptor, ctypes.c_long(0)) == start
+        native.touch(start, 4 * HUGE_PAGE_BYTES)
+        assert asked == [int(refuses or not has_huge_pages())]
+        assert os.pread(descriptor, 8, 0) == bytes(8)
 
 
 def has_huge_pages() -> bool:

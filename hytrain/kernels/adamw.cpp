@@ -307,27 +307,31 @@ void hytrain_adamw_float32_float32(const Planes *from, const void *grads, const 
     update<float, float>(from, grads, to, numel, scalars, threads);
 }
 
-// Writes a zero into every page of a fresh mapping: the kernel places it on the node of the thread that does. Each
-// thread asks for huge pages where its share has room for them, and once refused not again: a machine that has none
-// at hand would search for them.
-void hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads) {
-    if (nbytes <= 0) return;
+// Writes a zero into every page of a fresh mapping: the kernel places it on the node of the thread that does. If it is
+// to, each thread asks for huge pages where its share has room for them, until it is refused. Says whether one was.
+int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int ask) {
+    if (nbytes <= 0) return 0;
+    int refusals = 0;
     const int64_t lead = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) % huge);
     const int64_t blocks = nbytes > lead ? (nbytes - lead + huge - 1) / huge : 0;
     touch_pages(address, lead < nbytes ? lead : nbytes, page);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) reduction(+ : refusals)
     {
-        bool refused = false;
+        bool asks = ask != 0;
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; ++b) {
             char *block = address + lead + b * huge;
             const int64_t left = nbytes - lead - b * huge;
             *static_cast<volatile char *>(block) = 0;  // says on which node
-            refused = refused || left < huge || madvise(block, huge, collapse) != 0;
+            if (asks && left >= huge && madvise(block, huge, collapse) != 0) {
+                asks = false;
+                ++refusals;
+            }
             touch_pages(block, left < huge ? left : huge, page);
         }
     }
     *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range need not begin with a page
+    return refusals > 0;
 }
 
 }  // extern "C"

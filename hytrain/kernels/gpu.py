@@ -28,7 +28,7 @@ BLOCK = 1024  # elements a program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
-#: What Triton compiles for, in bytes: addresses that are multiples of this are loaded in wider pieces.
+#: Triton compiles anew for addresses that are multiples of so many bytes: it loads from there in wider pieces.
 ALIGNMENT = 16
 _compiled: dict[tuple[object, ...], Any] = {}
 

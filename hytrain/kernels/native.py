@@ -25,6 +25,10 @@ SOURCE = Path(__file__).with_name("adamw.cpp")
 SCALARS = ("factor", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
 
 
+#: So many calls of `touch` do not ask for huge pages after one that was refused some.
+SMALL_CALLS = 64
+
+
 class _Scalars(ctypes.Structure):
     """adamw.cpp's Scalars. ctypes rounds each double to the nearest float."""
 
@@ -51,8 +55,9 @@ class NativeBackend:
             function.argtypes = (planes, ctypes.c_void_p, planes, ctypes.c_int64, numbers, ctypes.c_int)
             function.restype = None
         self._touch = library.hytrain_touch
-        self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
-        self._touch.restype = None
+        self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+        self._touch.restype = ctypes.c_int
+        self._small_calls = 0
 
     def update(
         self,
@@ -77,5 +82,7 @@ class NativeBackend:
         function(ctypes.byref(planes), grads, ctypes.byref(to), numel, ctypes.byref(rounded), self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
-        """See Backend.touch."""
-        self._touch(address, nbytes, mmap.PAGESIZE, self.threads)
+        """See Backend.touch. In huge pages, if the kernel has them; where it has none it would search, each time."""
+        asks = self._small_calls == 0
+        refused = self._touch(address, nbytes, mmap.PAGESIZE, self.threads, asks)
+        self._small_calls = SMALL_CALLS if refused else max(self._small_calls - 1, 0)
