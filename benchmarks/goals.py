@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.parts import ALWAYS_CLIPPED, NEVER_CLIPPED, NO_CLIPPING
-from benchmarks.rows import Row, Rows, ratio
+from benchmarks.rows import Row, Rows, group, ratio
 from benchmarks.words import MISSING, share
 
 AUTO: Final = "hytrain:auto"
@@ -62,14 +62,32 @@ def beside_no_offload(part: str, batch: int, time_bar: float, memory_bar: float)
     """Step time and GPU memory beside everything on the GPU."""
 
     def judge(rows: Rows) -> Verdict:
-        here = rows.where(batch=batch).of_part(part).beside(rows)
-        time = step_ratio(here, AUTO, "no-offload", batch)
-        memory = step_ratio(here, AUTO, "no-offload", batch, "gpu_peak_gb")
-        if time is None or memory is None:
-            return NOT_MEASURED
-        return Verdict(f"{time:.3f} at {share(memory)}", time <= time_bar and memory <= memory_bar)
+        return _beside_no_offload(rows.where(batch=batch).of_part(part).beside(rows), batch, time_bar, memory_bar)
 
     return judge
+
+
+def on_every_host(part: str, batch: int, time_bar: float, memory_bar: float) -> Callable[[Rows], Verdict]:
+    """The same, where hosts differ by more than the bar leaves: all that have measured it count."""
+
+    def judge(rows: Rows) -> Verdict:
+        mine = rows.where(part=part, batch=batch)
+        hosts = [Rows(row for row in mine if group(row) == pair) for pair in dict.fromkeys(map(group, mine))]
+        found = [_beside_no_offload(here, batch, time_bar, memory_bar) for here in hosts]
+        found = [verdict for verdict in found if verdict != NOT_MEASURED]
+        if not found:
+            return NOT_MEASURED
+        return Verdict("; ".join(verdict.text for verdict in found), all(verdict.met for verdict in found))
+
+    return judge
+
+
+def _beside_no_offload(here: Rows, batch: int, time_bar: float, memory_bar: float) -> Verdict:
+    time = step_ratio(here, AUTO, "no-offload", batch)
+    memory = step_ratio(here, AUTO, "no-offload", batch, "gpu_peak_gb")
+    if time is None or memory is None:
+        return NOT_MEASURED
+    return Verdict(f"{time:.3f} at {share(memory)}", time <= time_bar and memory <= memory_bar)
 
 
 def beside(other: str, bar: float) -> Callable[[Rows], Verdict]:
@@ -214,7 +232,7 @@ GOALS: Final = (
     Goal(
         "batch 1: step / no offload, GPU memory / no offload",
         "≤ 1.10 at ≤ 75 %",
-        beside_no_offload("batches", 1, 1.1, 0.75),
+        on_every_host("batches", 1, 1.1, 0.75),
     ),
     Goal("batch 1: faster than torchao, fp32", "≥ 5 ×", faster_than("torchao-fp32", "batches", 5.0, batch=1)),
     Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),
