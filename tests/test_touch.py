@@ -17,6 +17,7 @@ from hytrain.kernels import backend as backends
 from hytrain.kernels.native import SMALL_CALLS, NativeBackend
 
 MADV_COLLAPSE = 25
+TRIES = 10
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,14 +40,17 @@ def test_touch_brings_every_page(name: str) -> None:
 def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
     backend, _ = backends.load("native", threads=2)
     nbytes = 3 * HUGE_PAGE_BYTES
-    with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
-        start = HUGE_PAGE_BYTES + lead
-        backend.touch(mapping.address + start, nbytes)
-        first, last = start // mmap.PAGESIZE, (start + nbytes - 1) // mmap.PAGESIZE
-        assert resident(mapping) == list(range(first, last + 1))
-        assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
-        whole = nbytes // HUGE_PAGE_BYTES - bool(lead)
-        assert huge_bytes(mapping) == (whole * HUGE_PAGE_BYTES if has_huge_pages() else 0)
+    whole = (nbytes // HUGE_PAGE_BYTES - bool(lead)) * has_huge_pages()
+    found = []
+    while len(found) < TRIES and whole not in found:  # the kernel may be busy with a page
+        with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
+            start = HUGE_PAGE_BYTES + lead
+            backend.touch(mapping.address + start, nbytes)
+            first, last = start // mmap.PAGESIZE, (start + nbytes - 1) // mmap.PAGESIZE
+            assert resident(mapping) == list(range(first, last + 1))
+            assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
+            found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
+    assert found[-1] == whole
 
 
 def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> None:
@@ -65,7 +69,7 @@ def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> Non
 
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_refusal_is_told(refuses: bool) -> None:
-    """Anonymous memory without room for a huge page is never refused one; a mapping at an odd place is."""
+    """A mapping whose addresses do not go with the file's offsets gets none."""
     native, asked = NativeBackend(2), []
     inner = native._touch
 
@@ -88,9 +92,11 @@ def test_a_refusal_is_told(refuses: bool) -> None:
 
 def has_huge_pages() -> bool:
     """Whether this kernel gives shared memory huge pages to a process that asks for them."""
-    with memory_file(HUGE_PAGE_BYTES) as (mapping, _):
-        mapping.buffer[0] = 0
-        return libc.madvise(ctypes.c_void_p(mapping.address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE) == 0
+    with memory_file(TRIES * HUGE_PAGE_BYTES) as (mapping, _):
+        places = range(0, mapping.nbytes, HUGE_PAGE_BYTES)
+        mapping.buffer[::HUGE_PAGE_BYTES] = bytes(TRIES)
+        size = ctypes.c_size_t(HUGE_PAGE_BYTES)
+        return any(libc.madvise(ctypes.c_void_p(mapping.address + at), size, MADV_COLLAPSE) == 0 for at in places)
 
 
 @contextmanager

@@ -12,6 +12,7 @@
 // NaNs leave the kernel as one bit pattern: which payload survives an operation is up to the processor and to the
 // operand order that a compiler picked, and would be the only difference between two devices.
 
+#include <cerrno>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -323,7 +324,8 @@ int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int 
             char *block = address + lead + b * huge;
             const int64_t left = nbytes - lead - b * huge;
             *static_cast<volatile char *>(block) = 0;  // says on which node
-            if (asks && left >= huge && madvise(block, huge, collapse) != 0) {
+            // EAGAIN and EBUSY are of this moment: the block stays small, and the next one is asked for.
+            if (asks && left >= huge && madvise(block, huge, collapse) != 0 && errno != EAGAIN && errno != EBUSY) {
                 asks = false;
                 ++refusals;
             }
