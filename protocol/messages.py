@@ -386,7 +386,9 @@ class TrainerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUpdate:
-    """One layer's update by the optimizer process: kernel time, and time from GradReady to WeightsReady."""
+    """One layer's update by the optimizer process: the time of its tiles, with what was handled between them, and the
+    time from GradReady to WeightsReady.
+    """
 
     lid: int
     update_s: float

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from hytrain.arena import receive_arena
 from hytrain.kernels import backend as backends
 from hytrain.trace import TraceWriter
 from hytrain.update_queue import TILE_NUMEL
+from protocol.channel import Incoming
 from protocol.handles import layout
-from protocol.messages import CpuUpdate, Layer, Segment
+from protocol.messages import CpuUpdate, Goodbye, Layer, RanksLearned, Segment
 from workers import arenas as memory
-from workers import calibration
+from workers import calibration, optimizer
 from workers.arenas import Arenas, SegmentPlanes
 from workers.calibration import seconds_per_parameter
 from workers.progress import Progress
@@ -226,7 +228,7 @@ def drawn(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
 def test_one_layer_from_its_gradient_to_its_weights(progress: Progress, tmp_path: Path) -> None:
     progress.arrived(0, 1.0)
     progress.updated(0, 5, 2.0, 3.0)
-    progress.updated(0, 5, 3.0, 4.5)  # a look at the inbox between two tiles takes microseconds
+    progress.updated(0, 5, 3.25, 4.5)  # a look at the inbox between two tiles takes time that updates do not have
     progress.sent(0, 5, 4.75)
     report = progress.report(5, 7)
     assert (report.step, report.threads, report.busy_s) == (5, 7, 2.5)
@@ -258,6 +260,7 @@ def test_a_report_has_what_came_since_the_last(progress: Progress) -> None:
     for step in range(2):
         for lid in (2, 0):
             progress.arrived(lid, 0.0)
+            progress.rests()
             progress.updated(lid, step, 0.0, 1.0)
             progress.sent(lid, step, 1.0)
         report = progress.report(step, 1)
@@ -310,6 +313,43 @@ def test_without_a_timeline_the_times_are_the_same(progress: Progress) -> None:
         one.sent(1, 0, 4.0)
     assert plain.report(0, 2) == progress.report(0, 2)
     plain.close()
+
+
+def test_the_time_in_which_nothing_is_owed_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of the process, where a tile takes 1 s, a wait for messages 10 s, a look for some 0.1 s."""
+    now_s = [0.0]
+    monkeypatch.setattr(optimizer.time, "monotonic", lambda: now_s[0])
+    tiles = [3, 2]  # of each of two layers
+
+    class Queue:
+        step, left = 0, 0
+        idle = property(lambda self: not self.left)
+
+    class Inbox:
+        def receive(self, timeout_s: float | None) -> Incoming | None:
+            now_s[0] += 10.0 if timeout_s is None else 0.1
+            if timeout_s is not None:
+                return None
+            if not tiles:
+                return Incoming("trainer", Goodbye(role="trainer", rank=0))
+            queue.left = tiles.pop(0)
+            progress.arrived(0, now_s[0])
+            return Incoming("trainer", RanksLearned(ranks=()))
+
+    def work(self: optimizer.Session) -> None:
+        began_s, now_s[0] = now_s[0], now_s[0] + 1.0
+        progress.updated(0, 0, began_s, now_s[0])
+        queue.left -= 1
+        if not queue.left:
+            progress.sent(0, 0, now_s[0])
+
+    session = object.__new__(optimizer.Session)
+    queue, progress = Queue(), Progress(None, NAMES)
+    vars(session).update(_queue=queue, _progress=progress, _arenas=SimpleNamespace(pending=None))
+    monkeypatch.setattr(optimizer.Session, "_work", work)
+    monkeypatch.setattr(optimizer.Session, "_handle", lambda self, message: None)
+    session.run(Inbox())  # type: ignore[arg-type]
+    assert progress.report(0, 1).busy_s == pytest.approx(3 * 1.0 + 2 * 0.1 + 2 * 1.0 + 0.1)
 
 
 # ---------------------------------------------------------------- calibration

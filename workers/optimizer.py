@@ -179,7 +179,8 @@ class Session:
     def run(self, inbox: Inbox) -> None:
         """Serve until the trainer says Goodbye."""
         while True:
-            idle = self._queue.idle and self._arenas.pending is None
+            if idle := self._queue.idle and self._arenas.pending is None:
+                self._progress.rests()
             incoming = inbox.receive(None if idle else 0.0)
             if incoming is None:
                 self._work()

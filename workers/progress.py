@@ -25,6 +25,7 @@ class Progress:
         self._drawn_waiting: set[int] = set()
         self._updates: list[CpuUpdate] = []
         self._busy_s = 0.0
+        self._busy_until_s: float | None = None  # the end of the last tile, if what follows it at once is one, too
         self._run: tuple[int, int, float, float] | None = None
 
     def arrived(self, lid: int, at_s: float) -> None:
@@ -32,11 +33,17 @@ class Progress:
         self._arrived_s[lid] = at_s
 
     def updated(self, lid: int, step: int, began_s: float, ended_s: float) -> None:
-        """A tile of the layer was updated."""
-        self._busy_s += ended_s - began_s
+        """A tile of the layer was updated. The messages that were handled since the tile before took its time, too."""
+        took_s = ended_s - (began_s if self._busy_until_s is None else self._busy_until_s)
+        self._busy_s += took_s
+        self._busy_until_s = ended_s
         if self._trace is not None:
             self._draw(self._trace, lid, step, began_s, ended_s)
-        self._update_s[lid] = self._update_s.get(lid, 0.0) + ended_s - began_s
+        self._update_s[lid] = self._update_s.get(lid, 0.0) + took_s
+
+    def rests(self) -> None:
+        """There is nothing to do until a message comes."""
+        self._busy_until_s = None
 
     def undone(self, lid: int) -> None:
         """What was done of the layer's update so far was for nothing."""
@@ -54,6 +61,7 @@ class Progress:
 
     def touched(self, lid: int, began_s: float, ended_s: float) -> None:
         """A piece of the layer's memory was touched for the first time."""
+        self._busy_until_s = None
         if self._trace is not None:
             self._end_run(self._trace)
             self._trace.span("planes", f"touch {self._names[lid]}", began_s, ended_s, lid=lid)
