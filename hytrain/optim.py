@@ -114,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
         overlap: bool = True,
         cores: str | None = None,
         threads: int | None = None,
-        run_dir: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
         host_memory_limit: int | None = None,
         trace: bool | None = None,
     ) -> None:
@@ -144,7 +144,7 @@ class AdamW(torch.optim.Optimizer):
         flags = {
             "cores": cores,
             "threads": threads,
-            "run_dir": run_dir,
+            "run_dir": None if run_dir is None else os.fspath(run_dir),
             "host_memory_limit": host_memory_limit,
             "trace": trace,
         }
@@ -278,14 +278,21 @@ class AdamW(torch.optim.Optimizer):
 
     # ------------------------------------------------------------ torch.optim.Optimizer
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Mark the end of a step. The updates began while backward ran; see "Backward commits" in the README.
 
-        Raises `UsageError` for a closure, and whenever going on would train something else than asked for.
+        A `closure` is called once before that, with gradients on, as `torch.optim.AdamW` does; what it returns, usually
+        the loss, is returned. Raises `UsageError` whenever going on would train something else than asked for.
         """
+        loss = None
         if closure is not None:
-            raise UsageError("step(closure) would run backward several times for one update: call step() without")
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._end_step()
+        return loss
+
+    def _end_step(self) -> None:
         if any(parameter.grad is not None and id(parameter) not in _managed for parameter in self._others):
             raise UsageError(
                 "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "

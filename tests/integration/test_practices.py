@@ -32,6 +32,35 @@ def test_what_is_not_offered_is_refused(option: str) -> None:
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5])
+def test_a_closure_is_called_once_in_a_step_as_with_torch(k: float) -> None:
+    """Under `no_grad`, too; what it returns comes back, what it raises goes through, and the step was none."""
+
+    def run(model: nn.Module, opt: torch.optim.Optimizer) -> list[float]:
+        def closure() -> float:
+            opt.zero_grad()
+            loss = square_loss(model, len(losses))
+            loss.backward()
+            return float(loss.detach())
+
+        losses = list[float]()
+        for _ in range(6):
+            with torch.no_grad():
+                losses.append(opt.step(closure))  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            opt.step(lambda: 1 / 0)
+        losses.append(opt.step(closure))  # type: ignore[arg-type]
+        opt.zero_grad()
+        assert opt.step() is None
+        return losses
+
+    ours, theirs = perceptron(), perceptron()
+    with adamw(ours, k=k) as opt:
+        assert run(ours, opt) == run(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True))
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
 def test_text_is_generated_in_the_middle_of_training(k: float) -> None:
     """By the weights of the last step, and without harm to the next."""
 

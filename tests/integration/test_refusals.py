@@ -232,10 +232,6 @@ def scheduler_before_step(model: Any, opt: hytrain.AdamW) -> None:
     opt.step()
 
 
-def closure(model: Any, opt: hytrain.AdamW) -> None:
-    opt.step(lambda: float(loss(model)))
-
-
 def zeros(model: Any, opt: hytrain.AdamW) -> None:
     loss(model).backward()
     opt.step()
@@ -333,7 +329,6 @@ PRACTICES: list[tuple[Callable[[Any, hytrain.AdamW], None], str]] = [
     (two_backwards_with_zero_grad, "or pass grad_accumulation=n"),
     (hyperparameters_between, "hyperparameters changed between backward and step"),
     (scheduler_before_step, r"call the scheduler after opt\.step"),
-    (closure, r"call step\(\) without"),
     (zeros, r"use zero_grad\(\)"),
     (zeros_through_the_model, r"use zero_grad\(\)"),
     (create_graph, "create_graph"),
