@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain.planner import Ewma, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
-from hytrain.planner.book import LEAST_SLACK, PACE_STEPS, USUAL_SLACK
+from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
+from hytrain.planner.profile import USUAL_SLACK
 
 
 def smoothed(*samples: float) -> Ewma:

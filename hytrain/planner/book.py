@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hytrain.planner.contention import Contention, beside
-from hytrain.planner.profile import LayerFacts, LayerProfile, Profile
+from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 _NOTHING: Mapping[int, float] = MappingProxyType({})
 
@@ -33,10 +33,10 @@ ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gp
 #: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
 #: Steps that say how slow the CPU can be, at least and at most; the share of them that is slower than is reckoned with;
-#: and the bounds of that, with what is supposed until enough were seen.
+#: and the bounds of that.
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
-LEAST_SLACK, USUAL_SLACK, MOST_SLACK = 0.03, 0.1, 1.0
+LEAST_SLACK, MOST_SLACK = 0.03, 1.0
 #: What drag must change by before what was measured is seen in another light.
 CLEAR_DRAG: Final = 0.02
 
@@ -235,9 +235,10 @@ class MeasurementBook:
 
         Stalls and the CPU's updates are the step's; in the share `starved` of it the device waited for launches.
         """
-        on_gpu = frozenset(gpu_lids)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        self._contention.observe(on_gpu, work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved)
+        self._contention.observe(
+            frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
+        )
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
             self._free_of(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s
@@ -248,7 +249,7 @@ class MeasurementBook:
         more_s = (drag - self._drag) * beside_s
         work = [self._roles[role] for role in ("forward_s", "backward_s")]
         undisturbed_s = sum(sum(role.values.values()) for role in work)
-        if undisturbed_s and undisturbed_s <= more_s:
+        if 0 < undisturbed_s <= more_s:
             return  # nothing of this size was measured before
         if undisturbed_s:
             for role in work:

@@ -6,8 +6,8 @@ own times show.
 
     work = undisturbed + drag * beside      work: forward and backward; beside: how much of it the CPU updates meanwhile
 
-    share of backward in which the device waits for launches ─▶ what drag usually is ─┐
-    work and beside under two plans in a row ──▶ what it is here ─────────────────┴─▶ drag, each by how sure it is
+    share of backwards that wait for launches ─▶ what drag usually is ─┐
+    work and beside under two plans in a row ──▶ what it is here ──────┴─▶ drag, each by how sure it is
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
+
+#: By how much of its time the CPU is taken to be slower at times, before that was seen.
+USUAL_SLACK: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class Profile:
     speculates: bool = False
     clipped: float = 0.0
     drag: float = 0.0
-    cpu_slack: float = 0.1
+    cpu_slack: float = USUAL_SLACK
 
     def __post_init__(self) -> None:
         if not self.layers:
