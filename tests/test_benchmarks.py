@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from benchmarks.goals import GOALS, NOT_MEASURED
 from benchmarks.job import Job, Segment
 from benchmarks.rows import Rows
 from benchmarks.words import NOTHING
-from hytrain.kernels.backend import load
+from hytrain.arena import HUGE_PAGE_BYTES
 
 GB = 10**9
 UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
@@ -282,6 +283,15 @@ def test_as_fast_with_more_memory_is_a_missed_goal() -> None:
     assert policies(20.0, 0.4).met is False
 
 
+def test_batch_1_has_to_hold_on_every_host() -> None:
+    quick, slow = made_up("batches", host="quick"), made_up("batches", host="slow", at="2025")
+    slow = slower(slow, 3.0, system="hytrain:auto", batch=1)
+    [goal] = [goal for goal in GOALS if goal.what.startswith("batch 1: step")]
+    assert goal.judge(quick).met and goal.judge(slow).met is False
+    both = goal.judge(Rows([*slow, *quick]))
+    assert both.met is False and both.text == "; ".join(goal.judge(rows).text for rows in (slow, quick))
+
+
 def test_each_host_has_a_line_with_the_rate_of_its_cpu() -> None:
     found = [*made_up("main", host="here"), *made_up("main", host="there"), *made_up("sweep", host="elsewhere")]
     lines = tables.hosts(Rows(found)).splitlines()
@@ -410,11 +420,20 @@ def test_a_budget_starts_nothing_that_would_end_late(
 
 def test_pages_are_measured_small_and_huge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    backend, _ = load("native", threads=2)
-    rounds = {huge: [pages.measure(backend, 8 << 20, huge=huge)] for huge in (False, True)}
+    rounds = {huge: [pages.measure(2, 8 << 20, huge=huge)] for huge in (False, True)}
     assert all(set(one) == {"touch", "huge", "give back"} for [one] in rounds.values())
     small, huge = (line.split("|")[2:] for line in pages.table(rounds, 8 << 20).splitlines()[2:])
     assert [cell.strip() for cell in small[2:4]] == ["–", "–"] and float(huge[1]) > 0 < float(huge[4])
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, 8 << 20)
+    maps = {how: pages._map(descriptor, 8 << 20, huge=how) for how in (False, True)}
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = {
+        how: next(after.split() for area, after in zip(areas, areas[1:], strict=False) if f"\n{address:x}-" in area)
+        for how, (_, address) in maps.items()
+    }
+    os.close(descriptor)
+    assert "nh" in flags[False] and "nh" not in flags[True] and maps[True][1] % HUGE_PAGE_BYTES == 0
 
 
 def test_only_some_batch_sizes(tmp_path: Path, watched: list[Job]) -> None:
