@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--k", type=float, help="of the overlapped run; without it, what the planner chooses")
     arguments = parser.parse_args(argv)
     if arguments.kind is not None:
         record(arguments, arguments.kind)
@@ -55,10 +56,13 @@ def record(arguments: argparse.Namespace, kind: str) -> None:
         device=arguments.device,
         dtype=arguments.dtype,
     )
+    options = dict(KINDS[kind])
+    if kind == "overlapped" and arguments.k is not None:
+        options["k"] = arguments.k
     model = build_model(job, job.dtype)
     tokens = batches(job, arguments.batch)
     with tempfile.TemporaryDirectory() as run_dir:
-        optimizer = hytrain.AdamW(model, lr=LR, run_dir=run_dir, trace=True, **KINDS[kind])
+        optimizer = hytrain.AdamW(model, lr=LR, run_dir=run_dir, trace=True, **options)
         for step in range(arguments.steps):
             loss_of(model, tokens[step % len(tokens)]).backward()
             optimizer.step()

@@ -217,7 +217,8 @@ def test_a_picture_needs_its_steps(path: Path, tmp_path: Path, capsys: pytest.Ca
 def test_recorded_runs_differ_by_their_overlap(tmp_path: Path) -> None:
     """Not overlapped, no update of a step is under way while the next step's forward is."""
     small = ["--device", "cpu", "--dtype", "float32", "--shape", "demo", "--sequence", "8", "--batch", "1"]
-    assert record.main([str(tmp_path), *small, "--steps", "4"]) == 0
+    # a k of its own: on a busy machine the planner may keep every layer of so small a model in the trainer
+    assert record.main([str(tmp_path), *small, "--steps", "4", "--k", "0.2"]) == 0
     for kind in record.KINDS:
         run = Timeline.read(tmp_path / kind / "trace.json")
         assert len(run.steps) == 4 and run.of_kind("CPU update")
