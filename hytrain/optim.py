@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
         before_start()
         self._layers, self._parameters = layers, parameters
         gates = _gates(self._layers, parts)
-        self._start()
+        self._start(continues=hasattr(self, "_engine"))
         detach = hooks.attach(self._engine, self._model, gates, self._parameters)
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
         self._others = [p for group in self.param_groups for p in group["params"] if id(p) not in _managed]
@@ -195,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
             host_bytes(double) * (1.0 - k) / 1e9,
         )
 
-    def _start(self) -> None:
+    def _start(self, *, continues: bool) -> None:
         options, cluster = self._options, self._cluster
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
@@ -227,6 +227,7 @@ class AdamW(torch.optim.Optimizer):
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=cluster.host_memory_limit,
+                continues=continues,
             )
             plan = self._link.agree(table, calibration)
             self._link.start(self._engine)

@@ -111,7 +111,7 @@ class LayerTable:
 
     `awaits_verdict`: updates hold only after the end of backward. `speculate`: whether the CPU makes them before that,
     None if the coordinator is to choose. `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned
-    layers, None if unknown.
+    layers, None if unknown. `continues`: the last trainer's training goes on with these layers, as it was commanded to.
     """
 
     layers: tuple[Layer, ...]
@@ -124,6 +124,7 @@ class LayerTable:
     backend: str
     gpu_bytes: int | None
     host_bytes: int | None
+    continues: bool
 
     def __post_init__(self) -> None:
         _require(len(self.layers) > 0, "a layer table needs a layer")

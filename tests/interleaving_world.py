@@ -188,4 +188,5 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
         backend="auto",
         gpu_bytes=None,
         host_bytes=None,
+        continues=False,
     )

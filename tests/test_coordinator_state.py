@@ -116,6 +116,7 @@ def table(**changes: Any) -> m.LayerTable:
         "backend": "auto",
         "gpu_bytes": None,
         "host_bytes": None,
+        "continues": False,
     }
     return m.LayerTable(**(usual | changes))
 
@@ -706,6 +707,35 @@ def test_an_optimizer_with_fewer_cores_than_threads_asked_for_is_believed_in_the
     driver.handle(cpu_report(3, 1.0))
     book = driver.state._planning._book  # type: ignore[union-attr]
     assert book.profile().cpu_update_s == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_commands_hold_while_the_same_training_goes_on(driver: Driver, continues: bool) -> None:
+    driver.start(policy="balance", k=None, objective="speed")
+    for name, value in (("objective", "gpu-memory"), ("k", "1.0"), ("threads", "2")):
+        driver.sent(m.Command(name=name, value=value))
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    driver.handle(m.SessionEnded(rank=0))
+    driver.join("trainer", 11)
+    asked = table(policy="balance", k=None, objective="speed", continues=continues)
+    threads = [("optimizer", m.SetThreads(threads=2))] if continues else []
+    assert driver.sent(asked) == [("optimizer", asked), *threads]
+    driver.sent(TRAINERS)
+    plan = driver.sent(OPTIMIZERS)[0][1]
+    assert isinstance(plan, m.Plan) and (plan.policy == "fixed" and plan.k == 1.0) is continues
+    planning = driver.state._planning
+    assert planning is not None and planning.objective == ("gpu-memory" if continues else "speed")
+
+
+def test_clipping_is_remembered_while_the_same_training_goes_on(driver: Driver) -> None:
+    driver.start(awaits_verdict=True, speculate=None)
+    for step in range(20):
+        driver.handle(m.Verdict(step=step, scale=0.5, skipped=False))
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    driver.handle(m.SessionEnded(rank=0))
+    for continues, share in ((True, pytest.approx(1.0, abs=0.2)), (False, 0.0)):
+        driver.handle(table(awaits_verdict=True, speculate=None, continues=continues))
+        assert driver.state._planning is not None and driver.state._planning._clipped.value == share
 
 
 # ---------------------------------------------------------------- records

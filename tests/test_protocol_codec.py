@@ -163,6 +163,7 @@ def layer_table(**changes: Any) -> list[Any]:
         "backend": "auto",
         "gpu_bytes": None,
         "host_bytes": None,
+        "continues": False,
     }
     return list((table | changes).values())
 

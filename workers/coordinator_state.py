@@ -24,6 +24,7 @@ class CoordinatorState:
         self._replan_every = replan_every
         self._handshake = RunHandshake(run_name=run_name, pid=pid)
         self._planning: Planning | None = None
+        self._before: Planning | None = None  # the last trainer's
         self._records = Records()
         self._farewells: set[str] = set()
         self._waiting: m.Hello | None = None
@@ -38,6 +39,8 @@ class CoordinatorState:
                 return [Note(f"{message.role}-{message.rank} is ready: {message.detail}")]
             case m.LayerTable():
                 self._planning = Planning(message, replan_every=self._replan_every)
+                if message.continues and self._before is not None:
+                    self._planning.continue_from(self._before)
                 return self._planning.begin()
             case m.StatusRequest():
                 return [Answer(self._status())]
@@ -109,7 +112,7 @@ class CoordinatorState:
         if self._farewells != {"trainer", "optimizer"}:
             return []
         self._farewells.clear()
-        self._planning = None
+        self._before, self._planning = self._planning, None
         return self._admit_next()
 
     def _admit_next(self) -> list[Command]:

@@ -82,6 +82,7 @@ class Planning:
         self._cpu_busy_s: dict[int, float] = {}  # by step
         self._moved_in: set[int] = set()  # steps in which a plan moved layers or worked on their memory
         self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
+        self._commanded_threads: int | None = None
         self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
 
     @property
@@ -90,9 +91,15 @@ class Planning:
 
     # ------------------------------------------------------------ before the first step
 
+    def continue_from(self, before: Planning) -> None:
+        """The same training with other layers: what it was commanded to holds on, and how often it is clipped."""
+        self.policy, self.k, self.objective = before.policy, before.k, before.objective
+        self._commanded_threads, self._clipped = before._commanded_threads, before._clipped
+
     def begin(self) -> list[Command]:
         """The optimizer needs the table before it gets a plan."""
-        return [Send("optimizer", self.table)]
+        threads = [] if self._commanded_threads is None else self._command_threads(self._commanded_threads)
+        return [Send("optimizer", self.table), *threads]
 
     def on_calibration(self, calibration: m.Calibration) -> list[Command]:
         """What trainer or optimizer measured. With both, the first plan; a `Failure` for the trainer if none fits."""
@@ -341,12 +348,16 @@ class Planning:
         """The CPU's times are scaled at once by what so many threads usually bring, and measured anew."""
         if not value.isdecimal() or len(value) > len(str(MAX_THREADS)) or int(value) < 1:
             raise ValueError(f"threads is {value!r}: a number from 1 to {MAX_THREADS}")
+        return self._command_threads(int(value))
+
+    def _command_threads(self, threads: int) -> list[Command]:
         before = self._new_threads[0] if self._new_threads is not None else self.threads
-        if before is not None and before != int(value):
-            self._book.cpu_changed(int(value) / before)
-        self._new_threads = int(value), self._step
+        if before is not None and before != threads:
+            self._book.cpu_changed(threads / before)
+        self._commanded_threads = threads
+        self._new_threads = threads, self._step
         self._commanded_in.add(self._step + 1)
-        return [Send("optimizer", m.SetThreads(threads=int(value)))]
+        return [Send("optimizer", m.SetThreads(threads=threads))]
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """One step, for metrics.jsonl. The CPU may be at work on it still, and is done with the one before."""

@@ -11,6 +11,7 @@ from helpers import Reference, adamw, differing, llama, perceptron, square_loss,
 from torch import nn
 
 from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
+from workers import monitor
 
 LR = 1e-2
 
@@ -53,6 +54,17 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
             train(model, opt, range(6, 12))
             results.append(state(opt) | weights(model))
     assert differing(*results) == []
+
+
+def test_commands_outlive_a_new_beginning() -> None:
+    """What a monitor asked for still holds when parameters have come."""
+    model = half_frozen()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        assert monitor.main([str(opt.run_dir), "--set-k", "1.0"]) == 0
+        model[2:].requires_grad_(True)
+        train(model, opt, range(2, 4), square_loss)
+        assert opt.statistics().k == 1.0
 
 
 def test_a_group_that_is_added_later() -> None:
