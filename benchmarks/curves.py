@@ -95,11 +95,13 @@ class Plain(torch.optim.AdamW):
             decay_groups(model, train.weight_decay), lr=train.lr, betas=train.betas, eps=train.eps, fused=True
         )
         self._parameters, self._max_norm = list(model.parameters()), train.max_grad_norm
+        self.grad_norm: Tensor | None = None
+        self.loss_scale: Tensor | None = None
         self._file = (folder / "metrics.jsonl").open("w", buffering=1)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self._max_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         super().step()
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from hytrain.errors import ConfigError
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.journal import History
-from hytrain.recipe.loss import LossReader
 from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process
 from hytrain.recipe.progress import Progress, Speed
+from hytrain.recipe.readout import Readout
 from hytrain.recipe.schedule import factor
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation
@@ -63,6 +63,8 @@ class StandIn(torch.optim.AdamW):
         groups = decay_groups(model, train.weight_decay)
         super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
         self.records: list[tuple[int, dict[str, float]]] = []
+        self.grad_norm: torch.Tensor | None = None
+        self.loss_scale: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
@@ -290,25 +292,28 @@ def test_history_is_read_back_up_to_the_checkpoint(tmp_path: Path) -> None:
     assert History.read(metrics, until=0) == History.read(tmp_path / "missing", until=3) == History()
 
 
-def test_loss_arrives_one_step_late() -> None:
-    reader = LossReader(torch.device("cpu"))
-    assert reader.take() is None
-    assert reader.swap(torch.tensor(1.5)) is None
-    assert reader.swap(torch.tensor(2.5, dtype=torch.bfloat16)) == 1.5
-    assert reader.take() == 2.5 and reader.take() is None
+def test_numbers_arrive_one_step_late() -> None:
+    readout = Readout(torch.device("cpu"))
+    assert readout.take() is None
+    assert readout.swap({"loss": torch.tensor(1.5)}) is None
+    two = {"loss": torch.tensor(2.5, dtype=torch.bfloat16), "grad_norm": torch.tensor(0.25)}
+    assert readout.swap(two) == {"loss": 1.5}
+    assert readout.swap({"loss": torch.tensor(3.5)}) == {"loss": 2.5, "grad_norm": 0.25}
+    assert readout.take() == {"loss": 3.5} and readout.take() is None
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_loss_is_read_from_the_gpu_without_waiting() -> None:
-    reader = LossReader(torch.device("cuda"))
+def test_numbers_are_read_from_the_gpu_without_waiting() -> None:
+    readout = Readout(torch.device("cuda"))
     losses = [torch.tensor(float(step), device="cuda", requires_grad=True) for step in range(5)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        seen = [reader.swap(loss) for loss in losses]
+        seen = [readout.swap({"loss": loss, "norm": loss * 2}) for loss in losses]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert seen == [None, 0.0, 1.0, 2.0, 3.0] and reader.take() == 4.0
+    expected = [{"loss": float(step), "norm": 2.0 * step} for step in range(5)]
+    assert seen == [None, *expected[:4]] and readout.take() == expected[4]
 
 
 def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,8 @@ def _training(record: dict[str, Any]) -> list[str]:
     for name, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),
+        ("grad_norm", "norm {:.3g}"),
+        ("loss_scale", "scale {:g}"),
         ("tokens_per_s", "{:,.0f} tokens/s"),
         ("mfu", "MFU {:.1%}"),
     ):

@@ -1,10 +1,11 @@
 """The record of a run: one entry a step, sent to the optimizer's log, the progress display and the history.
 
-    loop ─ note(step, loss) ─▶ LossReader ─ a step later ─▶ opt.log ─▶ metrics.jsonl
-                                                       ├──▶ Progress
-                                                       └──▶ History ─▶ curve, summary
+    loop ─ note(step, loss) ─▶ Readout ─ a step later ─▶ opt.log ─▶ metrics.jsonl
+                                                    ├──▶ Progress
+                                                    └──▶ History ─▶ curve, summary
 
-A step's entry is held back until its loss has arrived, which leaves time to add its validation.
+A step's entry is held back until its loss has arrived, with the gradients' norm and the loss scale where there are any,
+which leaves time to add its validation.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hytrain.recipe.loss import LossReader
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.progress import Progress, Speed
+from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
 from hytrain.recipe.validation import Validation
 
@@ -74,22 +75,23 @@ class Journal:
         self._opt = opt
         self._progress = progress
         self._clock = clock
-        self._reader = LossReader(task.device)
+        self._readout = Readout(task.device)
         self._entry: _Entry | None = None
         self._since = clock()
 
     def note(self, step: int, loss: Tensor, lr: float) -> None:
         """Step number `step` (from 1) is done; writes the entry of the one before."""
-        previous = self._reader.swap(loss)
+        found = {"loss": loss, "grad_norm": self._opt.grad_norm, "loss_scale": self._opt.loss_scale}
+        previous = self._readout.swap({name: number for name, number in found.items() if number is not None})
         if previous is not None:
             self._write(previous)
         self._entry = _Entry(step, lr, self._speed())
 
     def validated(self, validation: Validation | None) -> None:
         """Writes the last step's entry, with its validation."""
-        loss = self._reader.take()
-        if loss is not None:
-            self._write(loss, validation)
+        numbers = self._readout.take()
+        if numbers is not None:
+            self._write(numbers, validation)
 
     def restart_clock(self) -> None:
         """What was done since the last step, saving or validation, does not count as training."""
@@ -111,10 +113,10 @@ class Journal:
         mfu = cost.mfu(rate, self._task.peak_tflops)
         return Speed(rate, cost.tflops(rate), mfu, statistics.k, statistics.stall_s)
 
-    def _write(self, loss: float, validation: Validation | None = None) -> None:
+    def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
         step, lr, speed = self._entry.step, self._entry.lr, self._entry.speed
-        numbers = {"loss": loss, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
+        numbers = {**read, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
         if speed.mfu is not None:
             numbers["mfu"] = speed.mfu
         if validation is not None:
@@ -123,5 +125,5 @@ class Journal:
             numbers["validation_accuracy"] = validation.accuracy
             self.history.validation.append((step, validation.nats_per_token))
         self._opt.log(step, **numbers)
-        self.history.training.append((step, loss, speed.k))
-        self._progress.show(step, loss, speed)
+        self.history.training.append((step, read["loss"], speed.k))
+        self._progress.show(step, read["loss"], speed)

@@ -109,6 +109,21 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
     assert "1 threads on cores 0 " in (run_dir / "logs" / "optimizer-0.log").read_text()
 
 
+def test_a_recipes_records_tell_norm_and_scale(tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        run={"dir": str(tmp_path), "name": "run"},
+        model={"dtype": "float16"},
+        train={"steps": 4, "warmup_steps": 0, "max_grad_norm": 0.5, "loss_scale": "dynamic"},
+    )
+    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
+    assert ran.returncode == 0, ran.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss_scale"] for record in records] == [2.0**16] * 4
+    norms = [record["grad_norm"] for record in records]
+    assert len(set(norms)) == 4 and all(0.5 < norm < 100.0 for norm in norms), "before clipping, without the scale"
+
+
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, train={"steps": 6}, run={"dir": str(tmp_path / "file"), "name": "small"})
     assert cluster(recipe, env=environment(HYTRAIN_RUN_DIR=str(tmp_path / "environment"))).returncode == 0

@@ -1,0 +1,48 @@
+"""A step's numbers, loss and norm, out of tensors, without ever making the GPU wait for the question.
+
+    step t    numbers[t] ─ copy ─▶ pinned slot ─ event
+    step t+1  numbers[t+1] ─ copy ─▶ other slot    ; event of t has long passed ─▶ floats of t
+
+The loop's journal puts the numbers of one step in and gets those of the one before out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class Readout:
+    """At most one step's numbers are under way; on a CPU they are simply tensors that are read later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._slots = [torch.zeros(0), torch.zeros(0)]
+        self._event: torch.cuda.Event | None = None
+        self._names: tuple[str, ...] | None = None
+
+    def swap(self, numbers: Mapping[str, Tensor]) -> dict[str, float] | None:
+        """Starts reading `numbers`, scalars of any dtype, and returns the previous ones if there were some."""
+        values = torch.stack([number.detach().float() for number in numbers.values()])
+        if self._slots[1].shape != values.shape:
+            self._slots[1] = torch.zeros(values.shape, pin_memory=self._on_gpu)
+        slot, event = self._slots[1], None
+        slot.copy_(values, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        previous = self.take()
+        self._slots.reverse()
+        self._event, self._names = event, tuple(numbers)
+        return previous
+
+    def take(self) -> dict[str, float] | None:
+        """The numbers under way, or None if there are none; waits for their copy."""
+        if self._names is None:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        names, self._names = self._names, None
+        return dict(zip(names, self._slots[0].tolist(), strict=True))
