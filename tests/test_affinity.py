@@ -223,5 +223,5 @@ def child(code: str, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=240
     ).stdout.strip()

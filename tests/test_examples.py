@@ -20,7 +20,7 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 def run(command: list[str], folder: Path) -> str:
     """What the command prints; it is started in an empty folder and keeps its runs there."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

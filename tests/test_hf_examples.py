@@ -20,7 +20,7 @@ def run(example: str, folder: Path) -> str:
     environment = {**os.environ, "HYTRAIN_RUN_DIR": str(folder / "run"), "HYTRAIN_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / example), "--small"]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

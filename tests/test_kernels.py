@@ -480,7 +480,7 @@ def test_steps_count_from_one() -> None:
 def test_native_brings_no_torch() -> None:
     """The optimizer process pins its cores first; and it is up sooner."""
     check = "import sys; from hytrain.kernels.backend import load; load('native', 1); print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=240, check=True)
     assert result.stdout.strip() == "False"
 
 
@@ -512,7 +512,7 @@ for weights, grads in DTYPES:
 
 @pytest.mark.spawns
 def test_native_prefetches_beyond_the_end_without_a_fault() -> None:
-    subprocess.run([sys.executable, "-c", UP_TO_THE_END], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", UP_TO_THE_END], timeout=240, check=True)
 
 
 # Prints this process's number of threads after updates by 1, 4 and 2 of them. Those let go end by themselves.

@@ -88,7 +88,7 @@ def test_builders_do_not_disturb_each_other(source: Path, environ: dict[str, str
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+    outputs = [process.communicate(timeout=240)[0].strip() for process in processes]
     assert outputs == ["42"] * 3
     assert len(list(Path(environ["HYTRAIN_CACHE"]).iterdir())) == 1
 

@@ -210,7 +210,7 @@ def bits(tensor: Tensor) -> Tensor:
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """A command, to its end; its output as text."""
     words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=90, **options)
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240, **options)
 
 
 def cluster(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

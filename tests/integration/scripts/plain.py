@@ -7,6 +7,7 @@ Prints `begin` once, `paused` if it waits for a line of input in the middle, and
 
 import hashlib
 import sys
+import warnings
 
 import torch
 
@@ -31,6 +32,7 @@ if which == "hytrain":
     opt = hytrain.AdamW(model, lr=1e-2, k=0.3)
 else:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
 loader = torch.utils.data.DataLoader(Vectors(), batch_size=8, num_workers=2, multiprocessing_context="fork")
 for step, x in enumerate(loader):
     loss = (model(x) - x.sin()).square().mean()
