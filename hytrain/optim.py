@@ -526,6 +526,7 @@ def _leave(engine: Engine, detach: Callable[[], None], parameters: list[TrainedP
     finally:
         detach()
         for known in parameters:
+            known.drop_consumed()
             _managed.pop(id(known.parameter), None)
 
 

@@ -79,6 +79,11 @@ class TrainedParameter:
         if self.version is not None:
             self.version = self.parameter._version
 
+    def drop_consumed(self) -> None:
+        """Nobody will ever clear the marker: no later gradient, of whatever optimizer, is to meet it."""
+        if self.parameter.grad is self.consumed:
+            self.parameter.grad = None
+
     def gradient(self) -> Tensor:
         """The gradient in the parameter's storage order, shape (numel,)."""
         gradient = self.parameter.grad

@@ -11,6 +11,7 @@ from helpers import Reference, adamw, differing, language_loss, llama, perceptro
 from torch import Tensor, nn
 
 import hytrain
+from hytrain.consumed import ConsumedGradient
 from hytrain.errors import UsageError
 
 #: How torch's AdamW computes, or what HyTrain has no counterpart of.
@@ -116,6 +117,22 @@ def test_an_interrupted_backward_ends_training(k: float) -> None:
 
 def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_after_an_interrupted_backward_another_optimizer_can_train() -> None:
+    """Markers of gradients that are gone would meet its own."""
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        stop = model[1][0].weight.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            square_loss(model, 2).backward()
+        stop.remove()
+        assert {type(p.grad) for p in model.parameters()} == {type(None), ConsumedGradient}
+    assert all(p.grad is None for p in model.parameters())
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        assert opt.statistics().step == 2
 
 
 def test_an_exception_between_steps_does_no_harm() -> None:
