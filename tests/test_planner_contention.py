@@ -77,6 +77,32 @@ def test_other_work_begins_anew() -> None:
     assert contention.drag < 0.01, "the plan before was for other work"
 
 
+@pytest.mark.parametrize("waits", [0.0, 0.9])
+def test_a_host_that_slows_down_is_not_taken_for_other_work(waits: float) -> None:
+    """All layers are the GPU's, so updates have no part in it; if the device does not wait, it has more to do."""
+    contention = Contention()
+    observe(contention, NONE, *[(16.0, 16.0)] * 4)
+    observe(contention, ALL, *[(10.0, 0.0)] * 8, starved=0.3)
+    learned = contention.drag
+    assert learned == pytest.approx(6 / 16, abs=0.02)
+    observe(contention, ALL, *[(14.0, 0.0)] * 8, starved=waits)
+    if waits:
+        assert contention.drag == pytest.approx(learned, abs=0.02)
+        observe(contention, ALL, *[(9.0, 0.0)] * 8, starved=0.0)
+        assert contention.drag == pytest.approx(learned, abs=0.02), "the host is as it was"
+    else:
+        assert contention.drag == 0.0
+
+
+def test_a_busy_while_of_the_host_is_not_how_it_is() -> None:
+    contention = Contention()
+    observe(contention, SOME, *[(5.0, 4.0)] * 40, starved=0.0)
+    observe(contention, SOME, *[(5.0, 4.0)] * 10, starved=0.5)
+    assert contention.drag == 0.0
+    observe(contention, SOME, *[(5.0, 4.0)] * 10, starved=0.5)
+    assert contention.drag == pytest.approx(TYPICAL_DRAG / 2), "that long it is"
+
+
 def test_a_lone_long_step_is_no_other_work() -> None:
     contention = Contention()
     observe(contention, NONE, *[(10.0, 10.0)] * 4, (30.0, 10.0), (10.0, 10.0))
@@ -191,7 +217,7 @@ def test_a_new_drag_leaves_outliers_outliers() -> None:
     """The layer in whose forward the host paused is not slow for that, whatever is learned in that step."""
     facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
-    for pause_s, starved in (*[(0.0, 0.0)] * 8, *[(0.0, 1.0)] * 2, (5.0, 1.0)):  # with the third, it is believed
+    for pause_s, starved in (*[(0.0, 0.0)] * 2, *[(0.0, 1.0)] * 2, (5.0, 1.0)):  # with the third, it is believed
         book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved=starved, gpu_lids=(0,))
         book.observe_trainer(forward_s={0: 1.0, 1: 1.0 + pause_s}, backward_s={0: 2.0, 1: 2.0}, gpu_update_s={0: 0.0})
         book.observe_step(step_s=6.0 + pause_s, stall_s=0.0, gpu_lids=(0,))

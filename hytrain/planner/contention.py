@@ -34,8 +34,11 @@ CLEAR_CHANGE: Final = 0.05
 #: Work that is so much longer or shorter, steps in a row under one plan, is other work: another batch size, say.
 OTHER_WORK: Final = 0.3
 OTHER_STEPS: Final = 3
-#: Steps in a row whose usual share of waiting counts, at least and at most.
-ENOUGH_SHARES, HICCUP_STEPS = 3, 5
+#: Steps in a row whose usual share of waiting counts: at least, and at most, so that a busy ten seconds of the host are
+#: not taken for how it is.
+ENOUGH_SHARES, USUAL_STEPS = 3, 24
+#: A device that waits for launches in a smaller share of a step is not the one that waits.
+SELDOM: Final = 0.25
 #: What is left of older evidence when there is new one, and of the last starved share a step later.
 FADING: Final = 0.7
 FORGETTING: Final = 0.999
@@ -60,15 +63,20 @@ class _Window:
         self.works.append(work_s)
         self.besides.append(beside_s)
 
-    @property
     def has_other_work(self) -> bool:
         """Whether the last steps were of another kind than those before."""
-        works = list(self.works)
-        before, last = works[:-OTHER_STEPS], works[-OTHER_STEPS:]
-        if not before:
-            return False
-        usual_s = median(before)
-        return min(last) > (1 + OTHER_WORK) * usual_s or max(last) < (1 - OTHER_WORK) * usual_s
+        return self.has_longer_work() or max(self._last) < (1 - OTHER_WORK) * self._usual_s
+
+    def has_longer_work(self) -> bool:
+        return min(self._last) > (1 + OTHER_WORK) * self._usual_s
+
+    @property
+    def _last(self) -> list[float]:
+        return list(self.works)[-OTHER_STEPS:]
+
+    @property
+    def _usual_s(self) -> float:
+        return median(list(self.works)[:-OTHER_STEPS] or self._last)
 
 
 class Contention:
@@ -78,11 +86,14 @@ class Contention:
         self._forget()
 
     def _forget(self) -> None:
+        self._forget_plans()
+        self._starved = 0.0
+        self._shares: deque[float] = deque(maxlen=USUAL_STEPS)
+        self._weight = self._weighted = 0.0  # of the evidence: 1 / variance, drag / variance
+
+    def _forget_plans(self) -> None:
         self._here: _Window | None = None
         self._before: _Window | None = None
-        self._starved = 0.0
-        self._shares: deque[float] = deque(maxlen=HICCUP_STEPS)
-        self._weight = self._weighted = 0.0  # of the evidence: 1 / variance, drag / variance
 
     @property
     def drag(self) -> float:
@@ -101,24 +112,37 @@ class Contention:
         """
         if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
             return
-        self._compare(gpu_lids, work_s, beside_s)
+        self._compare(gpu_lids, work_s, beside_s, starved)
         # A plan that ends the waiting must not make its own reason forgotten. What came in one step only is none.
         self._shares.append(min(starved, 1.0))
         usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
         self._starved = max(FORGETTING * self._starved, usual)
 
-    def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float) -> None:
+    def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
         """With the plan before, once this one has had some steps."""
         if self._here is None or self._here.gpu_lids != gpu_lids:
             if self._here is not None and len(self._here.works) >= ENOUGH_BEFORE:
                 self._before = self._here
             self._here = _Window(gpu_lids)
         self._here.add(work_s, beside_s)
-        if self._here.has_other_work:
-            self._forget()
+        if self._here.has_other_work():
+            self._begin_anew(self._here, starved)
         elif self._before is not None and len(self._here.works) == ENOUGH_AFTER:
             self._learn(self._before, self._here)
             self._before = None
+
+    def _begin_anew(self, here: _Window, starved: float) -> None:
+        """The work is another, or the machine is slower or faster than it was.
+
+        With next to nothing beside the work, that says nothing about drag: the host may launch more slowly for a while.
+        Unless the work is longer and the device does not wait for launches: then it has more to do.
+        """
+        alone = max(here.besides) < CLEAR_CHANGE * min(here.works)
+        waits = max([*self._shares, starved][-OTHER_STEPS:]) > SELDOM
+        if alone and (waits or not here.has_longer_work()):
+            self._forget_plans()
+        else:
+            self._forget()
 
     def _learn(self, before: _Window, here: _Window) -> None:
         """What the difference of two plans says, if it is large enough to say something."""
