@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from hytrain.host_memory import left_in_groups
+
 PACKAGES: Final = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
 _QUERY: Final = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
-_MEMORY_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def identity() -> str:
@@ -99,37 +100,19 @@ def used_bytes() -> int:
 
 
 def left_bytes(total: int | None = None) -> int:
-    """What may still be taken, by the machine's account and by this process's control group.
+    """What may still be taken, by the machine's account and by this process's control groups.
 
     `total`: what the machine has in truth, where MemTotal grows with use.
     """
     known = _meminfo()
     left = known["MemAvailable"] if total is None else total - used_bytes()
-    limit, in_use = _cgroup()
-    return left if limit is None else min(left, limit - in_use)
+    in_groups = left_in_groups()
+    return left if in_groups is None else min(left, in_groups)
 
 
 def _meminfo() -> dict[str, int]:
     lines = (line.split() for line in _text("/proc/meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 2}
-
-
-def _cgroup() -> tuple[int | None, int]:
-    """The control group's limit, None if there is none, and what counts towards it and can't be dropped."""
-    for line in _text("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            folder, names = _MEMORY_CGROUPS / path.lstrip("/"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            folder = _MEMORY_CGROUPS / "memory" / path.lstrip("/")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        limit, usage = _text(folder / names[0]).strip(), _text(folder / names[1]).strip()
-        if limit.isdigit() and usage.isdigit():
-            cache = [line.split()[1] for line in _text(folder / "memory.stat").splitlines() if "inactive_file" in line]
-            return int(limit), int(usage) - int(cache[-1] if cache else 0)
-    return None, 0
 
 
 def _text(path: str | Path) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Final
 
-import psutil
 import torch
 
 from hytrain.errors import CapacityError
+from hytrain.host_memory import available_bytes
 from protocol.handles import ArenaLayout
 
 #: GPU memory that is left to fragmentation and to what the libraries take for themselves.
@@ -69,7 +69,7 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
     """
     needed = int(host_bytes(layouts) * (1.0 - k))
     numel = sum(handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None)
-    source = "the stated limit" if limit is not None else "what the machine has available, less 1 GiB"
+    source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less 1 GiB"
     bound = _bound(limit)
     if needed > bound:
         raise CapacityError(
@@ -80,4 +80,4 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
 
 
 def _bound(limit: int | None) -> int:
-    return limit if limit is not None else max(psutil.virtual_memory().available - HOST_MARGIN_BYTES, 0)
+    return limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)

@@ -158,21 +158,14 @@ def test_last_meaningful_line() -> None:
 # ---------------------------------------------------------------- host
 
 
-def test_a_control_group_bounds_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = tmp_path / "a/b"
-    group.mkdir(parents=True)
-    texts = {"/proc/self/cgroup": "0::/a/b\n", "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 80 kB\n"}
-    (group / "memory.max").write_text("51200\n")
-    (group / "memory.current").write_text("40960\n")
-    (group / "memory.stat").write_text("anon 1\ninactive_file 10240\n")
-    monkeypatch.setattr(host, "_MEMORY_CGROUPS", tmp_path)
-    read = host._text
-    monkeypatch.setattr(host, "_text", lambda path: texts.get(str(path)) or read(path))
-    assert host.used_bytes() == 20 * 1024
-    assert host.left_bytes() == 20 * 1024  # 50 - (40 - 10)
-    (group / "memory.max").write_text("max\n")
-    assert host.left_bytes() == 80 * 1024
-    assert host.left_bytes(total=200 * 1024) == 180 * 1024
+def test_what_is_left_is_what_machine_and_control_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 80 kB\n"}
+    monkeypatch.setattr(host, "_text", lambda path: texts[path])
+    for in_groups, left, of_200 in ((None, 80, 180), (30 * 1024, 30, 30), (170 * 1024, 80, 170)):
+        monkeypatch.setattr(host, "left_in_groups", lambda in_groups=in_groups: in_groups)
+        assert host.used_bytes() == 20 * 1024
+        assert host.left_bytes() == left * 1024
+        assert host.left_bytes(total=200 * 1024) == of_200 * 1024
 
 
 def test_a_machine_knows_itself_until_its_mark_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

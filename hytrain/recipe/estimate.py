@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from hytrain.host_memory import available_bytes
 from hytrain.recipe import model as models
 from hytrain.recipe import tokenizer
 from hytrain.recipe.config import Recipe
@@ -140,7 +140,7 @@ def estimate(recipe: Recipe) -> Estimate:
         needs=tuple(
             need(planes, trainable, frozen, share) for share in {0.0, 1.0} | (set() if k == "auto" else {float(k)})
         ),
-        free_host=psutil.virtual_memory().available,
+        free_host=available_bytes(),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
