@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hytrain.planner.book import THREADS_EXPONENT
 from protocol import messages as m
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
+from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send, Write
 from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS
@@ -781,6 +783,18 @@ def test_numbers_that_come_too_late_get_a_line_of_their_own(driver: Driver) -> N
     driver.start()
     driver.handle(m.Log(step=9, numbers={"validation": 2.0}))
     assert driver.records == [{"step": 9, "validation": 2.0}]
+
+
+def test_numbers_that_json_does_not_have_are_null(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    driver.handle(report(0))
+    driver.handle(m.Log(step=1, numbers={"loss": 2.5, "grad_norm": math.inf}))
+    (record,) = driver.records
+    assert (record["loss"], record["grad_norm"]) == (2.5, None)
+    shown = view.line(driver.status())
+    assert "loss 2.5000" in shown and "norm" not in shown
+    driver.handle(m.Log(step=1, numbers={"loss": math.nan}))
+    assert driver.records == [{"step": 1, "loss": None}]
 
 
 def test_the_last_records_are_written_at_the_trainers_goodbye(driver: Driver) -> None:

@@ -101,8 +101,8 @@ def _training(record: dict[str, Any]) -> list[str]:
         ("tokens_per_s", "{:,.0f} tokens/s"),
         ("mfu", "MFU {:.1%}"),
     ):
-        if name in record:
-            shown.append(text.format(record[name]))
+        if (value := record.get(name)) is not None:
+            shown.append(text.format(value))
     return shown
 
 

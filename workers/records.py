@@ -4,12 +4,14 @@
                  (measured: its stall)  │
                                         └─ some steps later, without ─────▶ line
 
-Reading a loss at once would make the GPU wait for the CPU, so loops log late, or not at all.
+Reading a loss at once would make the GPU wait for the CPU, so loops log late, or not at all. JSON has no NaN and no
+infinity: such numbers, say the norm of a step whose scaled gradients overflowed, are null in a line.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,7 +39,7 @@ class Records:
     def log(self, step: int, numbers: dict[str, float]) -> list[str]:
         """The loop's own numbers of a step, and with them all records up to it; too late, a line of their own."""
         if step not in self._open:
-            return [json.dumps({"step": step, **numbers})]
+            return [_line({"step": step, **numbers})]
         self._open[step].update(numbers)
         return self._close(through=step)
 
@@ -46,6 +48,13 @@ class Records:
         return self._close(through=max(self._open, default=0))
 
     def _close(self, *, through: int) -> list[str]:
-        lines = [json.dumps(self._open.pop(step)) for step in sorted(self._open) if step <= through]
+        lines = [_line(self._open.pop(step)) for step in sorted(self._open) if step <= through]
         self.newest = lines[-1] if lines else self.newest
         return lines
+
+
+def _line(record: dict[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False)

@@ -4,8 +4,8 @@
                                                     ├──▶ Progress
                                                     └──▶ History ─▶ curve, summary
 
-A step's entry is held back until its loss has arrived, with the gradients' norm and the loss scale where there are any,
-which leaves time to add its validation.
+A step's entry is held back until its loss has arrived; with it come the gradients' norm and the loss scale as the step
+left it, where there are any. That leaves time to add its validation.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class History:
                 records[record.get("step", 0)] = record
         history = cls()
         for step, record in sorted(records.items()):
-            if step <= until and "loss" in record:
+            if step <= until and record.get("loss") is not None:
                 history.training.append((step, record["loss"], record.get("k", 0.0)))
-            if step <= until and "validation_loss" in record:
+            if step <= until and record.get("validation_loss") is not None:
                 history.validation.append((step, record["validation_loss"]))
         return history
 
