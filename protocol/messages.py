@@ -112,6 +112,7 @@ class LayerTable:
     `awaits_verdict`: updates hold only after the end of backward. `speculate`: whether the CPU makes them before that,
     None if the coordinator is to choose. `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned
     layers, None if unknown. `continues`: the last trainer's training goes on with these layers, as it was commanded to.
+    `threads`, which the coordinator adds: how many are to update on the CPU, None for as many as it begins with.
     """
 
     layers: tuple[Layer, ...]
@@ -125,6 +126,7 @@ class LayerTable:
     gpu_bytes: int | None
     host_bytes: int | None
     continues: bool
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.layers) > 0, "a layer table needs a layer")
@@ -138,6 +140,7 @@ class LayerTable:
         )
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
+        _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "without a verdict there is nothing to be ahead of")
 
     @property

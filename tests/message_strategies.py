@@ -22,6 +22,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "pid"): st.integers(1, 2**31),
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),
+    (m.LayerTable, "threads"): st.none() | st.integers(1, 100),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     (m.Calibration, "role"): st.sampled_from(("trainer", "optimizer")),

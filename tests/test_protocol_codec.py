@@ -164,6 +164,7 @@ def layer_table(**changes: Any) -> list[Any]:
         "gpu_bytes": None,
         "host_bytes": None,
         "continues": False,
+        "threads": None,
     }
     return list((table | changes).values())
 
@@ -183,6 +184,7 @@ def layer_table(**changes: Any) -> list[Any]:
         ({"layers": [[0, 0, "a", [["w", 1, "float32", "float32", -1]]]]}, "index is not negative"),
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
+        ({"threads": 0}, "0 threads"),
         ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),

@@ -118,10 +118,10 @@ def _serve_trainer(
     trainer = network.outbox("trainer")
     session: Session | None = None
     try:
-        backend, reason = load(table.backend, pinning.threads)
+        most = len(pinning.cores)
+        backend, reason = load(table.backend, min(table.threads or pinning.threads, most))
         _log.info("backend %s", reason)
-        threads = len(pinning.cores)
-        session = Session(table, backend, trainer, coordinator, arenas, token=token, max_threads=threads, trace=trace)
+        session = Session(table, backend, trainer, coordinator, arenas, token=token, max_threads=most, trace=trace)
         coordinator.send(m.Calibration(role="optimizer", cpu_update_s=seconds_per_parameter(backend, table.layers)))
         session.run(inbox)
         coordinator.send(m.SessionEnded(rank=0))

@@ -13,6 +13,7 @@ in which the CPU got other threads counts for its layers, not as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -98,8 +99,7 @@ class Planning:
 
     def begin(self) -> list[Command]:
         """The optimizer needs the table before it gets a plan."""
-        threads = [] if self._commanded_threads is None else self._command_threads(self._commanded_threads)
-        return [Send("optimizer", self.table), *threads]
+        return [Send("optimizer", replace(self.table, threads=self._commanded_threads))]
 
     def on_calibration(self, calibration: m.Calibration) -> list[Command]:
         """What trainer or optimizer measured. With both, the first plan; a `Failure` for the trainer if none fits."""
@@ -348,9 +348,7 @@ class Planning:
         """The CPU's times are scaled at once by what so many threads usually bring, and measured anew."""
         if not value.isdecimal() or len(value) > len(str(MAX_THREADS)) or int(value) < 1:
             raise ValueError(f"threads is {value!r}: a number from 1 to {MAX_THREADS}")
-        return self._command_threads(int(value))
-
-    def _command_threads(self, threads: int) -> list[Command]:
+        threads = int(value)
         before = self._new_threads[0] if self._new_threads is not None else self.threads
         if before is not None and before != threads:
             self._book.cpu_changed(threads / before)

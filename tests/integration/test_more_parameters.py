@@ -59,12 +59,17 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
 def test_commands_outlive_a_new_beginning() -> None:
     """What a monitor asked for still holds when parameters have come."""
     model = half_frozen()
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(2), square_loss)
-        assert monitor.main([str(opt.run_dir), "--set-k", "1.0"]) == 0
+    with adamw(model, k=0.0, threads=2) as opt:
+        train(model, opt, range(4), square_loss)
+        for command, value in (("--set-threads", "1"), ("--set-k", "0.2")):
+            assert monitor.main([str(opt.run_dir), command, value]) == 0
         model[2:].requires_grad_(True)
-        train(model, opt, range(2, 4), square_loss)
-        assert opt.statistics().k == 1.0
+        train(model, opt, range(4, 12), square_loss)
+        assert opt.statistics().k > 0.0
+        folder = opt.run_dir
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    threads = [record["threads"] for record in records]
+    assert set(threads[:4]) <= {None, 2} and set(threads[4:]) <= {None, 1} and threads[-1] == 1
 
 
 def test_a_group_that_is_added_later() -> None:
