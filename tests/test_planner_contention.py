@@ -224,3 +224,23 @@ def test_a_new_drag_leaves_outliers_outliers() -> None:
     profile = book.profile()
     assert profile is not None and profile.drag > 0.3
     assert profile.forward_s + profile.backward_s == pytest.approx(6.0 - profile.drag * 3.0, rel=0.05)
+
+
+def test_a_drag_that_nothing_measured_so_far_can_hold_waits() -> None:
+    """Freed of it, times would be negative: what they were measured on was much shorter."""
+    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    book = MeasurementBook(facts)
+    for factor in (1.0, 1.0, 20.0):  # with the third, waiting for launches is believed
+        book.observe_contention(work_s=factor, stall_s=0.0, cpu_busy_s=factor, starved=1.0, gpu_lids=(0,))
+        book.observe_trainer(forward_s={0: factor / 4, 1: factor / 4}, backward_s={0: factor / 4, 1: factor / 4})
+        book.observe_step(step_s=factor, stall_s=0.0, gpu_lids=(0,))
+        book.check()
+    assert profile_of(book).drag == 0.0
+    book.observe_contention(work_s=1.0, stall_s=0.0, cpu_busy_s=1.0, starved=1.0, gpu_lids=(0,))
+    assert profile_of(book).drag == pytest.approx(TYPICAL_DRAG)
+
+
+def profile_of(book: MeasurementBook) -> Profile:
+    profile = book.profile()
+    assert profile is not None
+    return profile

@@ -324,8 +324,8 @@ int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int 
             char *block = address + lead + b * huge;
             const int64_t left = nbytes - lead - b * huge;
             *static_cast<volatile char *>(block) = 0;  // says on which node
-            // EAGAIN and EBUSY are of this moment: the block stays small, and the next one is asked for.
-            if (asks && left >= huge && madvise(block, huge, collapse) != 0 && errno != EAGAIN && errno != EBUSY) {
+            // EAGAIN is of this moment: the block stays small, and the next one is asked for.
+            if (asks && left >= huge && madvise(block, huge, collapse) != 0 && errno != EAGAIN) {
                 asks = false;
                 ++refusals;
             }
