@@ -39,7 +39,7 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
     grads_bytes = sum(numel * DTYPES[grads].itemsize for (_, grads), numel in numels.items()) / total
     weights_bytes = sum(numel * DTYPES[weights].itemsize for (weights, _), numel in numels.items()) / total
     copied = min(COPY_BYTES, max(layer.numel for layer in layers) * 4)
-    on_host = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     on_device = torch.zeros(copied, dtype=torch.uint8, device=device)
     [((dtype, grads_dtype), _)] = numels.most_common(1)
     update = Segment(

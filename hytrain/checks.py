@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -61,8 +63,13 @@ _GROUP_KEYS: Final = {"params", "lr", "betas", "eps", "weight_decay", "maximize"
 
 def check_options(*, k: float | str, **others: Any) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
-    if k != "auto" and (isinstance(k, str) or not 0.0 <= k <= 1.0):
+    if k != "auto" and (isinstance(k, str) or not (_is_number(k) and 0.0 <= k <= 1.0)):
         raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
+    for name in ("speculate", "overlap"):
+        if not (isinstance(others[name], bool) or (name == "speculate" and others[name] is None)):
+            raise ConfigError(f"{name} is {others[name]!r}: True or False" + " or None" * (name == "speculate"))
+    if not (others["max_grad_norm"] is None or _is_number(others["max_grad_norm"])):
+        raise ConfigError(f"max_grad_norm is {others['max_grad_norm']!r}: a number above 0, or None")
     options = Options(k=None if isinstance(k, str) else float(k), **others)
     if options.objective not in OBJECTIVES:
         raise ConfigError(f"objective {options.objective!r} is unknown: choose one of {', '.join(OBJECTIVES)}")
@@ -74,7 +81,10 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         raise ConfigError(
             f"gradient_dtype {options.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
         )
-    if not isinstance(options.grad_accumulation, int) or options.grad_accumulation < 1:
+    if options.policy == "fixed" and options.k is None:
+        raise ConfigError('policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"')
+    backwards = options.grad_accumulation
+    if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
         raise ConfigError(f"grad_accumulation is {options.grad_accumulation!r}: a whole number of backwards, from 1 on")
     if options.accumulate_on not in ("auto", "device", "host"):
         raise ConfigError(f'accumulate_on is {options.accumulate_on!r}: "device", "host", or "auto" for either')
@@ -82,6 +92,8 @@ def check_options(*, k: float | str, **others: Any) -> Options:
         raise ConfigError(f"max_grad_norm is {options.max_grad_norm!r}: a number above 0, or None")
     if options.clip not in ("global", "per_layer"):
         raise ConfigError(f'clip is {options.clip!r}: "global" or "per_layer"')
+    if options.clip == "per_layer" and options.max_grad_norm is None:
+        raise ConfigError('clip="per_layer" clips nothing without max_grad_norm: pass it too')
     if options.on_nonfinite not in (None, "skip", "raise"):
         raise ConfigError(f'on_nonfinite is {options.on_nonfinite!r}: "skip", "raise" or None')
     if options.speculate is not None and not options.awaits_verdict:
@@ -146,6 +158,8 @@ def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None
     """The groups as dictionaries of lists, without empty ones; frozen parameters stay in theirs, as with torch."""
     if param_groups is None:
         param_groups = [{"params": list(model.parameters())}]
+    if isinstance(param_groups, int | float):
+        raise ConfigError(f"the second argument is param_groups: write lr={param_groups!r}")
     groups = []
     ours = {id(parameter) for parameter in model.parameters()}
     for group in param_groups:
@@ -163,8 +177,24 @@ def check_group(group: dict[str, Any]) -> None:
     unknown = [key for key in set(group) - _GROUP_KEYS if group[key]]
     if unknown:
         raise UnsupportedError(f"hytrain.AdamW has no option {unknown[0]!r}")
-    if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+    if any(isinstance(value, Tensor) for value in (group["lr"], *(value for _, value in _betas(group["betas"])))):
         raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
+    for name, value in (*((name, group[name]) for name in ("lr", "eps", "weight_decay")), *_betas(group["betas"])):
+        if not _is_number(value):
+            raise ConfigError(f"{name} is {value!r}: a number")
+    if not isinstance(group["maximize"], bool):
+        raise ConfigError(f"maximize is {group['maximize']!r}: True or False")
     beta1, beta2 = group["betas"]
     if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")
+
+
+def _betas(betas: Any) -> list[tuple[str, Any]]:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
+    return [(f"betas[{index}]", beta) for index, beta in enumerate(betas)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite one; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

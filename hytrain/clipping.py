@@ -133,7 +133,7 @@ class Clipping:
             return None
         norm = self._so_far[0].view(1)
         if layer.lid not in self._so_far_on_host:  # free again when the layer's next gradient comes
-            self._so_far_on_host[layer.lid] = torch.empty(1, pin_memory=norm.is_cuda)
+            self._so_far_on_host[layer.lid] = _number_on_host(norm.is_cuda)
         limit = torch.finfo(norm.dtype).max if self._max_norm is None else self._max_norm * (1 + MARGIN)
         return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
 
@@ -156,7 +156,7 @@ class Clipping:
         if self.loss_scale is not None:
             self.loss_scale.learn(finite)
         self.grad_norm, self.scale = norm, scale
-        on_host = torch.empty(1, pin_memory=scale.is_cuda)
+        on_host = _number_on_host(scale.is_cuda)
         self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
         return self._last
 
@@ -197,3 +197,8 @@ class Clipping:
                 f"a gradient of step {last.step} was not finite: the step was left out, every bit of the state is as "
                 'before; look at the loss, or pass on_nonfinite="skip"'
             )
+
+
+def _number_on_host(pinned: bool) -> Tensor:
+    """Whatever the default dtype and device are: what is copied into it is float32."""
+    return torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)

@@ -27,11 +27,11 @@ class ClusterConfig(BaseModel):
 
     #: "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
     cores: str = "auto"
-    #: OpenMP threads of the optimizer process; None is one for each of its cores
+    #: OpenMP threads of the optimizer process; None is one for each of its cores, or half of them below 4
     threads: int | None = Field(default=None, ge=1)
-    #: most host memory for planes in bytes; None is what the machine has available
+    #: most host memory for planes in bytes; None is what machine and container leave
     host_memory_limit: int | None = Field(default=None, ge=0)
-    #: folder of the run; None makes one under ./runs
+    #: folder of the run; None makes one in the user's state folder, ~/.local/state/hytrain/runs
     run_dir: str | None = None
     run_name: str | None = None
     #: steps between two looks of the planner

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +25,7 @@ from hytrain.accumulation import Accumulation, choose_sums
 from hytrain.boundary import Boundary
 from hytrain.checks import Options
 from hytrain.clipping import Clipping
-from hytrain.errors import ClusterError, HyTrainError, StaleReadError, UsageError
+from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, StaleReadError, UsageError
 from hytrain.handover import Handover
 from hytrain.health import Health
 from hytrain.kernels.backend import Backend
@@ -39,6 +40,8 @@ from hytrain.transfer import Transfers
 from protocol.messages import GradReady, GroupHyper, Message, Plan, Reassign, StepBegin, WeightsReady
 
 FAILURE_GRACE_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
 Groups = tuple[GroupHyper, ...]
 
 
@@ -86,6 +89,7 @@ class Engine:
         self._thaw: Callable[[], Callable[[], None] | None] = lambda: None
         self._root = Gate(())
         self._synchronized = -1
+        self._came: frozenset[int] = frozenset()  # layers that were the CPU's in this step's forward, and are not now
 
     def start(self, plan: Plan) -> None:
         """Give every layer its first owner, by the coordinator's first plan."""
@@ -140,37 +144,40 @@ class Engine:
     def _enter(self, gate: Gate) -> None:
         self.health.check()
         inside_backward = _graph_task() != -1
-        if self._in_backward and not inside_backward:
-            self.health.refuse("the last backward ended with an exception")
+        if not inside_backward:
+            self._require_no_backward()
         gate.step = self._step
         if not gate.layers:
             return
         measured = not inside_backward and torch.is_grad_enabled() and self.accumulation.is_first
         arrived = self._meter.arrive() if measured else None
         for layer in gate.layers:
+            if inside_backward and layer.life.updated == self._step:
+                self.health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
             if not layer.life.is_current:
-                self._await(layer, inside_backward)
+                self._await(layer)
         if measured:
             lids = tuple(layer.lid for layer in gate.layers)
             self._meter.forward(lids, arrived)
             self._boundary.entered(gate)
 
-    def _await(self, layer: TrainedLayer, inside_backward: bool = False, on_host: bool = False) -> None:
+    def _await(self, layer: TrainedLayer, on_host: bool = False) -> None:
         """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival.
 
         `on_host` waits for the arrival itself, for readers on whatever stream.
         """
-        if inside_backward and layer.life.updated == self._step:
-            self.health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
         self.health.wait_for(
             lambda: layer.landing is not None or layer.life.is_current, f"the update of layer {layer.name}"
         )
-        if layer.landing is not None:
-            self._transfers.land(layer.landing)
-            if on_host:
-                layer.landing.synchronize()
-            layer.landing = None
-            layer.life.on(Event.AWAITED, layer.life.updated)
+        if (landing := layer.landing) is None:
+            return
+        self._transfers.land(landing)
+        if on_host:
+            landing.synchronize()
+        with self.health.changed:
+            if layer.landing is landing:  # in this order: interrupted between the two, nobody waits for what has come
+                layer.life.on(Event.AWAITED, layer.life.updated)
+                layer.landing = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the step's scale, if there is one."""
@@ -189,7 +196,11 @@ class Engine:
             return
         self._check_gradient(parameter, tensor.grad)
         if not self._in_backward:
-            self._begin_backward(parameter)
+            try:
+                self._begin_backward(parameter)
+            except NonFiniteGradients:  # of the step before, by which this backward must not leave a gradient behind
+                tensor.grad = None
+                raise
         if parameter.backward == self._backward:
             self.health.refuse(f"a second gradient of {parameter.name} in one backward")
         parameter.backward = self._backward
@@ -226,7 +237,9 @@ class Engine:
             )
 
     def _begin_step(self) -> None:
+        lids = {layer.lid for layer in self.layers if layer.life.owner == "cpu"}
         self._finish_handovers()
+        self._came = frozenset(lid for lid in lids if self.layers[lid].life.owner == "gpu")
         self.clipping.settle()
         self._import_written()
         if self._state_loaded:  # a float16 master is no part of its weights: those that were there may be others
@@ -268,7 +281,8 @@ class Engine:
         """A gradient of a parameter whose module was not called: from now on the root waits for its layers (I1)."""
         for layer, _ in parameter.places:
             waited = self._synchronized == self._step or (layer in self._root.layers and self._root.step == self._step)
-            if layer.life.owner == "cpu" and layer.life.updated >= 0 and not waited:
+            was_cpu = layer.life.owner == "cpu" or layer.lid in self._came
+            if was_cpu and layer.life.updated >= 0 and not waited:
                 self.health.abort(
                     StaleReadError(
                         f"{parameter.name} was read without its module being called, while its update may have been "
@@ -325,6 +339,7 @@ class Engine:
         step, counts = self._step, layer.counts()
         if self._overlap:
             self.clipping.add(layer)
+        layer.landing = None
         if layer.life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE:
             update = partial(self._update_on_device, layer, counts, dict(layer.filled))
             layer.filled.clear()
@@ -333,6 +348,8 @@ class Engine:
             else:
                 update()
             return
+        if not self.clipping.is_wanted:
+            self._outdate(layer, counts)
         norm = self.clipping.norm_so_far(layer)
         departure = self._transfers.gradients_out([*layer.outgoing(), *([norm.copy] if norm else [])])
         layer.filled.clear()
@@ -345,6 +362,16 @@ class Engine:
             after=departure,
             before_sending=lambda: layer.life.on(Event.COPIED, step),
         )
+
+    def _outdate(self, layer: TrainedLayer, counts: tuple[int, ...]) -> None:
+        """The weights may change from now on: a read later in this backward is an error, as with the GPU's updates.
+
+        `W` and `W.detach()` in one graph make such a read. Autograd compares versions when it comes to it.
+        """
+        with self.health.changed:
+            written = [segment.weights for segment, count in zip(layer.segments, counts, strict=True) if count]
+            torch.autograd.graph.increment_version(written)
+            layer.note_writes(counts)
 
     def _update_on_device(
         self, layer: TrainedLayer, counts: tuple[int, ...], gradients: dict[int, torch.Tensor]
@@ -366,8 +393,7 @@ class Engine:
     def step(self) -> None:
         """Mark the boundary: everything was sent when it appeared. Does nothing if there was no gradient."""
         self.health.check()
-        if self._in_backward:
-            self.health.refuse("the last backward ended with an exception")
+        self._require_no_backward()
         for parameter in self.parameters:
             if parameter.parameter.grad is not None and parameter.parameter.grad is not parameter.consumed:
                 self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
@@ -384,13 +410,21 @@ class Engine:
             )
         with self._undivided("the update of layers"):
             self._flush()
-        self._groups, self._backward_done, self._scaled = None, False, 0
-        self.accumulation.reset()
-        self._boundary.report(self._step, self.steps + 1)
-        self._step += 1
+            ended, self._step = self._step, self._step + 1
+            self._groups, self._backward_done, self._scaled = None, False, 0
+            self.accumulation.reset()
+        self._boundary.report(ended, self.steps)
         self._boundary.learn_ranks(self._root)
         with self._undivided("a handover of layers"):
             self._boundary.begin_plan(self._step)
+
+    def _require_no_backward(self) -> None:
+        """For callers outside of it. One that was interrupted never ends, so that each of them is refused."""
+        if self._in_backward:
+            raise UsageError(
+                "the last backward ended with an exception, so training cannot go on (make the optimizer anew and load "
+                "a checkpoint); or it goes on in another thread, which comes first"
+            )
 
     def require_boundary(self, what: str) -> None:
         """Raise `UsageError` between a step's first gradient and `step()`."""
@@ -449,6 +483,19 @@ class Engine:
         """From now on every call raises `error`."""
         self.health.fail(error)
 
+    def end_in_child(self) -> bool:
+        """This process was forked from the one that trains. Whether its model is whole: no update was under way."""
+        whole = not self._in_backward and all(layer.life.is_current for layer in self.layers)
+        self.health.end_in_child(
+            UsageError("this process was forked from the one that trains, and the optimizer is its parent's")
+            if whole
+            else UsageError(
+                "this process was forked while updates were under way, which only its parent gets: "
+                "opt.synchronize() before forking, if the child is to use the model"
+            )
+        )
+        return whole
+
     # ------------------------------------------------------------ from outside
 
     @property
@@ -467,8 +514,10 @@ class Engine:
     def synchronize(self) -> None:
         """Return once every update has landed in the parameters (I6)."""
         self.health.check()
-        if self._in_backward and _graph_task() == -1:
-            self.health.refuse("the last backward ended with an exception")
+        if _graph_task() == -1:
+            self._require_no_backward()
+        elif self.clipping.is_wanted and any(layer.life.updated == self._step for layer in self.layers):
+            raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         for layer in self.layers:
             if not layer.life.is_current:
                 self._await(layer, on_host=True)
@@ -532,6 +581,8 @@ class Engine:
 
     def close(self) -> None:
         """Let the last updates land, then leave the run. Nothing works after this."""
+        if isinstance(self.health.failure, ClusterError):
+            _log.warning("updates may be lost, so go on from a checkpoint: %s", self.health.failure)
         try:
             if self.health.failure is None and not self._in_backward:
                 with contextlib.suppress(HyTrainError):  # the run is over already; whoever trains has heard of it

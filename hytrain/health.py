@@ -33,6 +33,10 @@ class Health:
             self.failure = self.failure or error
             self.changed.notify_all()
 
+    def end_in_child(self, error: HyTrainError) -> None:
+        """In a forked child, where nobody is left who could announce anything, or give back what was locked."""
+        self.changed, self.failure = threading.Condition(), error
+
     def refuse(self, sentence: str) -> NoReturn:
         """Refuse to go on: some updates of this step have been made, others have not."""
         self.abort(UsageError(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))

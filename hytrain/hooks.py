@@ -7,6 +7,7 @@ into one that does nothing; before a save it lets the engine bring the weights u
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -137,6 +138,8 @@ def attach(
     engine: Engine, model: nn.Module, gates: list[tuple[nn.Module, Gate]], parameters: list[TrainedParameter]
 ) -> Callable[[], None]:
     """Register all hooks; returns what removes them."""
+    if "torch._dynamo" in sys.modules:  # what was compiled before calls the hooks that there were then
+        torch.compiler.reset()
     hooks: list[_Hook] = []
     handles: list[RemovableHandle] = []
 

@@ -80,16 +80,17 @@ class Link:
             self._outboxes = {role: self._network.outbox(role) for role in ("optimizer", "coordinator")}
             self._outboxes["coordinator"].send(self._handshake.hello())
             self._handshake.on_welcome(self._expect(Welcome))
-            self._arenas.settimeout(self._timeout_s)
-            self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
         except PeerDied as death:
             raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
-        except OSError as error:
-            raise ClusterError(f"cannot reach the optimizer process: {error}") from None
 
     def agree(self, table: LayerTable, calibration: Calibration) -> Plan:
         """Send the layer table and what was measured; acknowledge the first plan that the coordinator makes of it."""
         book = PlanBook("trainer", len(table.layers))
+        try:
+            self._arenas.settimeout(self._timeout_s)
+            self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
+        except OSError as error:
+            raise ClusterError(f"cannot reach the optimizer process: {error}") from None
         try:
             self._outboxes["coordinator"].send(table)
             self._outboxes["coordinator"].send(calibration)

@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 #: Parameters that some hytrain.AdamW trains: no second one may.
 _managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+#: Those of this process.
+_optimizers: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -69,7 +71,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
         clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
-            "raise" does so too, and raises `NonFiniteGradients` at the next call. None trains on, as torch does.
+            "raise" does so too, and raises `NonFiniteGradients` in the next backward or `synchronize`. None trains on,
+            as torch does.
         speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
             takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
         loss_scale: a number, or "dynamic" for what `torch.amp.GradScaler` does: call `opt.scale(loss).backward()`. Norm
@@ -154,6 +157,7 @@ class AdamW(torch.optim.Optimizer):
         except BaseException:
             self._place.close()
             raise
+        _optimizers.add(self)
 
     def _build(self, before_start: Callable[[], None] = lambda: None) -> None:
         """Layers over all parameters that need gradients now, an engine over them, and the first plan.
@@ -178,7 +182,8 @@ class AdamW(torch.optim.Optimizer):
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
         self._others = [p for group in self.param_groups for p in group["params"] if id(p) not in _managed]
         self._engine.watch(partial(_any_thawed, self._others), weakref.WeakMethod(self._thaw))
-        self._leave = partial(_leave, self._engine, detach, self._parameters)
+        self._detach = partial(_detach, detach, self._parameters)
+        self._leave = partial(_leave, self._engine, self._detach)
         self._close = weakref.finalize(self, _close, os.getpid(), self._leave, self._place)
         self._link.ready(f"{len(self._layers)} layers on {self._device}")
 
@@ -519,15 +524,30 @@ def _any_thawed(parameters: list[nn.Parameter]) -> bool:
     return any(parameter.requires_grad and id(parameter) not in _managed for parameter in parameters)
 
 
-def _leave(engine: Engine, detach: Callable[[], None], parameters: list[TrainedParameter]) -> None:
+def _leave(engine: Engine, detach: Callable[[], None]) -> None:
     """End an engine: the run's processes are free for another."""
     try:
         engine.close()
     finally:
         detach()
-        for known in parameters:
-            known.drop_consumed()
-            _managed.pop(id(known.parameter), None)
+
+
+def _detach(hooks: Callable[[], None], parameters: list[TrainedParameter]) -> None:
+    """The model is an ordinary one from now on."""
+    hooks()
+    for known in parameters:
+        known.drop_consumed()
+        _managed.pop(id(known.parameter), None)
+
+
+def _end_in_child() -> None:
+    """A forked child, a worker of a DataLoader say, has a copy of the model, and no part in its training."""
+    for optimizer in list(_optimizers):
+        if optimizer._engine.end_in_child():
+            optimizer._detach()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 def _gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:

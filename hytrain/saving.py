@@ -27,7 +27,21 @@ INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
 #: Keys of torch's groups that say how to compute, not what: no part of the state.
+#: What a group of `torch.optim.AdamW` has besides, so that it goes on with the same arithmetic.
+AS_TORCH: Final = {
+    "amsgrad": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
 NOT_STATE: Final = {"params", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+
+
+def _step(count: int) -> Tensor:
+    """As torch keeps it, whatever the default dtype and device are."""
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
 def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting) -> dict[str, Any]:
@@ -36,7 +50,7 @@ def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter],
     state = {}
     for known in parameters:
         if known.count:
-            entry: dict[str, Any] = {"step": torch.tensor(float(known.count))}
+            entry: dict[str, Any] = {"step": _step(known.count)}
             entry.update((plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None)
             state[index[id(known.parameter)]] = entry
     state.update((index[id(parameter)], entry) for parameter, entry in resting.entries())
@@ -193,7 +207,7 @@ class Resting:
     def entries(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
         """In torch's form."""
         for rest in self._of.values():
-            yield rest.parameter, {"step": torch.tensor(float(rest.count)), **rest.planes}
+            yield rest.parameter, {"step": _step(rest.count), **rest.planes}
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
         """Keep an entry in torch's form."""
@@ -269,7 +283,7 @@ def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[s
     for group in groups:
         for parameter in group["params"]:
             index[id(parameter)] = len(index)
-        packed.append({**group, "params": [index[id(parameter)] for parameter in group["params"]]})
+        packed.append({**AS_TORCH, **group, "params": [index[id(parameter)] for parameter in group["params"]]})
     return index, packed
 
 

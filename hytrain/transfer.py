@@ -110,6 +110,7 @@ class HostTransfers:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
         for destination, source in copies:
+            assert destination.dtype == source.dtype, "bytes are copied, not values"
             ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
@@ -161,7 +162,10 @@ class CudaTransfers:
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy updated planes into parameters. All that read the old weights came before the gradient's copy."""
+        """Copy updated planes into parameters.
+
+        What read the old weights came before the gradient's copy; what reads them later meets a newer version.
+        """
         transfer = self._copy(self._in, copies)
         for destination, _ in copies:
             torch.autograd.graph.increment_version(destination)

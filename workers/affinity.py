@@ -42,7 +42,7 @@ class Pinning:
     reason: str
 
     def describe(self) -> str:
-        return f"{self.threads} threads on cores {format_cores(self.cores)} ({self.reason})"
+        return f"{self.threads} thread{'s' * (self.threads != 1)} on cores {format_cores(self.cores)} ({self.reason})"
 
 
 def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = None) -> Pinning:

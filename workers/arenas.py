@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -133,8 +134,14 @@ class Arenas:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The trainer's connection for descriptors; the kernel vouches for the user behind it."""
+    """The trainer's connection for descriptors; the kernel vouches for the user behind it.
+
+    It is the newest. Others are of trainers that were interrupted before they sent a table.
+    """
     connection, _ = listener.accept()
+    while select.select([listener], [], [], 0)[0]:
+        connection.close()
+        connection, _ = listener.accept()
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     if user != os.getuid():

@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Self
 from hytrain import trace
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
-from workers import affinity, process
+from workers import affinity, process, run_folder
 from workers.process import Child
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--print-config", action="store_true", help="print the resolved recipe and leave")
     parser.add_argument("--dry-run", action="store_true", help="print what memory the recipe needs, and leave")
     parser.add_argument("--cores", help='of the optimizer: "auto", "node:0", or a list such as "2-15"')
-    parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core")
+    parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core, half below 4")
     parser.add_argument("--run-dir", help="the run's folder")
     parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="most host memory for planes")
     parser.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
@@ -89,6 +89,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_recipe(program, arguments, flags)
     if not program.is_file():
         raise ConfigError(f"there is no program {program}: name a recipe (.yaml) or a Python program (.py)")
+    for name in ("set", "print_config", "dry_run"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for recipes: a Python program has settings of its own")
     config = ClusterConfig.resolve(flags=flags)
     with Supervisor(config, default_name=program.stem) as supervisor:
         return supervisor.supervise([sys.executable, str(program), *arguments.arguments])
@@ -122,6 +125,11 @@ def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]
         print(estimate(recipe).render())
         return 0
     config = ClusterConfig.resolve(flags=flags, file=_cluster_settings(recipe))
+    assert config.run_dir is not None, "a recipe names its folder"
+    folder = Path(config.run_dir).resolve()
+    run_folder.claim(folder)
+    if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
+        print(f"hytrain-cluster: {folder} had a run in it, which is in {aside} now", file=sys.stderr)
     with Supervisor(config, default_name=recipe.run.name) as supervisor:
         resolved = supervisor.run_dir / "recipe.yaml"
         resolved.write_text(recipes.dump(recipe))

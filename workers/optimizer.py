@@ -85,7 +85,7 @@ def serve(socket_dir: str, pinning: affinity.Pinning, trace: TraceWriter | None,
 def _listen(socket_dir: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(Path(socket_dir) / "arena"))
-    listener.listen(1)
+    listener.listen()
     listener.settimeout(ACCEPT_TIMEOUT_S)
     return listener
 

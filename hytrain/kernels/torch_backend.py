@@ -127,7 +127,7 @@ class TorchBackend:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(scalars.step))],
+            [torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")],
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,

@@ -19,7 +19,7 @@ class Readout:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._slots = [torch.zeros(0), torch.zeros(0)]
+        self._slots = [torch.zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.float32)]
         self._event: torch.cuda.Event | None = None
         self._names: tuple[str, ...] | None = None
 
@@ -27,7 +27,7 @@ class Readout:
         """Starts reading `numbers`, scalars of any dtype, and returns the previous ones if there were some."""
         values = torch.stack([number.detach().float() for number in numbers.values()])
         if self._slots[1].shape != values.shape:
-            self._slots[1] = torch.zeros(values.shape, pin_memory=self._on_gpu)
+            self._slots[1] = torch.zeros(values.shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
         slot, event = self._slots[1], None
         slot.copy_(values, non_blocking=self._on_gpu)
         if self._on_gpu:

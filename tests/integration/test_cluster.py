@@ -29,6 +29,7 @@ from helpers import (
 )
 
 from hytrain.config import CLUSTER_VARIABLE
+from workers.run_folder import claim
 
 PLAIN = SCRIPTS / "plain.py"
 STEPS = "20"
@@ -107,7 +108,7 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
     assert [record["step"] for record in records if "validation_loss" in record] == [10, 20]
     for name in ("recipe.yaml", "loss.png", "checkpoints/step-20/model.safetensors"):
         assert (run_dir / name).is_file(), name
-    assert f"1 threads on cores {core} " in (run_dir / "logs" / "optimizer-0.log").read_text()
+    assert f"1 thread on cores {core} " in (run_dir / "logs" / "optimizer-0.log").read_text()
 
 
 def test_a_recipes_records_tell_norm_and_scale(tmp_path: Path) -> None:
@@ -123,6 +124,30 @@ def test_a_recipes_records_tell_norm_and_scale(tmp_path: Path) -> None:
     assert [record["loss_scale"] for record in records] == [2.0**16] * 4
     norms = [record["grad_norm"] for record in records]
     assert len(set(norms)) == 4 and all(0.5 < norm < 100.0 for norm in norms), "before clipping, without the scale"
+
+
+def test_a_fresh_start_leaves_the_run_before_beside_it(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 6, "warmup_steps": 0})
+    folder = tmp_path / "run"
+    for options in ((), ("--set", "train.steps=3"), ("--set", "train.steps=5", "--set", "train.resume=latest")):
+        lock = claim(folder)
+        refused = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
+        assert refused.returncode == 2 and "a run is going on in" in refused.stderr
+        os.close(lock)
+        ran = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
+        assert ran.returncode == 0, ran.stderr
+        assert (f"{folder} had a run in it, which is in {folder}.1 now" in ran.stderr) is ("train.steps=3" in options)
+    steps = {
+        path: [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (folder, tmp_path / "run.1")
+    }
+    assert steps == {folder: [1, 2, 3, 4, 5], tmp_path / "run.1": [1, 2, 3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--print-config", "--set=train.steps=1"])
+def test_options_of_recipes_are_refused_with_a_program(option: str) -> None:
+    refused = cluster(option, PLAIN, "torch", "1")
+    assert refused.returncode == 2 and "is for recipes" in refused.stderr
 
 
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:

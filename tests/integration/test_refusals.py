@@ -97,6 +97,20 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[HyTrainError], str]] = {
     "no such cores": ({"cores": "0-99999"}, ConfigError, "core"),
     "cores in words": ({"cores": "all of them"}, ConfigError, "core"),
     "no threads": ({"threads": 0}, ConfigError, "threads"),
+    "k as a truth": ({"k": True}, ConfigError, "k is True"),
+    "fixed, but at which k": ({"policy": "fixed"}, ConfigError, 'policy="fixed" needs a k'),
+    "speculating in words": ({"max_grad_norm": 1.0, "speculate": "yes"}, ConfigError, "speculate is 'yes': True"),
+    "overlap in words": ({"overlap": "no"}, ConfigError, "overlap is 'no': True or False"),
+    "a norm in words": ({"max_grad_norm": "1"}, ConfigError, "max_grad_norm is '1': a number"),
+    "clipping to nothing": ({"clip": "per_layer"}, ConfigError, "clips nothing without max_grad_norm"),
+    "backwards as a truth": ({"grad_accumulation": True}, ConfigError, "grad_accumulation is True"),
+    "lr in words": ({"lr": "1e-3"}, ConfigError, "lr is '1e-3': a number"),
+    "lr that is none": ({"lr": float("nan")}, ConfigError, "lr is nan"),
+    "no weight decay": ({"weight_decay": None}, ConfigError, "weight_decay is None"),
+    "one beta": ({"betas": 0.9}, ConfigError, "betas is 0.9: two numbers"),
+    "betas in words": ({"betas": (0.9, "0.95")}, ConfigError, r"betas\[1\] is '0.95'"),
+    "maximize in words": ({"maximize": "yes"}, ConfigError, "maximize is 'yes'"),
+    "lr by position": ({"param_groups": 3e-4}, ConfigError, "the second argument is param_groups: write lr=0.0003"),
 }
 
 

@@ -1,0 +1,328 @@
+"""What comes in between: Ctrl-C at awkward places, other threads, forks, readers that nobody announced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from helpers import Reference, adamw, differing, perceptron, process, square_loss, state, train, vectors, weights
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hytrain
+from hytrain.cluster import PrivateCluster
+from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
+from hytrain.consumed import ConsumedGradient
+from hytrain.errors import NonFiniteGradients, StaleReadError, UsageError
+from hytrain.lifecycle import Event, LayerLife
+from hytrain.link import ARENA_SOCKET, Link
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+def test_interrupted_in_its_report_a_step_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = perceptron(), perceptron()
+    with adamw(ours, k=0.5) as opt:
+        train(ours, opt, range(3), square_loss)
+        meter = opt._engine._meter
+        with monkeypatch.context() as patch:
+            patch.setattr(meter, "end_step", lambda step: signal.raise_signal(signal.SIGINT))
+            square_loss(ours, 3).backward()
+            with pytest.raises(KeyboardInterrupt):
+                opt.step()
+        opt.save(tmp_path / "saved")
+        assert json.loads((tmp_path / "saved" / "index.json").read_text())["steps"] == 4
+        opt.zero_grad()
+        train(ours, opt, range(4, 7), square_loss)
+        opt.synchronize()
+    train(theirs, Reference(theirs, lr=1e-2), range(7), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_interrupted_where_weights_have_come_forward_can_be_repeated() -> None:
+    def interrupt(frame: FrameType, what: str, arg: Any) -> None:
+        if frame.f_code is LayerLife.on.__code__ and frame.f_locals["event"] is Event.AWAITED:
+            sys.settrace(before)
+            signal.raise_signal(signal.SIGINT)
+
+    ours, theirs, before = perceptron(), perceptron(), sys.gettrace()
+    with adamw(ours, k=0.0) as opt:
+        train(ours, opt, range(3), square_loss)
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            square_loss(ours, 3)
+        assert sys.gettrace() is before
+        train(ours, opt, range(3, 6), square_loss)
+        opt.synchronize()
+    train(theirs, Reference(theirs, lr=1e-2), range(6), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both optimizers are of one run, and arenas go to the one that has sent its table."""
+
+    def interrupt(self: Link, *arguments: Any) -> NoReturn:
+        self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
+        raise KeyboardInterrupt
+
+    run = PrivateCluster(ClusterConfig.resolve())
+    try:
+        monkeypatch.setenv(CLUSTER_VARIABLE, run.cluster.socket_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "agree", interrupt)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    hytrain.AdamW(perceptron())
+        model = perceptron()
+        with adamw(model, k=0.0) as opt:
+            train(model, opt, range(2), square_loss)
+            assert opt.statistics().step == 2
+    finally:
+        run.close()
+
+
+# ---------------------------------------------------------------- threads and processes
+
+
+def test_another_thread_is_refused_in_backward_and_harms_nothing() -> None:
+    ours, theirs, said = perceptron(), perceptron(), list[BaseException]()
+
+    def read() -> None:
+        try:
+            ours.state_dict()
+        except UsageError as error:
+            said.append(error)
+
+    def meanwhile(*args: object) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    with adamw(ours, k=0.5) as opt:
+        handle = ours[0][0].weight.register_hook(meanwhile)
+        train(ours, opt, range(4), square_loss)
+        handle.remove()
+        assert len(said) == 4 and "goes on in another thread" in str(said[0])
+        assert differing(weights(ours), dict(ours.state_dict())) == []
+    train(theirs, Reference(theirs, lr=1e-2), range(4), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_waiting_in_backward_for_what_comes_after_it_is_refused() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0, max_grad_norm=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        model[0][0].weight.register_hook(lambda gradient: opt.synchronize())
+        with pytest.raises(UsageError, match="wait for the norm: call it after"):
+            square_loss(model, 2).backward()
+
+
+@contextmanager
+def forked() -> Iterator[bool]:
+    """Whether this is the child, whose failed assertions fail the parent's test."""
+    child = os.fork()
+    if child:
+        yield False
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        return
+    status = 1
+    try:
+        yield True
+        status = 0
+    finally:
+        os._exit(status)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_an_ordinary_model() -> None:
+    """Its gradients are its own: those of the process that trains lie in memory that both map."""
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        opt.synchronize()
+        planes = [plane for layer in opt._engine.layers for plane in layer.arena.grads if plane is not None]
+        before = [plane.clone() for plane in planes]
+        with forked() as is_child:
+            if is_child:
+                square_loss(model, 17).backward()
+                assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+                with pytest.raises(UsageError, match="the optimizer is its parent's"):
+                    opt.step()
+        assert all(map(torch.equal, planes, before))
+        train(model, opt, range(3, 5), square_loss)
+        assert {type(parameter.grad) for parameter in model.parameters()} == {type(None)}
+        square_loss(model, 5).backward()
+        assert {type(parameter.grad) for parameter in model.parameters()} == {ConsumedGradient}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        process(opt, "optimizer").suspend()
+        square_loss(model, 2).backward()
+        opt.step()
+        with forked() as is_child:
+            if is_child:
+                for read in (lambda: model(vectors(0)), model.state_dict, opt.synchronize):
+                    with pytest.raises(UsageError, match=r"synchronize\(\) before forking"):
+                        read()
+        process(opt, "optimizer").resume()
+        opt.synchronize()
+
+
+# ---------------------------------------------------------------- reads
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_checkpointed_region_that_reads_an_updated_block_is_refused(k: float) -> None:
+    """Its recomputation comes after the block's own gradient."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def early(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.before(x)
+            with torch.no_grad():
+                target = self.block(x)
+            return x * target.sigmoid()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(checkpoint(self.early, x, use_reentrant=False))
+
+    model = Distilled()
+    with (
+        adamw(model, k=k),
+        pytest.raises(UsageError, match="is used again in the backward that has"),
+    ):
+        model(torch.randn(4, 8)).sum().backward()
+
+
+class Detached(nn.Module):
+    """Its backward reads a weight after that weight's own gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(functional.linear(self.before(x), self.block.weight.detach()))
+
+
+def narrow_loss(model: nn.Module, step: int) -> torch.Tensor:
+    return model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
+    model = Detached()
+    with adamw(model, k=k), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        narrow_loss(model, 0).backward()
+    ours, theirs = Detached(), Detached()
+    with adamw(ours, k=k, max_grad_norm=1e9) as opt:  # updates wait for the end of backward
+        train(ours, opt, range(4), narrow_loss)
+        opt.synchronize()
+    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), range(4), narrow_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
+    """Its owner changes between the read and the gradient that tells of it."""
+    model, found = perceptron(depth=5), False
+    with adamw(model, policy="random") as opt:
+        optimizer, engine = process(opt, "optimizer"), opt._engine
+        for step in range(200):
+            loss = square_loss(model, step)
+            optimizer.suspend()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            move = engine._handover._move
+            coming = [] if move is None or not move.begun else [x for x in move.coming if not x.life.is_current]
+            if coming and step > 3:
+                direct = engine.layers[coming[0].lid].segments[0].owner.parameter
+                read = direct.sum()  # autograd keeps nothing of it whose version it could look at
+                optimizer.resume()
+                others = [block for block in model if direct not in set(block.parameters())]
+                with pytest.raises(StaleReadError, match="was read without its module being called"):
+                    (nn.Sequential(*others)(vectors(step)).square().mean() + read).backward()
+                found = True
+                break
+            optimizer.resume()
+            time.sleep(0.002)  # a plan is agreed on meanwhile
+    assert found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_compiled_before_waits_too(again: bool) -> None:
+    model = perceptron()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(vectors(0))
+    with adamw(model, k=0.0) as opt:
+        for step in range(4):
+            loss = (compiled(vectors(step)) - 1.0).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                seen = compiled(vectors(99))
+            opt.synchronize()
+            with torch.no_grad():
+                assert seen.equal(model(vectors(99)))
+            if again:
+                opt._rebuild()
+
+
+# ---------------------------------------------------------------- defaults, and what is left behind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype, k: float) -> None:
+    found, batches = [], [vectors(step) for step in range(4)]
+    for default in (torch.float32, dtype):
+        model = perceptron()
+        torch.set_default_dtype(default)
+        try:
+            with adamw(model, k=k, max_grad_norm=0.05, on_nonfinite="skip") as opt:
+                for batch in batches:
+                    model(batch).square().mean().backward()
+                    opt.step()
+                    opt.zero_grad()
+                found.append(state(opt) | weights(model))
+                assert all(entry["step"].dtype is torch.float32 for entry in opt.state_dict()["state"].values())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert differing(*found) == []
+
+
+def test_a_backward_that_says_no_leaves_no_gradient() -> None:
+    """Else the next one would be added to it."""
+    model = perceptron()
+    with adamw(model, k=0.0, on_nonfinite="raise") as opt:
+        train(model, opt, range(2), square_loss)
+        (square_loss(model, 2) * float("inf")).backward()
+        opt.step()
+        opt.zero_grad()
+        with pytest.raises(NonFiniteGradients):
+            square_loss(model, 3).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        train(model, opt, range(3, 5), square_loss)
