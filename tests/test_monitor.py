@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,8 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     pytest.importorskip("rich")
     usage = Usage(cores=(0, 1, 4), rss_bytes=2**30, cpu_s=5.0, cpu_share=1.5)
     shown = Snapshot(
-        status(), ((status().processes[0], usage), (m.Process(role="optimizer", rank=0, pid=8, detail=""), None))
+        status(),
+        ((status().processes[0], usage), (m.Process(role="optimizer", rank=0, pid=8, detail="on cores 2"), None)),
     )
     text = view.as_text(shown)
     assert "█░   █ GPU 1 layers, 25%   ░ CPU 1 layers, 75%" in text
@@ -257,7 +259,10 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     trainer, optimizer = text.splitlines()[-2:]
     assert trainer.split("  ")[-1] == "[on] cpu"
     assert all(word in trainer for word in ("0-1,4", "150%", "1.00 GiB", "1.50 s 75%", "500.0 ms 25%"))
-    assert "gone" in optimizer and "200.0 ms 10%" in optimizer
+    assert "gone" in optimizer and "200.0 ms 10%" in optimizer and "on cores 2" in optimizer
+    for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
+        commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))
+        assert words in view.as_text(commanded).splitlines()[-1]
 
 
 def test_the_table_before_the_first_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from hytrain.recipe.readout import Readout
 from hytrain.recipe.schedule import factor
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation
+from workers import trainer
 
 GPT2 = {
     "model_type": "gpt2",
@@ -315,6 +317,28 @@ def test_numbers_are_read_from_the_gpu_without_waiting() -> None:
         torch.cuda.set_sync_debug_mode("default")
     expected = [{"loss": float(step), "norm": 2.0 * step} for step in range(5)]
     assert seen == [None, *expected[:4]] and readout.take() == expected[4]
+
+
+def test_an_interrupted_recipe_says_how_to_go_on(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder = runs.folder / "run"
+    command = ["trainer", str(runs.recipe_file), "--run-dir", str(folder)]
+    monkeypatch.setattr(sys, "argv", command)
+    for steps in (0, 4):
+        if steps:
+            runs.train("run", f"train.steps={steps}")
+            said = f"--set train.resume=latest goes on from {folder / 'checkpoints' / 'step-4'}"
+        else:
+            said = "no checkpoint to go on from: train.checkpoint_every=N"
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "train", interrupt)
+            assert trainer.main() == 130
+        error = capsys.readouterr().err
+        assert said in error and "Traceback" not in error
 
 
 def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:

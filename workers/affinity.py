@@ -42,7 +42,14 @@ class Pinning:
     reason: str
 
     def describe(self) -> str:
-        return f"{self.threads} thread{'s' * (self.threads != 1)} on cores {format_cores(self.cores)} ({self.reason})"
+        return f"{format_threads(self.threads)} {self.describe_place()}"
+
+    def describe_place(self) -> str:
+        return f"on cores {format_cores(self.cores)} ({self.reason})"
+
+
+def format_threads(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads != 1)}"
 
 
 def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = None) -> Pinning:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
 from protocol import messages as m
-from workers.affinity import format_cores
+from workers.affinity import format_cores, format_threads
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -193,8 +193,14 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
         else:
             use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
         name = f"{process.role}-{process.rank}"
-        rows.add_row(name, str(process.pid), *use, *_load(process.role, record), Text(process.detail))
+        rows.add_row(name, str(process.pid), *use, *_load(process.role, record), Text(_what(process, record)))
     return rows
+
+
+def _what(process: m.Process, record: dict[str, Any]) -> str:
+    """What a process is there for; how many threads the optimizer has may have been commanded since it began."""
+    threads = record.get("threads") if process.role == "optimizer" else None
+    return process.detail if threads is None else f"{format_threads(threads)} {process.detail}"
 
 
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:

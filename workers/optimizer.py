@@ -97,7 +97,7 @@ def _join(inbox: Inbox, coordinator: Outbox, pinning: affinity.Pinning) -> None:
     if incoming is None or not isinstance(incoming.message, m.Welcome):
         raise ClusterTimeout(f"the coordinator answered Hello with {incoming}")
     handshake.on_welcome(incoming.message)
-    coordinator.send(handshake.ready(pinning.describe()))
+    coordinator.send(handshake.ready(pinning.describe_place()))  # how many threads: each report says so
 
 
 def _serve_trainer(

@@ -7,14 +7,17 @@ trains, and prints what came of it. Bad input is one sentence and exit status 2.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+from typing import Final
 
 from hytrain.errors import BackendUnavailable, CapacityError, ConfigError, UnsupportedError
 from hytrain.recipe import config
 from workers.process import worker_logging
 
-EXIT_USAGE = 2
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def main() -> int:
@@ -30,11 +33,23 @@ def main() -> int:
         from hytrain.recipe.loop import train
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
+    except KeyboardInterrupt:
+        print(f"hytrain: interrupted; {_way_on(arguments.run_dir)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
         print(f"hytrain: {error}", file=sys.stderr)
         return EXIT_USAGE
     print(summary.render())
     return 0
+
+
+def _way_on(run_dir: Path) -> str:
+    from hytrain.recipe.checkpoint import latest
+
+    checkpoint = latest(run_dir)
+    if checkpoint is None:
+        return "there is no checkpoint to go on from: train.checkpoint_every=N saves one every N steps"
+    return f"--set train.resume=latest goes on from {checkpoint}"
 
 
 if __name__ == "__main__":

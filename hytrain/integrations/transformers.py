@@ -82,6 +82,8 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     if options.get("loss_scale") is not None:
         raise UnsupportedError("the Trainer calls backward by itself, without opt.scale: leave loss_scale out")
     args, model = trainer.args, trainer.model
+    if (options.get("max_grad_norm", args.max_grad_norm) or None) != (args.max_grad_norm or None):
+        raise UnsupportedError("the Trainer clips to its own max_grad_norm: set TrainingArguments(max_grad_norm=…)")
     assert model is not None, "without model_init there is one from the beginning"
     wanted = {
         "lr": args.learning_rate,

@@ -220,6 +220,13 @@ def test_a_trainer_that_has_an_optimizer(tmp_path: Path) -> None:
         adopt(trainer)
 
 
+@pytest.mark.parametrize("wanted", [0.5, None])
+def test_another_norm_than_the_trainers(wanted: float | None, tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with pytest.raises(UnsupportedError, match="the Trainer clips to its own max_grad_norm: set TrainingArguments"):
+        adopt(trainer, max_grad_norm=wanted)
+
+
 def test_a_scaled_loss(tmp_path: Path) -> None:
     trainer = make_trainer(gpt2(), tmp_path)
     with pytest.raises(UnsupportedError, match="the Trainer calls backward by itself"):
