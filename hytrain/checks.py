@@ -130,8 +130,12 @@ def check_model(model: nn.Module) -> torch.device:
         raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = torch.distributed.get_world_size()
-        if world > 1 or isinstance(model, nn.parallel.DistributedDataParallel):
-            raise UnsupportedError("more than one rank is not supported yet: hooks would see unreduced gradients")
+        if world > 1:
+            raise UnsupportedError(
+                "more than one rank is not supported yet, as hooks would see unreduced gradients: train on one GPU"
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedError("DistributedDataParallel is not supported, also with one rank: pass model.module")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
     for name, module in model.named_modules():

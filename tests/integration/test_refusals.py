@@ -180,11 +180,14 @@ def test_a_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "torch: native is not available" in (opt.run_dir / "logs" / "optimizer-0.log").read_text()
 
 
-def test_several_ranks(tmp_path: Path) -> None:
+def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        with pytest.raises(UnsupportedError, match="more than one rank"):
+        with pytest.raises(UnsupportedError, match=r"also with one rank: pass model\.module"):
             hytrain.AdamW(nn.parallel.DistributedDataParallel(perceptron()))
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(UnsupportedError, match="more than one rank"):
+            hytrain.AdamW(perceptron())
     finally:
         torch.distributed.destroy_process_group()
 
