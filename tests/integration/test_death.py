@@ -1,8 +1,7 @@
 """One process dies: the others end within five seconds, the command says which it was, and nothing is left.
 
-On a machine so busy that training takes longer than that to begin, it may also take as long to end. The `no_leaks`
-fixture looks for processes, descriptors and socket folders afterwards; planes are memfds, which go with the last
-process that has them.
+The `no_leaks` fixture looks for processes, descriptors and socket folders afterwards; planes are memfds, which go
+with the last process that has them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,27 +26,19 @@ ENDLESS = SCRIPTS / "endless.py"
 DEADLINE_S = 5.0
 
 
-class Family(dict[str, psutil.Process]):
-    """All of HyTrain's processes of a run, by role, and how long they may take to end."""
-
-    deadline_s = DEADLINE_S
-
-
 @contextmanager
-def training(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], Family]]:
-    """A process that trains through three, and all of HyTrain's processes that it consists of."""
-    began_s = time.monotonic()
+def training(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, psutil.Process]]]:
+    """A process that trains through three, and all of HyTrain's processes that it consists of, by role."""
     with started(*command, stderr=subprocess.PIPE) as first:
         read_until(first, "step 5")
         root = psutil.Process(first.pid)
         if str(CLUSTER) in root.cmdline():
-            family = Family(launcher=root, **roles_below(root))
+            family = {"launcher": root, **roles_below(root)}
             family["trainer"] = family.pop("endless")
         else:
             [launcher] = [child for child in root.children() if "workers.launcher" in child.cmdline()]
-            family = Family(trainer=root, launcher=launcher, **roles_below(launcher))
+            family = {"trainer": root, "launcher": launcher, **roles_below(launcher)}
         assert family.keys() == {"launcher", "coordinator", "optimizer", "trainer"}
-        family.deadline_s = max(DEADLINE_S, time.monotonic() - began_s)
         yield first, family
 
 
@@ -66,19 +56,19 @@ def stopped_loaders(trainer: psutil.Process) -> Iterator[None]:
             loader.kill()
 
 
-def all_end(first: subprocess.Popen[str], family: Family) -> int:
+def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> int:
     """All processes end before the deadline; the exit status of the first."""
     others = {role: process for role, process in family.items() if process.pid != first.pid}
-    _, alive = psutil.wait_procs(list(others.values()), family.deadline_s)
+    _, alive = psutil.wait_procs(list(others.values()), DEADLINE_S)
     assert [role for role, process in others.items() if process in alive] == []
-    return first.wait(family.deadline_s)
+    return first.wait(DEADLINE_S)
 
 
-def fails(process: psutil.Process, deadline_s: float) -> bool:
+def fails(process: psutil.Process) -> bool:
     """Wait for the end of a process that stays a zombie, since its parent is stopped."""
     descriptor = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([descriptor], [], [], deadline_s)[0])
+        return bool(select.select([descriptor], [], [], DEADLINE_S)[0])
     finally:
         os.close(descriptor)
 
@@ -109,7 +99,7 @@ def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].suspend()
         family[role].kill()
-        assert fails(family["trainer"], family.deadline_s)
+        assert fails(family["trainer"])
         family["launcher"].resume()
         assert all_end(first, family) == 128 + signal.SIGKILL
         errors = rest(first)
@@ -151,10 +141,9 @@ def test_the_private_cluster_leaves_with_its_script() -> None:
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
 def test_every_call_after_a_death_raises(role: str) -> None:
-    model, began_s = perceptron(), time.monotonic()
+    model = perceptron()
     with adamw(model, k=1.0 if role == "coordinator" else 0.5) as opt:
         train(model, opt, range(3), square_loss)
-        deadline_s = max(DEADLINE_S, time.monotonic() - began_s)
         pids = {role: pid for role, pid, _ in opt.processes()}
         optimizer = psutil.Process(pids["optimizer"])
         victim = optimizer.parent() if role == "launcher" else psutil.Process(pids[role])
@@ -168,12 +157,12 @@ def test_every_call_after_a_death_raises(role: str) -> None:
             with pytest.raises(ClusterError):
                 call()
     if role == "launcher":
-        assert all_gone(pids["optimizer"], pids["coordinator"], deadline_s=deadline_s)
+        assert all_gone(pids["optimizer"], pids["coordinator"])
 
 
-def all_gone(*pids: int, deadline_s: float) -> bool:
+def all_gone(*pids: int) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(processes, deadline_s)[1]
+    return not psutil.wait_procs(processes, DEADLINE_S)[1]
 
 
 def test_another_run_can_follow_a_death() -> None:

@@ -144,6 +144,18 @@ def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{plane}.{index}": tensor for index, entry in saved["state"].items() for plane, tensor in entry.items()}
 
 
+def test_torch_goes_on_with_the_same_arithmetic() -> None:
+    """A loaded group's keys replace torch's own, so that one without `fused` would go on to other bits."""
+    model = perceptron()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        saved = opt.state_dict()
+    theirs = torch.optim.AdamW(perceptron().parameters(), fused=True)
+    keys = set(theirs.param_groups[0])
+    theirs.load_state_dict(saved)
+    assert theirs.param_groups[0]["fused"] is True and set(theirs.param_groups[0]) >= keys
+
+
 def test_state_goes_from_torch_to_hytrain_and_back() -> None:
     whole = gpt2()
     train(whole, Reference(whole, lr=LR), range(45))
