@@ -113,7 +113,9 @@ def _feed(data: bytes, peak_bytes: int, on_line: OnLine) -> bytes:
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill the child's tree and its process group, and wait until they are gone: their memory is the next one's."""
     tree: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # it may have ended, and been waited for
+        os.killpg(child.pid, signal.SIGSTOP)  # or it starts another one after this look at its tree
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         tree = psutil.Process(child.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

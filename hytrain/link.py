@@ -62,11 +62,11 @@ class Link:
         self._cluster, self._timeout_s = cluster, timeout_s
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # A second optimizer of this process numbers its messages anew, so it must not pass for the first.
-        name = f"trainer-0-{secrets.token_hex(4)}"
-        self._network = Network(cluster.socket_dir, token=cluster.token, name=name)
-        self._handshake = WorkerHandshake(role="trainer", rank=0, pid=self._pid)
-        self._inbox: Inbox = self._network.inbox("trainer")
+        # A second optimizer of this process numbers its messages anew, and must not get what was meant for the first.
+        self.name: Final = f"trainer-0-{secrets.token_hex(4)}"
+        self._network = Network(cluster.socket_dir, token=cluster.token, name=self.name)
+        self._handshake = WorkerHandshake(role="trainer", rank=0, pid=self._pid, inbox=self.name)
+        self._inbox: Inbox = self._network.inbox(self.name)
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()
@@ -77,7 +77,7 @@ class Link:
         try:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pid)
             self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
-            self._outboxes = {role: self._network.outbox(role) for role in ("optimizer", "coordinator")}
+            self._outboxes = {role: self._network.outbox(f"{role}-0") for role in ("optimizer", "coordinator")}
             self._outboxes["coordinator"].send(self._handshake.hello())
             self._handshake.on_welcome(self._expect(Welcome))
         except PeerDied as death:

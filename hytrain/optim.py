@@ -223,6 +223,7 @@ class AdamW(torch.optim.Optimizer):
             self._link.join()
             table = LayerTable(
                 layers=layers,
+                inbox=self._link.name,
                 device=self._device.type,
                 policy=options.policy,
                 objective=options.objective,

@@ -1,11 +1,13 @@
 """Channels between the processes of a run: the only module that knows ZeroMQ.
 
-Each process binds one inbox, `ipc://<socket folder>/<role>-<rank>`, and connects an outbox to each peer it
-writes to. The coordinator also publishes `Status` to whatever monitors subscribed.
+Each process binds one inbox, `ipc://<socket folder>/<name>`, and connects an outbox to each peer it writes to. Those
+of workers have names that everybody knows; a trainer's has a new one each time, and Hello tells it: what was meant
+for the last trainer, and is late, cannot reach the next one. The coordinator also publishes `Status` to whatever
+monitors subscribed.
 
-    trainer-0 ──Outbox──▶ optimizer-0 (Inbox)        ROUTER bound, DEALER connected: the connection names
-    trainer-0 (Inbox) ◀──Outbox── optimizer-0        its sender, so sequence numbers are checked per sender
-    coordinator ──Publisher──▶ Subscriber …          PUB/SUB: a slow monitor loses frames, nobody waits
+    trainer-0 ──Outbox──▶ optimizer-0 (Inbox)           ROUTER bound, DEALER connected: the connection names
+    trainer-0-1f… (Inbox) ◀──Outbox── optimizer-0       its sender, so sequence numbers are checked per sender
+    coordinator-0 ──Publisher──▶ Subscriber …           PUB/SUB: a slow monitor loses frames, nobody waits
 
 Whatever is not a message of this run is logged with its reason and dropped. Every wait ends on a message, a
 peer's death or a deadline. Sockets belong to one thread each. `MemoryNetwork` is the twin for tests: the same
@@ -61,9 +63,9 @@ class Incoming:
     message: Message
 
 
-def address(socket_dir: str, role: str, rank: int = 0) -> str:
-    """The `ipc://` address of a process's inbox. Raises `ValueError` if the path is too long for a socket."""
-    path = os.path.join(socket_dir, f"{role}-{rank}")
+def address(socket_dir: str, name: str) -> str:
+    """The `ipc://` address of an inbox. Raises `ValueError` if the path is too long for a socket."""
+    path = os.path.join(socket_dir, name)
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR")
     return f"ipc://{path}"
@@ -271,11 +273,11 @@ class Network:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing: list[Inbox | Outbox | Publisher | Subscriber] = []
 
-    def inbox(self, role: str, rank: int = 0) -> Inbox:
-        return self._keep(Inbox(self._context, address(self._socket_dir, role, rank), token=self._token))
+    def inbox(self, name: str) -> Inbox:
+        return self._keep(Inbox(self._context, address(self._socket_dir, name), token=self._token))
 
-    def outbox(self, role: str, rank: int = 0, *, linger_s: float = 0.3) -> Outbox:
-        where = address(self._socket_dir, role, rank)
+    def outbox(self, to: str, *, linger_s: float = 0.3) -> Outbox:
+        where = address(self._socket_dir, to)
         return self._keep(Outbox(self._context, where, token=self._token, name=self._name, linger_s=linger_s))
 
     def publisher(self) -> Publisher:

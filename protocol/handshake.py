@@ -28,13 +28,13 @@ class Phase(Enum):
 class WorkerHandshake:
     """The side of the process that joins."""
 
-    def __init__(self, *, role: str, rank: int, pid: int) -> None:
-        self._role, self._rank, self._pid = role, rank, pid
+    def __init__(self, *, role: str, rank: int, pid: int, inbox: str) -> None:
+        self._role, self._rank, self._pid, self._inbox = role, rank, pid, inbox
         self.phase = Phase.NEW
 
     def hello(self) -> Hello:
         self._step(Phase.NEW, Phase.GREETED, "hello")
-        return Hello(role=self._role, rank=self._rank, pid=self._pid)
+        return Hello(role=self._role, rank=self._rank, pid=self._pid, inbox=self._inbox)
 
     def on_welcome(self, welcome: Welcome) -> None:
         self._step(Phase.GREETED, Phase.WELCOMED, f"Welcome to {welcome.run_name!r}")
@@ -83,6 +83,10 @@ class RunHandshake:
     @property
     def joined(self) -> tuple[Hello, ...]:
         return tuple(self._joined.values())
+
+    def inbox(self, role: str, rank: int = 0) -> str:
+        """The name of the inbox that the process told of in its Hello. Raises `KeyError` if it has not joined."""
+        return self._joined[role, rank].inbox
 
     def detail(self, role: str, rank: int = 0) -> str:
         """What the process told of itself when it became ready."""

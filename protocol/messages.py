@@ -15,6 +15,7 @@ Units are in the names; times are seconds of the node's monotonic clock.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
@@ -22,6 +23,7 @@ OWNERS = ("gpu", "cpu")
 #: Of the weights, each with those that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
+_INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -29,20 +31,26 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def _require_inbox(name: str) -> None:
+    _require(_INBOX.fullmatch(name) is not None, f"{name!r} is no name of an inbox")
+
+
 # ---------------------------------------------------------------- handshake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker to the coordinator: here I am."""
+    """A worker to the coordinator: here I am. `inbox` is the name of its inbox in the run's socket folder."""
 
     role: str
     rank: int
     pid: int
+    inbox: str
 
     def __post_init__(self) -> None:
         _require(self.role in ROLES, f"unknown role {self.role!r}")
         _require(self.rank >= 0 and self.pid > 0, "rank and pid must be positive")
+        _require_inbox(self.inbox)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,7 @@ class LayerTable:
 
     It takes that way so that it reaches the optimizer before the first plan, which the coordinator sends after it.
 
+    `inbox` is the trainer's, as in its Hello: the optimizer writes to it.
     `awaits_verdict`: updates hold only after the end of backward. `speculate`: whether the CPU makes them before that,
     None if the coordinator is to choose. `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned
     layers, None if unknown. `continues`: the last trainer's training goes on with these layers, as it was commanded to.
@@ -116,6 +125,7 @@ class LayerTable:
     """
 
     layers: tuple[Layer, ...]
+    inbox: str
     device: str
     policy: str
     objective: str
@@ -130,6 +140,7 @@ class LayerTable:
 
     def __post_init__(self) -> None:
         _require(len(self.layers) > 0, "a layer table needs a layer")
+        _require_inbox(self.inbox)
         _require(
             [layer.lid for layer in self.layers] == list(range(len(self.layers))),
             "layer IDs must be 0, 1, 2, … in the table's order",

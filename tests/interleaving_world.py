@@ -179,6 +179,7 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
             )
             for lid in range(layers)
         ),
+        inbox="trainer-0",
         device="cpu",
         policy="random",
         objective="speed",

@@ -14,12 +14,15 @@ from protocol import messages as m
 MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
 COUNTS = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
+INBOXES = st.sampled_from(("coordinator-0", "trainer-0-12ab34cd"))
 SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 #: Where not every value of a field's type can be.
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "role"): st.sampled_from(m.ROLES),
     (m.Hello, "pid"): st.integers(1, 2**31),
+    (m.Hello, "inbox"): INBOXES,
+    (m.LayerTable, "inbox"): INBOXES,
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),
     (m.LayerTable, "threads"): st.none() | st.integers(1, 100),

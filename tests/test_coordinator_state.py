@@ -61,7 +61,7 @@ class Driver:
     # ------------------------------------------------------------ a run
 
     def join(self, role: str, pid: int = 10) -> None:
-        assert self.sent(m.Hello(role=role, rank=0, pid=pid)) == [(role, WELCOME)]
+        assert self.sent(hello(role, pid)) == [(role, WELCOME)]
         self.handle(m.Ready(role=role, rank=0, detail=f"{role} is up"))
 
     def start(self, **changes: Any) -> m.Plan:
@@ -99,6 +99,10 @@ class Driver:
         return None
 
 
+def hello(role: str, pid: int) -> m.Hello:
+    return m.Hello(role=role, rank=0, pid=pid, inbox=f"{role}-{pid}")
+
+
 WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
 TRAINERS = m.Calibration(role="trainer", d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
 OPTIMIZERS = m.Calibration(role="optimizer", cpu_update_s=1e-9)
@@ -112,6 +116,7 @@ def table(**changes: Any) -> m.LayerTable:
         "awaits_verdict": False,
         "speculate": False,
         "layers": layers,
+        "inbox": "trainer-11",
         "device": "cpu",
         "policy": "random",
         "k": None,
@@ -172,7 +177,7 @@ def driver() -> Driver:
 
 def test_processes_join_and_become_ready(driver: Driver) -> None:
     driver.join("optimizer", 10)
-    driver.handle(m.Hello(role="trainer", rank=0, pid=11))
+    driver.handle(hello("trainer", 11))
     seen = [(process.role, process.pid, process.detail) for process in driver.status().processes]
     assert seen == [
         ("coordinator", 1, "plans and records"),
@@ -184,7 +189,7 @@ def test_processes_join_and_become_ready(driver: Driver) -> None:
 def test_a_second_process_of_a_role_is_refused(driver: Driver) -> None:
     driver.join("optimizer", 10)
     with pytest.raises(HandshakeError, match="joined as process 10, now 11"):
-        driver.handle(m.Hello(role="optimizer", rank=0, pid=11))
+        driver.handle(hello("optimizer", 11))
     with pytest.raises(HandshakeError, match="twice"):
         driver.handle(m.Ready(role="optimizer", rank=0, detail=""))
 
@@ -812,14 +817,26 @@ def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver
     driver.start()
     farewells: list[m.Message] = [m.Goodbye(role="trainer", rank=0), m.SessionEnded(rank=0)]
     first, last = farewells if trainer_first else farewells[::-1]
-    hello = m.Hello(role="trainer", rank=0, pid=12)
+    next_one = hello("trainer", 12)
     assert driver.sent(first) == []
-    assert driver.sent(hello) == []
+    assert driver.sent(next_one) == []
     assert "waits until the last one has left" in driver.notes
     assert driver.sent(last) == [("trainer", WELCOME)]
     assert driver.status().layer_names == ()
     driver.handle(m.Ready(role="trainer", rank=0, detail=""))
     assert driver.first_plan().plan_id == 0, "a new session counts its plans anew"
+
+
+def test_a_plan_that_the_last_trainer_left_behind_is_not_for_the_next(driver: Driver) -> None:
+    driver.start()
+    plan = driver.next_plan()
+    assert plan is not None
+    driver.handle(ack("trainer", plan.plan_id))
+    driver.handle(m.Goodbye(role="trainer", rank=0))
+    assert driver.sent(ack("optimizer", plan.plan_id)) == [], "a Reassign, for nobody"
+    driver.handle(m.SessionEnded(rank=0))
+    assert driver.sent(hello("trainer", 12)) == [("trainer", WELCOME)]
+    assert driver.state.inbox("trainer") == "trainer-12"
 
 
 def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> None:

@@ -65,7 +65,7 @@ class RawPeer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.connect(address(folder, "optimizer"))
+        self._socket.connect(address(folder, "optimizer-0"))
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
@@ -95,7 +95,7 @@ def received(inbox: Inbox) -> Message:
 
 
 def test_messages_arrive_in_order_and_name_their_sender(network: Network) -> None:
-    inbox, outbox = network.inbox("optimizer"), network.outbox("optimizer")
+    inbox, outbox = network.inbox("optimizer-0"), network.outbox("optimizer-0")
     for lid in range(50):
         outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
     for lid in range(50):
@@ -104,9 +104,9 @@ def test_messages_arrive_in_order_and_name_their_sender(network: Network) -> Non
 
 
 def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
-    inbox = network.inbox("coordinator")
+    inbox = network.inbox("coordinator-0")
     with Network(folder, token=TOKEN, name="one") as one, Network(folder, token=TOKEN, name="two") as two:
-        asking, other = one.outbox("coordinator"), two.outbox("coordinator")
+        asking, other = one.outbox("coordinator-0"), two.outbox("coordinator-0")
         asking.send(StatusRequest())
         incoming = inbox.receive(SOON_S)
         assert incoming == Incoming("one", StatusRequest())
@@ -116,7 +116,7 @@ def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> Non
 
 
 def test_an_answer_to_nobody_is_lost(network: Network) -> None:
-    inbox, asking = network.inbox("coordinator"), network.outbox("coordinator")
+    inbox, asking = network.inbox("coordinator-0"), network.outbox("coordinator-0")
     inbox.reply("who has left", CommandReply(ok=True, text="lost"))
     asking.send(StatusRequest())
     assert received(inbox) == StatusRequest()
@@ -144,7 +144,7 @@ def test_what_is_no_message_is_logged_and_dropped(
     network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture, frames: list[bytes], reason: str
 ) -> None:
     """One wait takes in the bad and the good: a bad frame must not end it."""
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     raw.send(*frames)
     raw.good(seq=6, lid=3)
     assert received(inbox) == WeightsReady(step=0, lid=3, banks=(0,))
@@ -154,7 +154,7 @@ def test_what_is_no_message_is_logged_and_dropped(
 def test_a_number_that_came_before_is_dropped(
     network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
 ) -> None:
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
         raw.good(seq, lid)
     assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid, banks=(0,)) for lid in (0, 1, 4)]
@@ -162,7 +162,7 @@ def test_a_number_that_came_before_is_dropped(
 
 
 def test_numbers_are_each_senders_own(folder: str, network: Network, raw: RawPeer) -> None:
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     raw.good(seq=9)
     assert received(inbox)
     other = RawPeer(folder, "other")
@@ -175,7 +175,7 @@ def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_
     monkeypatch: pytest.MonkeyPatch, folder: str, network: Network
 ) -> None:
     monkeypatch.setattr(channel, "SOCKET_FRAME_BYTES", 10_000)
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     rude, polite = RawPeer(folder, "rude"), RawPeer(folder, "polite")
     rude.send(b"\x00" * 10_001)
     polite.good(seq=0, lid=2)
@@ -199,7 +199,7 @@ def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptur
 
 
 def test_a_wait_ends_at_its_deadline(network: Network) -> None:
-    inbox, outbox = network.inbox("optimizer"), network.outbox("optimizer")
+    inbox, outbox = network.inbox("optimizer-0"), network.outbox("optimizer-0")
     assert inbox.receive(0) is None
     assert inbox.receive(0.01) is None
     assert outbox.receive(0.01) is None
@@ -207,7 +207,7 @@ def test_a_wait_ends_at_its_deadline(network: Network) -> None:
 
 def test_a_dropped_message_does_not_end_a_wait(network: Network, raw: RawPeer) -> None:
     """Or else junk at the wrong moment would pass for a deadline."""
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     raw.send(b"junk")
     assert inbox.receive(0.2) is None  # the junk has been taken in meanwhile
     raw.send(b"junk")
@@ -221,7 +221,7 @@ def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 def test_a_death_ends_a_wait(network: Network) -> None:
     with child("import sys; sys.stdin.read()") as process:
-        inbox = network.inbox("trainer")
+        inbox = network.inbox("trainer-0")
         inbox.watch("the optimizer process", process.pid)
         assert inbox.receive(0) is None
         process.kill()
@@ -240,7 +240,7 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> Non
     process = child(code)
     assert process.stdin is not None and process.stdout is not None
     process.stdout.readline()
-    inbox = network.inbox("trainer")
+    inbox = network.inbox("trainer-0")
     inbox.watch("the trainer", process.pid)
     process.kill()
     with pytest.raises(PeerDied):
@@ -255,7 +255,7 @@ def test_who_has_died_already_cannot_be_watched(network: Network) -> None:
     with child("") as process:
         process.wait()
     with pytest.raises(PeerDied, match="the coordinator died"):
-        network.inbox("trainer").watch("the coordinator", process.pid)
+        network.inbox("trainer-0").watch("the coordinator", process.pid)
 
 
 LAST_WORDS = """
@@ -263,14 +263,14 @@ import sys
 from protocol.channel import Network
 from protocol.messages import Goodbye
 with Network(sys.argv[1], token="token", name="child") as network:
-    outbox = network.outbox("trainer", linger_s=20)
+    outbox = network.outbox("trainer-0", linger_s=20)
     for rank in range(30):
         outbox.send(Goodbye(role="optimizer", rank=rank))
 """
 
 
 def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: Network) -> None:
-    inbox = network.inbox("trainer")
+    inbox = network.inbox("trainer-0")
     with child(LAST_WORDS, folder) as process:
         inbox.watch("the child", process.pid)
         for rank in range(30):
@@ -281,7 +281,7 @@ def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: 
 
 def test_any_descriptor_can_end_a_wait(network: Network) -> None:
     reading, writing = os.pipe()
-    inbox = network.inbox("optimizer")
+    inbox = network.inbox("optimizer-0")
     inbox.watch_descriptor("the launcher", reading)
     assert inbox.receive(0) is None
     os.close(writing)
@@ -293,7 +293,7 @@ def test_any_descriptor_can_end_a_wait(network: Network) -> None:
 
 
 def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> None:
-    outbox = network.outbox("optimizer")
+    outbox = network.outbox("optimizer-0")
     with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
         for lid in range(HIGH_WATER_MARK + 1):
             outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
@@ -333,18 +333,18 @@ def status(text: str) -> CommandReply:
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
     fits = "/" + "f" * (MAX_IPC_PATH_BYTES - len("//optimizer-0"))
-    assert address(fits, "optimizer") == f"ipc://{fits}/optimizer-0"
+    assert address(fits, "optimizer-0") == f"ipc://{fits}/optimizer-0"
     with pytest.raises(ValueError, match="longer than 107 bytes; set a shorter TMPDIR"):
-        address(fits + "f", "optimizer")
+        address(fits + "f", "optimizer-0")
     with pytest.raises(ValueError, match="longer than 107 bytes"):
-        address("/" + "ü" * 50, "optimizer")
+        address("/" + "ü" * 50, "optimizer-0")
 
 
 def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
-    first = network.inbox("trainer")
+    first = network.inbox("trainer-0")
     network.drop(first)
-    second = network.inbox("trainer")
-    network.outbox("trainer").send(Goodbye(role="optimizer", rank=0))
+    second = network.inbox("trainer-0")
+    network.outbox("trainer-0").send(Goodbye(role="optimizer", rank=0))
     assert received(second) == Goodbye(role="optimizer", rank=0)
 
 

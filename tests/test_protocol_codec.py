@@ -133,8 +133,10 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "Log", "fields": [1, []]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
-        ({"tag": "Hello", "fields": ["intruder", 0, 1]}, "Hello: unknown role 'intruder'"),
-        ({"tag": "Hello", "fields": ["trainer", 0, 0]}, "Hello: rank and pid"),
+        ({"tag": "Hello", "fields": ["intruder", 0, 1, "trainer-0"]}, "Hello: unknown role 'intruder'"),
+        ({"tag": "Hello", "fields": ["trainer", 0, 0, "trainer-0"]}, "Hello: rank and pid"),
+        ({"tag": "Hello", "fields": ["trainer", 0, 1, "../trainer-0"]}, "Hello: '../trainer-0' is no name of an inbox"),
+        ({"tag": "Hello", "fields": ["trainer", 0, 1, ""]}, "Hello: '' is no name of an inbox"),
         ({"tag": "RanksLearned", "fields": [[0, 0]]}, "RanksLearned: ranks must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: a layer's arena"),
         ({"tag": "Plan", "fields": [0, 0, [1, 0], 0.5, "", "", None]}, "Plan: layer IDs sorted"),
@@ -154,6 +156,7 @@ def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
 def layer_table(**changes: Any) -> list[Any]:
     table = {
         "layers": [[0, 0, "a", [["w", 128, "bfloat16", "bfloat16", 0]]]],
+        "inbox": "trainer-0-1f",
         "device": "cpu",
         "policy": "fixed",
         "objective": "speed",

@@ -21,11 +21,11 @@ ORDER = list(STEPS)
 
 
 def optimizer(pid: int = 10, rank: int = 0) -> Hello:
-    return Hello(role="optimizer", rank=rank, pid=pid)
+    return Hello(role="optimizer", rank=rank, pid=pid, inbox="optimizer-0")
 
 
 def test_a_worker_joins() -> None:
-    worker = WorkerHandshake(role="optimizer", rank=0, pid=10)
+    worker = WorkerHandshake(role="optimizer", rank=0, pid=10, inbox="optimizer-0")
     run = RunHandshake(run_name="run", pid=1)
     worker.on_welcome(run.on_hello(worker.hello()))
     assert worker.phase is Phase.WELCOMED and run.joined == (optimizer(),)
@@ -39,7 +39,7 @@ def test_a_worker_joins() -> None:
 @pytest.mark.parametrize("done", range(4))
 @pytest.mark.parametrize("step", ORDER)
 def test_each_step_of_a_worker_has_one_place(done: int, step: str) -> None:
-    worker = WorkerHandshake(role="trainer", rank=0, pid=10)
+    worker = WorkerHandshake(role="trainer", rank=0, pid=10, inbox="trainer-0-1f")
     for earlier in ORDER[:done]:
         STEPS[earlier](worker)
     phase = worker.phase

@@ -75,7 +75,7 @@ class Coordinator:
         self, network: Network, state: CoordinatorState, metrics: IO[str], trace: TraceWriter | None = None
     ) -> None:
         self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
-        self._inbox = network.inbox("coordinator")
+        self._inbox = network.inbox("coordinator-0")
         self._publisher: Publisher = network.publisher()
         self._outboxes: dict[str, Outbox] = {}
 
@@ -133,7 +133,7 @@ class Coordinator:
 
     def _outbox(self, role: str) -> Outbox:
         if role not in self._outboxes:
-            self._outboxes[role] = self._network.outbox(role)
+            self._outboxes[role] = self._network.outbox(self._state.inbox(role))
         return self._outboxes[role]
 
 

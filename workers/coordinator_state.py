@@ -31,6 +31,18 @@ class CoordinatorState:
 
     def handle(self, message: m.Message, now_s: float) -> list[Command]:
         """What follows from `message`. Raises `HandshakeError`, `OwnershipError`, `ValueError` for what cannot be."""
+        commands = self._follow(message)
+        if (
+            "trainer" in self._farewells
+        ):  # it has left, and what the optimizer says until it has, too, is not for the next
+            commands = [known for known in commands if not (isinstance(known, Send) and known.role == "trainer")]
+        return commands
+
+    def inbox(self, role: str) -> str:
+        """The name of a worker's inbox. Raises `KeyError` if nobody has joined in that role."""
+        return self._handshake.inbox(role)
+
+    def _follow(self, message: m.Message) -> list[Command]:
         match message:
             case m.Hello():
                 return self._on_hello(message)

@@ -169,7 +169,7 @@ class Attachment:
         name = f"monitor-{os.getpid()}-{secrets.token_hex(4)}"
         self._network = Network(run.socket_dir, token=run.token, name=name)
         self._feed = self._network.subscriber()
-        self._outbox = self._network.outbox("coordinator", linger_s=0.0)
+        self._outbox = self._network.outbox("coordinator-0", linger_s=0.0)
 
     def __enter__(self) -> Self:
         return self

@@ -68,9 +68,9 @@ def serve(socket_dir: str, pinning: affinity.Pinning, trace: TraceWriter | None,
     """Join the run and serve its trainers, one after the other."""
     token = read_token(socket_dir)
     with Network(socket_dir, token=token, name="optimizer-0") as network:
-        inbox = network.inbox("optimizer")
+        inbox = network.inbox("optimizer-0")
         inbox.watch_descriptor("the launcher", life_fd)
-        coordinator = network.outbox("coordinator")
+        coordinator = network.outbox("coordinator-0")
         try:
             with _listen(socket_dir) as arenas:
                 _join(inbox, coordinator, pinning)
@@ -91,7 +91,7 @@ def _listen(socket_dir: str) -> socket.socket:
 
 
 def _join(inbox: Inbox, coordinator: Outbox, pinning: affinity.Pinning) -> None:
-    handshake = WorkerHandshake(role="optimizer", rank=0, pid=os.getpid())
+    handshake = WorkerHandshake(role="optimizer", rank=0, pid=os.getpid(), inbox="optimizer-0")
     coordinator.send(handshake.hello())
     incoming = inbox.receive(WELCOME_TIMEOUT_S)
     if incoming is None or not isinstance(incoming.message, m.Welcome):
@@ -115,7 +115,7 @@ def _serve_trainer(
         _log.warning("no trainer is here: dropped %s", incoming)
         return
     table = incoming.message
-    trainer = network.outbox("trainer")
+    trainer = network.outbox(table.inbox)
     session: Session | None = None
     try:
         most = len(pinning.cores)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,16 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("HYTRAIN_THREADS", "1")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets processes of a role that are started from now on sleep before each message."""
+
+    def slow_down(role: str, seconds: float = 0.03) -> None:
+        folder, known = str(Path(__file__).parent / "slow"), os.environ["PYTHONPATH"]
+        monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{known}")
+        monkeypatch.setenv("SLOW_ROLE", role)
+        monkeypatch.setenv("SLOW_S", str(seconds))
+
+    return slow_down

@@ -8,11 +8,13 @@ All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hytrain
 from hytrain.health import Health
 from hytrain.kernels.split import split
+from workers.records import LOG_PATIENCE_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -153,6 +156,11 @@ def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain
     opt = hytrain.AdamW(model, *arguments, **{"lr": LR, **options})
     try:
         yield opt
+    except BaseException:
+        for pid in (opt._cluster.optimizer_pid, opt._cluster.coordinator_pid):
+            with suppress(psutil.Error):
+                psutil.Process(pid).resume()  # closing waits for what a stopped one still has to do
+        raise
     finally:
         opt.close()
 
@@ -161,6 +169,20 @@ def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
     """The process of a role that serves this optimizer."""
     [found] = [pid for known, pid, _ in opt.processes() if known == role]
     return psutil.Process(found)
+
+
+def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
+    """The run's records until now."""
+    *lines, _ = (opt.run_dir / "metrics.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def wait_for_coordinator(opt: hytrain.AdamW) -> None:
+    """Return once the coordinator has heard of the last steps: then it plans for them, however slow it is."""
+    due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + 60.0
+    while due > 0 and (not (known := records(opt)) or known[-1]["step"] != due):
+        assert time.monotonic() < ends_s, f"no record of step {due}"
+        time.sleep(0.001)
 
 
 def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, weights
+from helpers import (
+    adamw,
+    differing,
+    gpt2,
+    llama,
+    perceptron,
+    records,
+    square_loss,
+    state,
+    train,
+    wait_for_coordinator,
+    weights,
+)
 from torch import Tensor, nn
 
 import hytrain
@@ -74,15 +86,19 @@ class Run:
 def run(dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int, float]], **options: Any) -> Run:
     model, norms, seen = make(dtype, poison), [], set()
     with adamw(model, max_grad_norm=max_norm, on_nonfinite="skip", **options) as opt:
+        before = len(records(opt))  # of other runs
         for step in range(STEPS):
             model.step = step
             train(model, opt, [step], square_loss)
             assert opt.grad_norm is not None
             norms.append(float(opt.grad_norm))
             seen |= banks(opt)
+            if "policy" in options:
+                wait_for_coordinator(opt)
         done = Run(state(opt) | weights(model), norms, opt.skipped_steps, seen)
-    records = (opt.run_dir / "metrics.jsonl").read_text().splitlines()[-STEPS:]  # behind those of other runs
-    done.modes = {json.loads(record)["mode"] for record in records}
+    while len(own := records(opt)[before:]) < STEPS:  # the coordinator writes the last ones when it hears of the end
+        time.sleep(0.001)
+    done.modes = {record["mode"] for record in own}
     return done
 
 

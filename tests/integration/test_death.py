@@ -6,15 +6,18 @@ with the last process that has them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
@@ -24,6 +27,25 @@ from hytrain.errors import ClusterError, WorkerDied
 
 ENDLESS = SCRIPTS / "endless.py"
 DEADLINE_S = 5.0
+PATIENCE_S = 60.0
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+class Late(AssertionError):
+    """The deadline has passed."""
+
+
+def thrice(test: Test) -> Test:
+    """Late once or twice, a busy machine may be why; what hangs, or takes longer than it should, is late each time."""
+
+    @functools.wraps(test)
+    def tried(*arguments: Any, **options: Any) -> None:
+        for _ in range(2):
+            with contextlib.suppress(Late):
+                return test(*arguments, **options)
+        return test(*arguments, **options)
+
+    return cast(Test, tried)
 
 
 @contextmanager
@@ -56,19 +78,28 @@ def stopped_loaders(trainer: psutil.Process) -> Iterator[None]:
             loader.kill()
 
 
+def in_time(processes: dict[str, psutil.Process]) -> None:
+    """All end before the deadline."""
+    _, alive = psutil.wait_procs(list(processes.values()), DEADLINE_S)
+    if late := [role for role, process in processes.items() if process in alive]:
+        raise Late(f"still there after {DEADLINE_S} s: {', '.join(late)}")
+
+
 def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> int:
     """All processes end before the deadline; the exit status of the first."""
     others = {role: process for role, process in family.items() if process.pid != first.pid}
-    _, alive = psutil.wait_procs(list(others.values()), DEADLINE_S)
-    assert [role for role, process in others.items() if process in alive] == []
-    return first.wait(DEADLINE_S)
+    in_time(others)
+    try:
+        return first.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise Late(f"the first process is still there after {DEADLINE_S} s") from None
 
 
 def fails(process: psutil.Process) -> bool:
     """Wait for the end of a process that stays a zombie, since its parent is stopped."""
     descriptor = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([descriptor], [], [], DEADLINE_S)[0])
+        return bool(select.select([descriptor], [], [], PATIENCE_S)[0])
     finally:
         os.close(descriptor)
 
@@ -80,6 +111,7 @@ def rest(first: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "trainer"])
+@thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
         with stopped_loaders(family["trainer"]):
@@ -95,6 +127,7 @@ def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> N
 
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator"])
+@thrice
 def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].suspend()
@@ -106,6 +139,7 @@ def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str
     assert f"{role}-0 (process {family[role].pid}) was killed by SIGKILL" in errors
 
 
+@thrice
 def test_workers_and_trainer_leave_when_the_launcher_is_killed() -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].kill()
@@ -113,6 +147,7 @@ def test_workers_and_trainer_leave_when_the_launcher_is_killed() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@thrice
 def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         first.send_signal(number)
@@ -122,6 +157,7 @@ def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+@thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""
     with training(sys.executable, ENDLESS) as (first, family):
@@ -133,6 +169,7 @@ def test_a_plain_script_raises_and_ends(role: str) -> None:
         assert f"WorkerDied: the {role} process" in errors
 
 
+@thrice
 def test_the_private_cluster_leaves_with_its_script() -> None:
     with training(sys.executable, ENDLESS, "2") as (first, family), stopped_loaders(family["trainer"]):
         first.kill()
@@ -140,12 +177,13 @@ def test_the_private_cluster_leaves_with_its_script() -> None:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+@thrice
 def test_every_call_after_a_death_raises(role: str) -> None:
     model = perceptron()
     with adamw(model, k=1.0 if role == "coordinator" else 0.5) as opt:
         train(model, opt, range(3), square_loss)
         pids = {role: pid for role, pid, _ in opt.processes()}
-        optimizer = psutil.Process(pids["optimizer"])
+        optimizer, coordinator = psutil.Process(pids["optimizer"]), psutil.Process(pids["coordinator"])
         victim = optimizer.parent() if role == "launcher" else psutil.Process(pids[role])
         assert victim is not None and victim.pid != os.getpid()
         victim.kill()
@@ -157,12 +195,7 @@ def test_every_call_after_a_death_raises(role: str) -> None:
             with pytest.raises(ClusterError):
                 call()
     if role == "launcher":
-        assert all_gone(pids["optimizer"], pids["coordinator"])
-
-
-def all_gone(*pids: int) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(processes, DEADLINE_S)[1]
+        in_time({"optimizer": optimizer, "coordinator": coordinator})
 
 
 def test_another_run_can_follow_a_death() -> None:

@@ -21,6 +21,7 @@ from helpers import (
     square_loss,
     state,
     train,
+    wait_for_coordinator,
     weights,
     write_recipe,
 )
@@ -203,6 +204,7 @@ def test_bits_and_scales_do_not_depend_on_who_owns_a_layer(
             scales.append([])
             for step in range(40):
                 scales[-1] += train_scaled(model, opt, [step])
+                wait_for_coordinator(opt)
                 opt._engine._handover.wait()
             results.append(everything(model, opt))
             moved = max(moved, opt.statistics().moved)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,19 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import Reference, adamw, differing, perceptron, process, square_loss, state, train, vectors, weights
+from helpers import (
+    Reference,
+    adamw,
+    differing,
+    perceptron,
+    process,
+    square_loss,
+    state,
+    train,
+    vectors,
+    wait_for_coordinator,
+    weights,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -173,6 +184,7 @@ def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
     model = perceptron()
     with adamw(model, k=0.0) as opt:
         train(model, opt, range(2), square_loss)
+        opt.synchronize()
         process(opt, "optimizer").suspend()
         square_loss(model, 2).backward()
         opt.step()
@@ -237,8 +249,9 @@ def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
         narrow_loss(model, 0).backward()
     ours, theirs = Detached(), Detached()
     with adamw(ours, k=k, max_grad_norm=1e9) as opt:  # updates wait for the end of backward
-        train(ours, opt, range(4), narrow_loss)
-        opt.synchronize()
+        for step in range(4):
+            train(ours, opt, [step], narrow_loss)
+            opt.synchronize()  # the next forward reads the weight before its module is called, which waits for nothing
     train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), range(4), narrow_loss)
     assert differing(weights(ours), weights(theirs)) == []
 
@@ -266,7 +279,7 @@ def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
                 found = True
                 break
             optimizer.resume()
-            time.sleep(0.002)  # a plan is agreed on meanwhile
+            wait_for_coordinator(opt)
     assert found
 
 

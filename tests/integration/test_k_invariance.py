@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, weights
+from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, wait_for_coordinator, weights
 from torch import Tensor, nn
 
 import hytrain
@@ -41,6 +41,7 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
     """Let every handover be prepared before the next step: how often layers move then hardly depends on the machine."""
     for step in range(steps):
         train(model, opt, [step])
+        wait_for_coordinator(opt)
         opt._engine._handover.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +39,22 @@ def test_unfrozen_parameters_are_trained_from_then_on(options: dict[str, Any]) -
         assert mine["param_groups"][0]["params"] == his["param_groups"][0]["params"]
         assert {int(entry["step"]) for entry in mine["state"].values()} == {15, 10, 5}
         assert opt.statistics().step == 15
+
+
+@pytest.mark.parametrize("role", ["coordinator", "optimizer"])
+def test_what_was_meant_for_the_last_trainer_does_not_reach_the_next(role: str, slow: Callable[[str], None]) -> None:
+    """The coordinator reads the last reports, and plans, when the next trainer's Hello is already there."""
+    slow(role)
+    ours, theirs = half_frozen(), half_frozen()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, policy="random") as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            for step in range(30):
+                train(model, optimizer, [step], square_loss)
+                if step in (9, 19):
+                    model[2 + step // 10].requires_grad_(True)
+        opt.synchronize()
+    assert differing(weights(ours), weights(theirs)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

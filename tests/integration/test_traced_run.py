@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train
+from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train, wait_for_coordinator
 
 from hytrain import trace
 
@@ -71,7 +71,9 @@ def timeline(run_dir: Path) -> Timeline:
     """Of a run in which layers change owners all the time."""
     model = llama()
     with adamw(model, policy="random", trace=True) as opt:
-        train(model, opt, range(STEPS))
+        for step in range(STEPS):
+            train(model, opt, [step])
+            wait_for_coordinator(opt)
     return Timeline.of(run_dir)
 
 
