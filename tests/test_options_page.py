@@ -1,0 +1,62 @@
+"""docs/options.md has every option with its default, and none that there is not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+import hytrain
+from hytrain.config import ClusterConfig
+from hytrain.recipe.config import Recipe, Section
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "options.md").read_text()
+ROW = re.compile(r"^\| `([\w.]+)` \| (?:`(.+?)`|(required)) \|", re.MULTILINE)
+
+
+def table(heading: str) -> dict[str, str]:
+    """Option -> default, as a section of the page has them."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return {name: default or required for name, default, required in ROW.findall(section)}
+
+
+def said(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, (str, Path)) else repr(value)
+
+
+def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        parts = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        below = [kind for kind in parts if issubclass(kind, Section)]
+        if below:
+            yield from of_section(below[0], f"{prefix}{name}.")
+        else:
+            yield prefix + name, "required" if field.is_required() else said(field.default)
+
+
+def of_adamw() -> dict[str, str]:
+    parameters = list(inspect.signature(hytrain.AdamW).parameters.values())
+    return {known.name: said(known.default) for known in parameters if known.name not in ("model", "param_groups")}
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        ("hytrain.AdamW", of_adamw()),
+        ("Processes", dict(of_section(ClusterConfig))),
+        ("Recipes", dict(of_section(Recipe))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_page_has_every_option_with_its_default(heading: str, expected: dict[str, str]) -> None:
+    assert table(heading) == expected
+
+
+def test_each_setting_of_the_processes_has_its_variable() -> None:
+    for name in ClusterConfig.model_fields:
+        assert re.search(rf"^\| `{name}` \|.*\| `HYTRAIN_{name.upper()}` \|", PAGE, re.MULTILINE), name
