@@ -93,10 +93,11 @@ def run(dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int,
             assert opt.grad_norm is not None
             norms.append(float(opt.grad_norm))
             seen |= banks(opt)
-            if "policy" in options:
-                wait_for_coordinator(opt)
+            wait_for_coordinator(opt)
         done = Run(state(opt) | weights(model), norms, opt.skipped_steps, seen)
+    ends_s = time.monotonic() + 60.0
     while len(own := records(opt)[before:]) < STEPS:  # the coordinator writes the last ones when it hears of the end
+        assert time.monotonic() < ends_s, f"{len(own)} records"
         time.sleep(0.001)
     done.modes = {record["mode"] for record in own}
     return done
