@@ -152,8 +152,9 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
             assert stranger.returncode == 2 and str(tmp_path / "run") in stranger.stderr
 
             go_on(launcher)
-            read_until(launcher, paused)
+            # Read while they come: what nobody reads fills the pipe, and a follower that stands loses records.
             followed = [json.loads(line) for line in read_until(follower, lambda line: json.loads(line)["k"] == 1.0)]
+            read_until(launcher, paused)
             assert followed == recorded(tmp_path / "run")[4:], "the command took hold, and no record is missing"
             now = json.loads(ask("--once", "--json").stdout)
             assert now["objective"] == "gpu-memory", "each command reached the coordinator"
@@ -231,6 +232,35 @@ def status(**changed: Any) -> m.Status:
         "reason": "[k] is in time",
     }
     return m.Status(**{**fields, **changed})
+
+
+class Replayed(monitor.Attachment):
+    """Answers and the feed as they come, in turn: a list is what the feed brings until it is silent."""
+
+    def __init__(self, *events: m.Status | list[m.Status]) -> None:
+        self.events, self._feed = list(events), self  # type: ignore[assignment]
+
+    def ask(self, question: Any, kind: Any) -> Any:
+        assert not self.events or isinstance(self.events[0], m.Status)
+        return self.events.pop(0) if self.events else None
+
+    def receive(self, timeout_s: float) -> m.Status | None:
+        news = self.events[0] if self.events else []
+        if isinstance(news, list) and news:
+            return news.pop(0)
+        if isinstance(news, list) and self.events and timeout_s:
+            del self.events[0]
+        return None
+
+
+def test_an_answer_that_overtakes_the_feed_loses_no_record() -> None:
+    """It was asked for while nothing came, and sent when more had."""
+    known = [status(record=json.dumps(RECORD | {"step": step, "at_s": float(step)})) for step in range(1, 8)]
+    one, two, three, four, five, six, seven = known
+    attached = Replayed(two, [one, two, three], five, [four, five, six], seven, [])
+    assert list(attached.statuses()) == [two, three, four, five, five, six, seven]
+    # The feed lost what came between, as it may: then the answer is what there is.
+    assert list(Replayed(one, [two], five, [], [six]).statuses()) == [one, two, five, six]
 
 
 def test_a_line_has_what_the_record_has() -> None:

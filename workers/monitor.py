@@ -43,6 +43,8 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 #: How long the feed may be silent before the coordinator is looked at, and asked.
 LOOK_S: Final = 0.5
+#: How long after an answer the feed may take to bring what was published before it.
+LAG_S: Final = 0.2
 ANSWER_S: Final = 10.0
 REDRAW_S: Final = 0.25
 
@@ -206,13 +208,23 @@ class Attachment:
         """The present status, then each new one, until the run ends. While no step ends it asks now and then."""
         newest_s = 0.0
         while (status := self.ask(m.StatusRequest(), m.Status)) is not None:
-            newest_s = view.recorded_at_s(status)
-            yield status
-            while (news := self._feed.receive(LOOK_S)) is not None:
-                # An answer overtakes what the feed still holds.
-                if isinstance(news, m.Status) and view.recorded_at_s(news) > newest_s:
-                    newest_s = view.recorded_at_s(news)
-                    yield news
+            # The answer overtakes what the feed still holds; for the first one that does not count.
+            while 0.0 < newest_s < view.recorded_at_s(status) and (news := self._next(newest_s, LAG_S)) is not None:
+                newest_s = view.recorded_at_s(news)
+                yield news
+            if view.recorded_at_s(status) >= newest_s:
+                newest_s = view.recorded_at_s(status)
+                yield status
+            while (news := self._next(newest_s, LOOK_S)) is not None:
+                newest_s = view.recorded_at_s(news)
+                yield news
+
+    def _next(self, newest_s: float, timeout_s: float) -> m.Status | None:
+        """The next status of the feed with a newer record, None after `timeout_s` seconds without any status."""
+        while (news := self._feed.receive(timeout_s)) is not None:
+            if isinstance(news, m.Status) and view.recorded_at_s(news) > newest_s:
+                return news
+        return None
 
 
 # ---------------------------------------------------------------- the modes
