@@ -114,7 +114,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill the child's tree and its process group, and wait until they are gone: their memory is the next one's."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error, OSError):  # it may have ended, and been waited for
-        os.killpg(child.pid, signal.SIGSTOP)  # or it starts another one after this look at its tree
+        # Or it starts another one after this look at its tree. Not the group: a child that was stopped before its exec
+        # would hold its parent in vfork, where that cannot stop.
+        child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         tree = psutil.Process(child.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,29 @@ def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
     outcome = guard.watch(child(program), bounds, log, print)
     assert outcome.error is not None and outcome.error.startswith(error)
     assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
+
+
+@pytest.mark.spawns
+def test_a_child_cannot_start_another_while_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts one after the other; the look at its tree takes as long as on a busy machine."""
+    children = psutil.Process.children
+
+    def slowly(self: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+        seen = children(self, recursive=recursive)
+        time.sleep(0.3)
+        return seen
+
+    def stop(line: str, peak_bytes: int) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(psutil.Process, "children", slowly)
+    spawn = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    program = f"for n in range(100): print({spawn}.pid, flush=True); time.sleep(0.02); n or say('begun\\n')"
+    log = tmp_path / "log.txt"
+    with pytest.raises(InterruptedError):
+        guard.watch(child(program), guard.Bounds(timeout_s=100.0, floor_bytes=0), log, stop)
+    pids = log.read_text().split()
+    assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids)
 
 
 def test_last_meaningful_line() -> None:

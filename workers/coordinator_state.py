@@ -32,9 +32,7 @@ class CoordinatorState:
     def handle(self, message: m.Message, now_s: float) -> list[Command]:
         """What follows from `message`. Raises `HandshakeError`, `OwnershipError`, `ValueError` for what cannot be."""
         commands = self._follow(message)
-        if (
-            "trainer" in self._farewells
-        ):  # it has left, and what the optimizer says until it has, too, is not for the next
+        if "trainer" in self._farewells:  # a plan under way is not for the next one
             commands = [known for known in commands if not (isinstance(known, Send) and known.role == "trainer")]
         return commands
 

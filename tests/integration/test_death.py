@@ -27,7 +27,6 @@ from hytrain.errors import ClusterError, WorkerDied
 
 ENDLESS = SCRIPTS / "endless.py"
 DEADLINE_S = 5.0
-PATIENCE_S = 60.0
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -95,11 +94,12 @@ def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> 
         raise Late(f"the first process is still there after {DEADLINE_S} s") from None
 
 
-def fails(process: psutil.Process) -> bool:
-    """Wait for the end of a process that stays a zombie, since its parent is stopped."""
+def wait_for_zombie(process: psutil.Process) -> None:
+    """Until the end of a process that stays a zombie, since its parent is stopped."""
     descriptor = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([descriptor], [], [], PATIENCE_S)[0])
+        if not select.select([descriptor], [], [], DEADLINE_S)[0]:
+            raise Late(f"{process} is still there after {DEADLINE_S} s")
     finally:
         os.close(descriptor)
 
@@ -132,7 +132,7 @@ def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].suspend()
         family[role].kill()
-        assert fails(family["trainer"])
+        wait_for_zombie(family["trainer"])
         family["launcher"].resume()
         assert all_end(first, family) == 128 + signal.SIGKILL
         errors = rest(first)
