@@ -33,8 +33,9 @@ from benchmarks.job import Job, Segment
 from benchmarks.loop import Running, Setting, Unavailable, batches, build_model, flops_a_step
 from benchmarks.systems import SYSTEMS
 
-#: Steps for which k must have stood still, and no layer have moved, before a segment that has patience is measured.
-STILL_STEPS: Final = 4
+#: Steps for which k must have stood still, and no layer have moved, before a segment that has patience is measured: the
+#: planner, which decides every fourth step, has looked at its last plan twice.
+STILL_STEPS: Final = 8
 
 
 def main() -> int:
