@@ -177,16 +177,16 @@ def prediction(rows: Rows) -> str:
 
 
 def idle(rows: Rows) -> str:
-    """The GPU's idle share by cause; with HyTrain's own measure of its stalls beside it."""
+    """The GPU's idle share by cause, on each host; with HyTrain's own measure of its stalls beside it."""
     body = []
-    for row in rows.of_part("idle"):
+    for row in rows.where(part="idle"):
         if error := row.get("error"):
-            body.append([row["system"], f"failed: {error}", *[MISSING] * 6])
+            body.append([*group(row), row["system"], f"failed: {error}", *[MISSING] * 6])
         elif measured := row.get("idle"):
             shares = [share(measured[cause], 2) for cause in ("share", "weights", "launch", "turnaround", "other")]
             stall = share(ratio(row.get("stall_s"), row["step_s"]), 2)
-            body.append([row["system"], number(row.get("k"), 2), *shares, stall])
-    head = ["system", "k", "idle", "weights", "launch", "turnaround", "other", "stalls by HyTrain's own marks"]
+            body.append([*group(row), row["system"], number(row.get("k"), 2), *shares, stall])
+    head = ["host", "commit", "system", "k", "idle", "weights", "launch", "turnaround", "other", "stalls by HyTrain's own marks"]
     return markdown(head, body)
 
 
