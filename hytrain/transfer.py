@@ -200,6 +200,9 @@ class CudaTransfers:
         return self._copy(self._state, copies)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
+        if not copies:  # torch refuses an empty list
+            now = self.clock.mark()
+            return Transfer(None, (now, now))
         destinations: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for destination, source in copies:

@@ -1,0 +1,143 @@
+"""The code that copies to and from a GPU, over a CPU's memory: all of it but streams, events and pinning.
+
+What it says of order between streams only a GPU can show (tests/test_gpu.py). That every call of it is one that torch
+takes, and moves what it should, is shown here for whoever has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import LR, adamw, differing, perceptron, square_loss, state, train, weights
+from torch import nn
+
+import hytrain
+from hytrain.measure import HostClock
+from hytrain.transfer import CudaTransfers
+
+
+class Event:
+    """Work is done when it is asked for, so an event is passed when it is recorded."""
+
+    def __init__(self, **options: bool) -> None:
+        self.at_s: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at_s = time.monotonic()
+
+    def synchronize(self) -> None:
+        assert self.at_s is not None, "waits for what was never recorded"
+
+    def wait(self, stream: Stream) -> None:
+        self.synchronize()
+
+
+class Stream:
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, Stream)
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+
+class OverHostMemory(CudaTransfers):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.clock = HostClock()
+
+    def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None:
+        pass
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def cuda_over_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = Stream()
+    for name, stub in {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: only,
+        "default_stream": lambda device=None: only,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda device=None: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("hytrain.optim.transfers_for", OverHostMemory)
+
+
+def result(model: nn.Module, opt: hytrain.AdamW) -> dict[str, torch.Tensor]:
+    opt.synchronize()
+    return {**weights(model), **state(opt)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_saved_and_resumed(k: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = perceptron(dtype=dtype)
+    with adamw(whole, k=k) as opt:
+        train(whole, opt, range(6), square_loss)
+        opt.save(tmp_path)
+        saved, kept = opt.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+        for entry in saved["state"].values():
+            entry.update({plane: tensor.clone() for plane, tensor in entry.items()})
+        train(whole, opt, range(6, 12), square_loss)
+        expected = result(whole, opt)
+    loads: list[Callable[[hytrain.AdamW], None]] = [
+        lambda opt: opt.load(tmp_path),
+        lambda opt: opt.load_state_dict(saved),
+    ]
+    for load in loads:
+        model = perceptron(dtype=dtype)
+        with adamw(model, k=k) as opt:
+            model.load_state_dict(kept)
+            load(opt)
+            train(model, opt, range(6, 12), square_loss)
+            assert differing(result(model, opt), expected) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_weights_from_outside(k: float) -> None:
+    def trained(optimizer: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
+        model = perceptron()
+        with optimizer(model) as opt:
+            train(model, opt, range(2), square_loss)
+            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
+            train(model, opt, range(2, 4), square_loss)
+            if isinstance(opt, hytrain.AdamW):
+                opt.synchronize()
+                with torch.no_grad():
+                    model[0][0].weight.mul_(0.5)
+                opt.import_weights()
+            else:
+                with torch.no_grad():
+                    model[0][0].weight.mul_(0.5)
+            train(model, opt, range(4, 6), square_loss)
+            model.state_dict()
+            return weights(model)
+
+    ours = trained(lambda model: adamw(model, k=k))
+    theirs = trained(lambda model: contextlib.nullcontext(torch.optim.AdamW(model.parameters(), lr=LR, fused=True)))
+    assert differing(ours, theirs) == []
+
+
+def test_layers_that_move_all_the_time() -> None:
+    results = []
+    for options in ({"policy": "random"}, {"k": 0.0}):
+        model = perceptron(dtype=torch.bfloat16)
+        with adamw(model, max_grad_norm=1.0, **options) as opt:
+            train(model, opt, range(40), square_loss)
+            results.append(result(model, opt))
+            moved = opt.statistics().moved
+        assert bool(moved) == ("policy" in options)
+    assert differing(*results) == []
