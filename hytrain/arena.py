@@ -5,7 +5,7 @@ the descriptor. The trainer maps `grads` and `weights`, the planes it works with
 when it has to read them. Both map it where huge pages can be: a page of 2 MiB is touched, pinned and given back in
 much less time than 512 of 4 KiB.
 
-    optimizer: HostArena.create ── touch ──SCM_RIGHTS──▶ trainer: MappedArena ── tensor views, pinned on CUDA
+    optimizer: HostArena ── touch ──SCM_RIGHTS──▶ trainer: ArenaFile ── Mapping ── tensor views, pinned on CUDA
 
 Views keep their mapping alive: an arena that was given up stays readable to whoever still holds a view.
 """
@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import struct
 from typing import Final
@@ -31,6 +32,8 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 HUGE_PAGE_BYTES: Final = 2 << 20
 MAX_ANNOUNCEMENT_BYTES: Final = 4096
+#: Files that a process has open besides: data, sockets, a GPU's driver.
+_OTHER_DESCRIPTORS: Final = 512
 
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -58,6 +61,18 @@ class Mapping:
         if _libc.mmap(self.address, nbytes, access, how, descriptor, 0) != self.address:
             raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
         self.buffer = memoryview(room)[start : start + nbytes]
+
+
+def allow_descriptors(layers: int) -> None:
+    """Let this process have as many files open as arenas of so many layers need, as far as its hard limit goes.
+
+    An arena is a file for as long as it lives, and while a layer changes owners it may have two.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * layers + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class HostArena:

@@ -141,7 +141,7 @@ def check_model(model: nn.Module) -> torch.device:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
     if not trainable:
         raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")
     devices = {parameter.device for parameter in trainable}

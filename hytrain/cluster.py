@@ -61,8 +61,7 @@ class PrivateCluster:
         deadline = time.monotonic() + timeout_s + 10.0
         line = b""
         while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self._launcher.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-            if not readable:
+            if not _becomes_readable(self._launcher.stdout.fileno(), deadline - time.monotonic()):
                 raise ClusterTimeout(f"HyTrain's processes were not ready within {timeout_s:.0f} s")
             chunk = os.read(self._launcher.stdout.fileno(), 4096)
             if not chunk:
@@ -85,7 +84,7 @@ class PrivateCluster:
                 pipe.close()
         if self._launcher.returncode is None:
             pidfd = os.pidfd_open(self._launcher.pid)  # Popen.wait with a time limit looks every 50 ms
-            if not select.select([pidfd], [], [], STOP_TIMEOUT_S)[0]:
+            if not _becomes_readable(pidfd, STOP_TIMEOUT_S):
                 self._launcher.kill()
             os.close(pidfd)
         self._launcher.wait()
@@ -124,6 +123,13 @@ def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat
         return Cluster.read(socket_dir), seat
     private = PrivateCluster(config)
     return private.cluster, private
+
+
+def _becomes_readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait for it. `select` takes no descriptor above 1023, and who trains may have many files open."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(timeout_s, 0.0) * 1e3))
 
 
 def _environment() -> dict[str, str]:

@@ -171,6 +171,8 @@ class Engine:
         )
         if (landing := layer.landing) is None:
             return
+        for segment in layer.segments:
+            self._check_place(segment.owner)
         self._transfers.land(landing)
         if on_host:
             landing.synchronize()
@@ -198,7 +200,7 @@ class Engine:
         if not self._in_backward:
             try:
                 self._begin_backward(parameter)
-            except NonFiniteGradients:  # of the step before, by which this backward must not leave a gradient behind
+            except (NonFiniteGradients, UsageError):  # of what was before: no gradient of this backward is left behind
                 tensor.grad = None
                 raise
         if parameter.backward == self._backward:
@@ -230,10 +232,14 @@ class Engine:
             self.health.refuse(f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding")
         if gradient.requires_grad:
             self.health.refuse("backward(create_graph=True) needs gradients that HyTrain has consumed")
+        self._check_place(parameter)
+
+    def _check_place(self, parameter: TrainedParameter) -> None:
+        """Refuse updates for a storage that the parameter does not have any more."""
         if parameter.parameter.data_ptr() != parameter.address:
             self.health.refuse(
-                f"the storage of {parameter.name} was replaced after hytrain.AdamW was made: "
-                "move or convert the model first, then make the optimizer"
+                f"the storage of {parameter.name} was replaced after hytrain.AdamW was made: move or convert the model "
+                "before, or call opt.close() first"
             )
 
     def _begin_step(self) -> None:
@@ -242,6 +248,8 @@ class Engine:
         self._came = frozenset(lid for lid in lids if self.layers[lid].life.owner == "gpu")
         self.clipping.settle()
         self._import_written()
+        if self._root.step != self._step:  # the whole model was not entered, which looks for them
+            self._refuse_foreign_writes()
         if self._state_loaded:  # a float16 master is no part of its weights: those that were there may be others
             halves = [known for known in self.parameters if known.parameter.dtype is torch.float16]
             self._import(halves, keep_remainder=True)
@@ -539,8 +547,8 @@ class Engine:
         """Remainders came with the state: weights that are loaded before the next step belong to them."""
         self._state_loaded = True
 
-    def import_weights(self) -> None:
-        """Make all parameters' values the master weights, without remainder; the moments stay.
+    def import_weights(self, *, keep_remainder: bool = False) -> None:
+        """Make all parameters' values the master weights, without remainders or with those that fit; the moments stay.
 
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
@@ -548,7 +556,7 @@ class Engine:
         for parameter in self._written_parameters():
             if not all(layer.life.is_current for layer, _ in parameter.places):
                 raise UsageError(f"{parameter.name} was written before its update: opt.synchronize() before writing")
-        self._import(self.parameters, keep_remainder=False)
+        self._import(self.parameters, keep_remainder=keep_remainder)
 
     def _import_written(self) -> None:
         if self._written:
@@ -585,12 +593,19 @@ class Engine:
             _log.warning("updates may be lost, so go on from a checkpoint: %s", self.health.failure)
         try:
             if self.health.failure is None and not self._in_backward:
-                with contextlib.suppress(HyTrainError):  # the run is over already; whoever trains has heard of it
-                    self.synchronize()
+                self._end_last_step()
         finally:
             self.health.fail(UsageError("this hytrain.AdamW is closed"))
             self._link.close()
             self.release()
+
+    def _end_last_step(self) -> None:
+        try:
+            self.synchronize()
+        except UsageError as error:
+            _log.error("the last updates did not reach the model: %s", error)
+        except HyTrainError:
+            pass  # the run is over already; whoever trains has heard of it
 
     def release(self) -> None:
         """Give all planes up, once no copy from or into them is under way."""

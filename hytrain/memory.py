@@ -59,7 +59,7 @@ def host_bytes(layouts: list[ArenaLayout]) -> int:
 
 def second_bank_fits(layouts: list[ArenaLayout], k: float, limit: int | None) -> bool:
     """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k."""
-    return host_bytes(layouts) * (1.0 - k) <= _bound(limit)
+    return host_bytes(layouts) * (1.0 - k) <= host_bound(limit)
 
 
 def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None) -> None:
@@ -70,7 +70,7 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
     needed = int(host_bytes(layouts) * (1.0 - k))
     numel = sum(handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None)
     source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less 1 GiB"
-    bound = _bound(limit)
+    bound = host_bound(limit)
     if needed > bound:
         raise CapacityError(
             f"the CPU's share of {numel / 1e6:.1f} M parameters at k={k:.2f} needs {needed / 1e9:.2f} GB of host "
@@ -79,5 +79,6 @@ def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None)
         )
 
 
-def _bound(limit: int | None) -> int:
+def host_bound(limit: int | None) -> int:
+    """Bytes of host memory that planes may take: as stated, or what the machine has left now, less a margin."""
     return limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)

@@ -29,17 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from hytrain import hooks, saving
+from hytrain.arena import allow_descriptors
 from hytrain.calibration import calibrate
 from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import ClusterConfig
 from hytrain.consumed import SCALER
 from hytrain.engine import Engine
-from hytrain.errors import BackendUnavailable, UsageError
+from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import backend as backends
 from hytrain.layers import ModelLayer, split_layers
 from hytrain.link import THREAD_PREFIX, Link
-from hytrain.memory import GpuMemory, host_bytes, require_host_memory, second_bank_fits
+from hytrain.memory import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.statistics import Statistics
 from hytrain.trace import TraceWriter
@@ -169,6 +170,8 @@ class AdamW(torch.optim.Optimizer):
             [p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self.param_groups
         ]
         parts = split_layers(self._model, {id(parameter) for group in groups for parameter in group})
+        if not parts:
+            raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self._parameters)
         needed, limit = [layer.layout for layer in layers], self._cluster.host_memory_limit
         require_host_memory(needed, self._options.k or 0.0, limit)
@@ -180,7 +183,8 @@ class AdamW(torch.optim.Optimizer):
         self._start(continues=hasattr(self, "_engine"))
         detach = hooks.attach(self._engine, self._model, gates, self._parameters)
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
-        self._others = [p for group in self.param_groups for p in group["params"] if id(p) not in _managed]
+        given = [p for group in self.param_groups for p in group["params"]]
+        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # an empty one never changes
         self._engine.watch(partial(_any_thawed, self._others), weakref.WeakMethod(self._thaw))
         self._detach = partial(_detach, detach, self._parameters)
         self._leave = partial(_leave, self._engine, self._detach)
@@ -212,7 +216,7 @@ class AdamW(torch.optim.Optimizer):
             link=self._link,
             transfers=transfers,
             host=host,
-            read_groups=partial(_read_groups, self.param_groups),
+            read_groups=partial(_read_groups, weakref.ref(self), len(self.param_groups)),
             free_gpu_bytes=memory.free_bytes,
             options=options,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
@@ -221,6 +225,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             calibration = calibrate(layers, self._device, transfers, host)
             self._link.join()
+            allow_descriptors(len(layers))
             table = LayerTable(
                 layers=layers,
                 inbox=self._link.name,
@@ -232,7 +237,8 @@ class AdamW(torch.optim.Optimizer):
                 k=options.k,
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
-                host_bytes=cluster.host_memory_limit,
+                # With "auto", the planes of all layers fit. With a number, those of the rest; a command may change it.
+                host_bytes=cluster.host_memory_limit if options.k is None else host_bound(cluster.host_memory_limit),
                 continues=continues,
             )
             plan = self._link.agree(table, calibration)
@@ -348,20 +354,38 @@ class AdamW(torch.optim.Optimizer):
         bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder. That of
         float16 parameters is the master itself (float32). The loss scale's state has a key that torch ignores.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._engine.expose_state()
         state = saving.state_dict(self.param_groups, self._parameters, self._resting)
-        scaling = self._engine.clipping.loss_scale
-        return state if scaling is None else {**state, "loss_scale": scaling.state()}
+        if (scaling := self._engine.clipping.loss_scale) is not None:
+            state["loss_scale"] = scaling.state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
-        self._engine.import_weights()
-        self._engine.expose_state()
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._expose_for_loading()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         saving.load_state_dict(state_dict, self.param_groups, self._parameters, self._resting, names)
         if (scaling := self._engine.clipping.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
         self._engine.state_was_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _expose_for_loading(self) -> None:
+        """What is loaded may be a view of what is there, so nothing of that is cleared before."""
+        self._engine.import_weights(keep_remainder=True)
+        self._engine.expose_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Asked for by `copy` and `pickle`."""
+        raise UsageError("a hytrain.AdamW cannot be copied or pickled: do so with its state_dict(), or use opt.save")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -406,9 +430,11 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after."""
-        self._engine.import_weights()
-        self._engine.expose_state()
+        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after.
+
+        Raises `ConfigError`, before anything is changed, if it is not whole or not of this model.
+        """
+        self._expose_for_loading()
         named = dict(self._model.named_parameters())
         scaling = self._engine.clipping.loss_scale
         self._engine.steps = saving.load(
@@ -492,8 +518,12 @@ def _cores(pid: int) -> list[int]:
     return sorted(cores)
 
 
-def _read_groups(param_groups: list[dict[str, Any]]) -> tuple[GroupHyper, ...]:
-    """The hyperparameters as they are now."""
+def _read_groups(of: Callable[[], AdamW | None], count: int) -> tuple[GroupHyper, ...]:
+    """The hyperparameters as they are now. The list of groups may have been replaced since the last time."""
+    optimizer = of()
+    param_groups = [] if optimizer is None else optimizer.param_groups
+    if len(param_groups) != count:
+        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {count}: use add_param_group")
     return tuple(
         GroupHyper(
             lr=float(group["lr"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ from hytrain.scaling import LossScale
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
+#: As safetensors calls them.
+DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}
 #: Keys of torch's groups that say how to compute, not what: no part of the state.
 #: What a group of `torch.optim.AdamW` has besides, so that it goes on with the same arithmetic.
 AS_TORCH: Final = {
@@ -74,6 +77,8 @@ def load_state_dict(
         raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
     for parameter in (parameter for group in groups for parameter in group["params"]):
         _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
+    for other in theirs:
+        _check_algorithm(other)
     for group, other in zip(groups, theirs, strict=True):
         group.update(_hyper(other))
     for known in parameters:
@@ -99,16 +104,6 @@ def save(
     loss_scale: LossScale | None = None,
 ) -> None:
     """Write the state after `steps` steps into `folder`, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for layer in _layers(parameters):
-        tensors = {
-            f"{plane}.{segment.spec.name}": tensor
-            for plane in STATE_PLANES
-            for segment, tensor in zip(layer.segments, layer.state(plane), strict=True)
-            if tensor is not None
-        }
-        save_file(tensors, _file(folder, layer))
-    resting.save(folder / RESTING)
     index = {
         "format": FORMAT,
         "steps": steps,
@@ -117,7 +112,12 @@ def save(
         "resting": resting.counts,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    text = json.dumps(index, indent=1, default=float)  # numpy's numbers are numbers, too
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in _layers(parameters):
+        save_file(dict(_named_planes(layer)), _file(folder, layer))
+    resting.save(folder / RESTING)
+    (folder / INDEX).write_text(text)
 
 
 def load(
@@ -129,7 +129,10 @@ def load(
     *,
     loss_scale: LossScale | None = None,
 ) -> int:
-    """Read what `save` wrote; the number of steps. Raises `ConfigError` if it is of another model, or not there."""
+    """Read what `save` wrote; the number of steps.
+
+    Raises `ConfigError`, before anything is changed, if it is of another model, or not there, or not whole.
+    """
     try:
         index = json.loads((folder / INDEX).read_text())
     except (OSError, ValueError) as error:
@@ -140,14 +143,18 @@ def load(
         raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
     if len(index["param_groups"]) != len(groups):
         raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
-    for layer in _layers(parameters):
+    layers = _layers(parameters)
+    for layer in layers:
+        _check_file(_file(folder, layer), dict(_named_planes(layer)))
+    try:
+        rested = load_file(folder / RESTING) if index["resting"] else {}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+    for layer in layers:
         tensors = load_file(_file(folder, layer))
-        for plane in STATE_PLANES:
-            for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
-                if tensor is not None:
-                    _copy(tensor, tensors.get(f"{plane}.{segment.spec.name}"), f"{plane} of {segment.spec.name}")
+        for name, tensor in _named_planes(layer):
+            tensor.copy_(tensors[name])
     resting.clear()
-    rested = load_file(folder / RESTING) if index["resting"] else {}
     for name, count in index["resting"].items():
         planes = {plane: rested.get(f"{plane}.{name}") for plane in STATE_PLANES}
         resting.load(name, named[name], {"step": count, **planes})
@@ -296,7 +303,30 @@ def _file(folder: Path, layer: TrainedLayer) -> Path:
     return folder / f"layer-{layer.lid:05d}.safetensors"
 
 
-def _copy(tensor: Tensor, source: Tensor | None, what: str) -> None:
-    if source is None or source.shape != tensor.shape or source.dtype != tensor.dtype:
-        raise ConfigError(f"the saved {what} is missing or of another shape")
-    tensor.copy_(source)
+def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
+    """A layer's state as its file has it, by name."""
+    for plane in STATE_PLANES:
+        for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
+            if tensor is not None:
+                yield f"{plane}.{segment.spec.name}", tensor
+
+
+def _check_file(path: Path, expected: dict[str, Tensor]) -> None:
+    """Raise `ConfigError` unless a layer's file is there, whole, and has these tensors, by its header alone."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in expected.items():
+                found = file.get_slice(name) if name in file.keys() else None  # noqa: SIM118  (no mapping)
+                kind = None if found is None else (tuple(found.get_shape()), found.get_dtype())
+                if kind != (tensor.shape, DTYPES[tensor.dtype]):
+                    raise ConfigError(f"{name} in {path} is missing or of another shape")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the optimizer state in {path.parent} is not whole: {path.name}: {error}") from None
+
+
+def _check_algorithm(group: dict[str, Any]) -> None:
+    """Raise `ConfigError` for the state of an algorithm that would not be gone on with."""
+    if group.get("amsgrad"):
+        raise ConfigError("the loaded state is one of amsgrad=True, which hytrain.AdamW does not have")
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise ConfigError("the loaded state is one of Adam with its weight decay, not of AdamW: train on with that")

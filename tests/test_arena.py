@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from hytrain import arena as arena_module
-from hytrain.arena import HUGE_PAGE_BYTES, ArenaFile, HostArena, Mapping, peer_pid, receive_arena, send_arena
+from hytrain.arena import (
+    HUGE_PAGE_BYTES,
+    ArenaFile,
+    HostArena,
+    Mapping,
+    allow_descriptors,
+    peer_pid,
+    receive_arena,
+    send_arena,
+)
 from protocol.codec import WireError, encode
 from protocol.handles import ArenaLayout, HandleError, layout
 from protocol.messages import Goodbye, Layer, Message, PlanesReady, Segment
@@ -74,6 +84,26 @@ def read(buffer: memoryview, plane: str, segment: int) -> bytes:
     handle = LAYOUT.handles[plane][segment]
     assert handle is not None
     return bytes(buffer[handle.offset : handle.offset + handle.nbytes])
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """A soft limit of 600 open files; gives the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_layers_may_have_more_descriptors(few_descriptors: int) -> None:
+    def soft_limit(layers: int) -> int:
+        allow_descriptors(layers)
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    assert soft_limit(10) == 600, "as it was, where it suffices"
+    assert soft_limit(200) > 600, "two for each, and some"
+    assert soft_limit(10) > 600, "never less again"
+    assert few_descriptors == resource.RLIM_INFINITY or soft_limit(10**9) == few_descriptors
 
 
 def test_an_arena_begins_as_zeros_of_its_layouts_size(arena: HostArena) -> None:

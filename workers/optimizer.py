@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+from hytrain.arena import allow_descriptors
 from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend, load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
@@ -163,6 +164,7 @@ class Session:
         trace: TraceWriter | None,
     ) -> None:
         self._backend, self._max_threads = backend, max_threads
+        allow_descriptors(len(table.layers))
         self._trainer, self._coordinator = trainer, coordinator
         self._queue = UpdateQueue(table.layers, speculate=table.banks == 2)
         self._plans = PlanBook("optimizer", len(table.layers))

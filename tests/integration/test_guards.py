@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import resource
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, weights
+from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, vectors, weights
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -37,6 +39,96 @@ def test_a_write_from_outside_is_refused_or_imported(k: float) -> None:
         train(model, opt, [2], square_loss)
         opt.synchronize()
         assert float(model[0][0].weight.detach().abs().max()) < 0.01 + 2 * LR
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_write_from_outside_is_refused_where_the_whole_model_is_never_called(k: float) -> None:
+    model = perceptron()
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        hidden = vectors(step)
+        for block in model.children():
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(3), loss)
+        opt.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.fill_(5)
+        with pytest.raises(UsageError, match="written from outside"):
+            loss(model, 3).backward()
+        opt.import_weights()
+        train(model, opt, [4], loss)
+        opt.synchronize()
+        assert float((model[0][0].weight.detach() - 5).abs().max()) < 1.0, "what was written is trained on"
+
+
+def test_a_model_converted_while_updates_are_under_way_is_not_saved() -> None:
+    for use in (nn.Module.state_dict, lambda model: square_loss(model, 3)):
+        model = perceptron()
+        with adamw(model, k=0.0) as opt:
+            train(model, opt, range(2), square_loss)
+            model.double()
+            with pytest.raises(UsageError, match="storage of .* was replaced"):
+                use(model)
+
+
+def test_closing_says_what_a_converted_model_has_lost(caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        model.double()
+    assert "the last updates did not reach the model" in caplog.text
+
+
+def test_who_trains_may_have_many_files_open() -> None:
+    """More than `select` can tell apart."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        model = perceptron()
+        with adamw(model, k=0.0) as opt:
+            train(model, opt, range(2), square_loss)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_replaced_groups_are_read() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5, lr=0.1) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in opt.param_groups]
+        opt.synchronize()
+        before = weights(model)
+        train(model, opt, range(2, 4), square_loss)
+        opt.synchronize()
+        assert differing(weights(model), before) == []
+        opt.param_groups = [*opt.param_groups, {**opt.param_groups[0], "params": []}]
+        with pytest.raises(UsageError, match="use add_param_group"):
+            square_loss(model, 4).backward()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_an_empty_parameter_does_no_harm(k: float) -> None:
+    def made() -> nn.Sequential:
+        model = perceptron()
+        model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+        return model
+
+    plain, ours = made(), made()
+    train(plain, Reference(plain, lr=LR), range(4), square_loss)
+    with adamw(ours, k=k) as opt:
+        train(ours, opt, range(4), lambda model, step: square_loss(model, step) + model.nothing.sum())
+        opt.synchronize()
+        assert differing(weights(ours), weights(plain)) == []
+    model = perceptron()
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+    with pytest.raises(UnsupportedError, match="nothing to train"):
+        hytrain.AdamW(model, [{"params": [model.nothing]}])
 
 
 def test_users_pre_hooks_see_new_weights() -> None:

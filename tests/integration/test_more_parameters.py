@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Reference, adamw, differing, llama, perceptron, square_loss, state, train, weights
+from helpers import (
+    Reference,
+    adamw,
+    differing,
+    llama,
+    perceptron,
+    square_loss,
+    state,
+    train,
+    wait_for_coordinator,
+    weights,
+)
 from torch import nn
 
 from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
@@ -87,6 +98,22 @@ def test_commands_outlive_a_new_beginning() -> None:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     threads = [record["threads"] for record in records]
     assert set(threads[:4]) <= {None, 2} and set(threads[4:]) <= {None, 1} and threads[-1] == 1
+
+
+def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a k of its own, only the rest of the layers had to fit when training began."""
+    model = perceptron()
+    room = 16 * sum(parameter.numel() for parameter in model.parameters()) // 2
+    monkeypatch.setattr("hytrain.optim.host_bound", lambda limit: room)
+    with adamw(model, k=0.8) as opt:
+        train(model, opt, range(4), square_loss)
+        assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
+        for step in range(4, 60):
+            train(model, opt, [step], square_loss)
+            wait_for_coordinator(opt)
+            if opt.statistics().k < 0.8:
+                break
+        assert 0.4 < opt.statistics().k < 0.8
 
 
 def test_a_group_that_is_added_later() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import pickle
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -29,7 +33,7 @@ from helpers import (
     weights,
     write_recipe,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -136,8 +140,8 @@ def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     buffer.seek(0)
-    copy: dict[str, Any] = torch.load(buffer)
-    return copy
+    loaded: dict[str, Any] = torch.load(buffer)
+    return loaded
 
 
 def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -189,6 +193,86 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="shape"):
                 load()
         train(large, opt, range(2), lambda model, step: model(vectors(step, 48)).square().mean())
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_state_loaded_where_it_lies_changes_nothing(dtype: torch.dtype, k: float) -> None:
+    """`state_dict` gives views."""
+    model = perceptron(dtype=dtype)
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(5), square_loss)
+        before = state(opt)
+        opt.load_state_dict(opt.state_dict())
+        assert differing(state(opt), before) == []
+
+
+@pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
+def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -> None:
+    model = perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(tmp_path)
+        train(model, opt, range(2, 4), square_loss)
+        *_, last = sorted(tmp_path.glob("layer-*.safetensors"))
+        if damage == "no file":
+            last.unlink()
+        elif damage == "half a file":
+            last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+        else:
+            save_file({name: tensor[:-1].clone() for name, tensor in load_file(last).items()}, last)
+        before = state(opt)
+        with pytest.raises(ConfigError, match=last.name):
+            opt.load(tmp_path)
+        assert differing(state(opt), before) == []
+        train(model, opt, range(4, 6), square_loss)
+
+
+def test_the_state_of_another_algorithm_is_refused() -> None:
+    other: list[torch.optim.Optimizer] = []
+    for make in (
+        lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+        lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1),
+        lambda parameters: torch.optim.Adam(parameters),
+    ):
+        model = perceptron()
+        other.append(make(model.parameters()))
+        train(model, other[-1], range(2), square_loss)
+    with adamw(perceptron()) as opt:
+        with pytest.raises(ConfigError, match="amsgrad"):
+            opt.load_state_dict(other[0].state_dict())
+        with pytest.raises(ConfigError, match="not of AdamW"):
+            opt.load_state_dict(other[1].state_dict())
+        opt.load_state_dict(other[2].state_dict())  # without decay the two are one
+        assert differing(state(opt), state(other[2])) == []
+
+
+def test_numpys_numbers_are_saved(tmp_path: Path) -> None:
+    model = perceptron()
+    with adamw(model, lr=0.5) as opt:
+        opt.param_groups[0]["lr"] = np.float32(0.25)
+        opt.save(tmp_path)
+        opt.param_groups[0]["lr"] = 0.5
+        opt.load(tmp_path)
+        assert opt.param_groups[0]["lr"] == 0.25
+
+
+def test_hooks_on_state_dicts_are_called_as_torch_does() -> None:
+    called: list[str] = []
+    for make in (lambda model: nullcontext(torch.optim.AdamW(model.parameters())), adamw):
+        with make(perceptron()) as opt:
+            opt.register_state_dict_pre_hook(lambda opt: called.append("before"))
+            opt.register_state_dict_post_hook(lambda opt, state: {**state, "ours": 1})
+            opt.register_load_state_dict_pre_hook(lambda opt, state: called.append(f"loads {state['ours']}"))
+            opt.register_load_state_dict_post_hook(lambda opt: called.append("after"))
+            opt.load_state_dict(opt.state_dict())
+    assert called == 2 * ["before", "loads 1", "after"]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_optimizer_itself_is_neither_copied_nor_pickled(how: Callable[[Any], Any]) -> None:
+    with adamw(perceptron()) as opt, pytest.raises(UsageError, match=r"state_dict\(\)"):
+        how(opt)
 
 
 def test_saving_after_close_is_refused(tmp_path: Path) -> None:
