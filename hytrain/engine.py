@@ -224,8 +224,10 @@ class Engine:
         gradient = self.accumulation.take(parameter)
         parameter.step = self._step
         parameter.count += 1
+        stream = self._transfers.stream()
         for layer, index in parameter.places:
             layer.filled[index] = layer.segments[index].part(gradient)
+            layer.streams.add(stream)
 
     def _check_gradient(self, parameter: TrainedParameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -345,6 +347,8 @@ class Engine:
     def _dispatch(self, layer: TrainedLayer) -> None:
         """The layer's gradients are all there: to the optimizer, or straight into the device's update."""
         step, counts = self._step, layer.counts()
+        self._transfers.join(layer.streams, layer.filled.values())
+        layer.streams.clear()
         if self._overlap:
             self.clipping.add(layer)
         layer.landing = None

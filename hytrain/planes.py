@@ -27,7 +27,7 @@ from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.layers import ModelLayer, storage_order
 from hytrain.lifecycle import LayerLife, State
-from hytrain.transfer import Copy, Room, Transfer, Transfers
+from hytrain.transfer import Copy, Room, Stream, Transfer, Transfers
 from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout, plane_dtype
 from protocol.messages import Layer, Segment
 
@@ -264,8 +264,9 @@ class Moving:
 
 @dataclass(slots=True, eq=False)
 class TrainedLayer:
-    """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `sent` the
-    step counts of the update that is under way, `landing` its weights on their way in, `moving` its state."""
+    """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `streams` those that
+    they were made on, `sent` the step counts of the update that is under way, `landing` its weights on their way in,
+    `moving` its state."""
 
     spec: Layer
     name: str
@@ -275,6 +276,7 @@ class TrainedLayer:
     planes: ArenaPlanes | DevicePlanes | None = None
     landing: Transfer | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)
+    streams: set[Stream] = field(default_factory=set)
     sent: tuple[int, ...] = ()
     moving: Moving | None = None
 

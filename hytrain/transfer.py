@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,6 +24,8 @@ from hytrain.measure import Clock, CudaClock, HostClock, Span
 PIECE_BYTES: Final = 32 << 20
 #: (destination, source), both 1-D of one length and dtype
 Copy = tuple[torch.Tensor, torch.Tensor]
+#: A stream of work on a device; None on a CPU, where everything has been done when it was called.
+Stream = torch.cuda.Stream | None
 #: From when on memory that the current stream has allocated may be written by another one.
 Room = torch.cuda.Event | None
 
@@ -49,6 +51,10 @@ class Transfers(Protocol):
     def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None: ...
 
     def unpin(self, address: int, nbytes: int) -> None: ...
+
+    def stream(self) -> Stream: ...
+
+    def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None: ...
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer: ...
 
@@ -78,6 +84,12 @@ class HostTransfers:
 
     def unpin(self, address: int, nbytes: int) -> None:
         """Nothing was pinned."""
+
+    def stream(self) -> Stream:
+        return None
+
+    def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
+        """There are no streams."""
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         began = self.clock.mark()
@@ -152,6 +164,19 @@ class CudaTransfers:
         """Before the pages are given back: DMA into pages that were returned hits stale memory."""
         for start, _ in cut(address, nbytes):
             torch.cuda.cudart().cudaHostUnregister(start)
+
+    def stream(self) -> Stream:
+        """The current one: autograd runs a gradient's hook on the stream on which it made the gradient."""
+        return torch.cuda.current_stream(self._device)
+
+    def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
+        """Make the current stream wait for what others have made; their memory is kept for it, too."""
+        current = torch.cuda.current_stream(self._device)
+        others = [stream for stream in streams if stream is not None and stream != current]
+        for other in others:
+            current.wait_stream(other)
+        for tensor in made if others else ():
+            tensor.record_stream(current)
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy gradients, ready on the current stream, into pinned planes."""

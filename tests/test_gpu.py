@@ -258,3 +258,106 @@ def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtyp
         optimizer.close()
     for other in results[1:]:
         assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None:
+    """By files and by dictionaries, at another k than it was saved at."""
+
+    def steps(model: nn.Module, optimizer: hytrain.AdamW, numbers: range) -> None:
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def copied(model: nn.Module, optimizer: hytrain.AdamW) -> tuple[dict[str, Any], dict[str, Any]]:
+        state = optimizer.state_dict()
+        entries = {i: {name: t.cpu().clone() for name, t in entry.items()} for i, entry in state["state"].items()}
+        return {name: t.cpu().clone() for name, t in model.state_dict().items()}, {**state, "state": entries}
+
+    whole = llama(dtype)
+    optimizer = hytrain.AdamW(whole, lr=1e-3, k=0.3, run_dir=str(tmp_path / "whole"))
+    steps(whole, optimizer, range(4))
+    optimizer.save(tmp_path / "state")
+    weights, saved = copied(whole, optimizer)
+    steps(whole, optimizer, range(4, 8))
+    expected = copied(whole, optimizer)
+    optimizer.close()
+    for way in ("files", "dictionary"):
+        model = llama(dtype)
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(tmp_path / way))
+        model.load_state_dict(weights)
+        if way == "files":
+            optimizer.load(tmp_path / "state")
+        else:
+            optimizer.load_state_dict(saved)
+        steps(model, optimizer, range(4, 8))
+        found = copied(model, optimizer)
+        optimizer.close()
+        assert all(torch.equal(found[0][name], tensor) for name, tensor in expected[0].items())
+        for index, entry in expected[1]["state"].items():
+            assert all(torch.equal(found[1]["state"][index][name], tensor) for name, tensor in entry.items())
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_weights_that_were_written_are_trained_on(k: float, tmp_path: Path) -> None:
+    model = wide(torch.bfloat16)
+    optimizer = hytrain.AdamW(model, lr=0.0, weight_decay=0.0, k=k, run_dir=str(tmp_path))
+
+    def step() -> None:
+        model(torch.ones(2, 3000, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    optimizer.synchronize()
+    with torch.no_grad():
+        model[0][0].weight.fill_(0.5)
+    optimizer.import_weights()
+    step()
+    model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+    step()
+    optimizer.synchronize()
+    assert torch.equal(model[0][0].weight, torch.ones_like(model[0][0].weight))
+    optimizer.close()
+
+
+class Branches(nn.Module):
+    """Two branches, the second one on a stream of its own if there is one."""
+
+    def __init__(self, side: torch.cuda.Stream | None) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(1024, 1024, device="cuda"), nn.Linear(1024, 1024, device="cuda")
+        self.side = side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.side is None:
+            return x + (self.near(x) + self.far(x)).tanh()
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            y = self.far(x)
+        x.record_stream(self.side)
+        current.wait_stream(self.side)
+        y.record_stream(current)
+        return x + (self.near(x) + y).tanh()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_gradients_of_two_streams(k: float, tmp_path: Path) -> None:
+    results = []
+    for side in (None, torch.cuda.Stream()):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Branches(side) for _ in range(4)))
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(tmp_path / str(side is None)))
+        for number in range(10):
+            torch.manual_seed(number)
+            model(torch.randn(4096, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: tensor.cpu().clone() for name, tensor in model.state_dict().items()})
+        optimizer.close()
+    assert all(torch.equal(results[1][name], tensor) for name, tensor in results[0].items())

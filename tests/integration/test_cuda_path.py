@@ -18,7 +18,9 @@ from helpers import LR, adamw, differing, perceptron, square_loss, state, train,
 from torch import nn
 
 import hytrain
+from hytrain.engine import Engine
 from hytrain.measure import HostClock
+from hytrain.planes import TrainedLayer
 from hytrain.transfer import CudaTransfers
 
 
@@ -40,10 +42,10 @@ class Event:
 
 class Stream:
     def __init__(self, device: torch.device | None = None) -> None:
-        pass
+        self.waited_for: set[Stream] = set()
 
     def wait_stream(self, other: Stream) -> None:
-        assert isinstance(other, Stream)
+        self.waited_for.add(other)
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
@@ -61,19 +63,28 @@ class OverHostMemory(CudaTransfers):
         pass
 
 
+class Current:
+    """The user's streams, and the one that is current."""
+
+    def __init__(self) -> None:
+        self.streams = Stream(), Stream()
+        self.stream = self.streams[0]
+
+
 @pytest.fixture(autouse=True)
-def cuda_over_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    only = Stream()
+def current(monkeypatch: pytest.MonkeyPatch) -> Current:
+    current = Current()
     for name, stub in {
         "Event": Event,
         "Stream": Stream,
-        "current_stream": lambda device=None: only,
-        "default_stream": lambda device=None: only,
+        "current_stream": lambda device=None: current.stream,
+        "default_stream": lambda device=None: current.streams[0],
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr("hytrain.optim.transfers_for", OverHostMemory)
+    return current
 
 
 def result(model: nn.Module, opt: hytrain.AdamW) -> dict[str, torch.Tensor]:
@@ -141,3 +152,32 @@ def test_layers_that_move_all_the_time() -> None:
             moved = opt.statistics().moved
         assert bool(moved) == ("policy" in options)
     assert differing(*results) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's gradients may be made on several; whoever sends or applies them is on one of those."""
+    model, kept = perceptron(), set[int]()
+    for index, parameter in enumerate(model.parameters()):  # hooks run in the order in which they were hung in
+
+        def run_on(tensor: torch.Tensor, stream: Stream = current.streams[index % 2]) -> None:
+            current.stream = stream
+            stream.waited_for.clear()
+
+        parameter.register_post_accumulate_grad_hook(run_on)
+    dispatched = []
+
+    def dispatch(self: Engine, layer: TrainedLayer) -> None:
+        gradients, (other,) = list(layer.filled.values()), set(current.streams) - {current.stream}
+        assert layer.streams == set(current.streams), "a weight's and a bias's"
+        before(self, layer)
+        assert other in current.stream.waited_for
+        assert {id(gradient) for gradient in gradients} <= kept
+        dispatched.append(layer.lid)
+
+    before = Engine._dispatch
+    monkeypatch.setattr(Engine, "_dispatch", dispatch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
+    with adamw(model, k=k) as opt:
+        train(model, opt, range(2), square_loss)
+        assert len(dispatched) == 2 * len(opt._layers)
