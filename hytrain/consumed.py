@@ -24,7 +24,8 @@ _ADVICE: Final = {
     "accumulate": "a second backward before step() and zero_grad() would add to gradients that are gone: to accumulate "
     "over n backwards, pass grad_accumulation=n to hytrain.AdamW; else call opt.step() and opt.zero_grad() after each",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
-    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart",
+    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart. "
+    "The norm is opt.grad_norm then",
     "scale": SCALER,
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",

@@ -604,8 +604,11 @@ class Engine:
             self.release()
 
     def _end_last_step(self) -> None:
+        """Raises `NonFiniteGradients` of the last step, which nobody else would hear of."""
         try:
             self.synchronize()
+        except NonFiniteGradients:
+            raise
         except UsageError as error:
             _log.error("the last updates did not reach the model: %s", error)
         except HyTrainError:

@@ -72,8 +72,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
         clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
         on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
-            "raise" does so too, and raises `NonFiniteGradients` in the next backward or `synchronize`. None trains on,
-            as torch does.
+            "raise" does so too, and raises `NonFiniteGradients` in the next backward, `synchronize` or `close`. None
+            trains on, as torch does.
         speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
             takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
         loss_scale: a number, or "dynamic" for what `torch.amp.GradScaler` does: call `opt.scale(loss).backward()`. Norm
@@ -491,7 +491,10 @@ class AdamW(torch.optim.Optimizer):
         return Path(self._cluster.run_dir)
 
     def close(self) -> None:
-        """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit."""
+        """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit.
+
+        Raises `NonFiniteGradients`, when all is closed, if it is to be raised for the last step.
+        """
         self._close()
 
 

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Self
 from hytrain import trace
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
+from protocol.channel import address
 from workers import affinity, process, run_folder
 from workers.process import Child
 
@@ -93,6 +94,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')} is for recipes: a Python program has settings of its own")
     config = ClusterConfig.resolve(flags=flags)
+    if config.run_dir is not None:
+        run_folder.claim(Path(config.run_dir).resolve())
     with Supervisor(config, default_name=program.stem) as supervisor:
         return supervisor.supervise([sys.executable, str(program), *arguments.arguments])
 
@@ -128,10 +131,23 @@ def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
     run_folder.claim(folder)
+    resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         print(f"hytrain-cluster: {folder} had a run in it, which is in {aside} now", file=sys.stderr)
+    before = resolved.read_text() if resolved.exists() else None
+    status = _supervise_recipe(recipe, config, resolved)
+    if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
+        print(f"hytrain-cluster: nothing was trained, so {folder} has that run again", file=sys.stderr)
+    elif status == EXIT_USAGE and before is not None:
+        resolved.write_text(before)
+    return status
+
+
+def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path) -> int:
+    """Its processes; the recipe is written to `resolved`, in its folder."""
+    from hytrain.recipe import config as recipes
+
     with Supervisor(config, default_name=recipe.run.name) as supervisor:
-        resolved = supervisor.run_dir / "recipe.yaml"
         resolved.write_text(recipes.dump(recipe))
         command = [
             sys.executable,
@@ -165,6 +181,8 @@ def _attach(parent: int, config: ClusterConfig) -> int:
         parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return 0
+    if config.run_dir is not None:  # a program may have several optimizers, and one folder in its environment
+        config = config.model_copy(update={"run_dir": str(run_folder.claim_or_beside(Path(config.run_dir).resolve()))})
     with Supervisor(config, default_name=f"process-{parent}") as supervisor:
         print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
         return supervisor.attend(parent_fd)
@@ -186,15 +204,21 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         """Start coordinator and optimizer. Raises `ClusterError` if one does not become ready, leaving nothing."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{error.strerror}; give another"
+            raise ConfigError(f"the run's folder {self.run_dir} cannot be written to: {why}") from None
         if self._config.trace:
             trace.clear(self.run_dir)
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
         try:
+            _check_length(self.socket_dir)
             os.set_blocking(self._wake_write, False)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, self._on_signal)
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    signal.signal(number, self._on_signal)
             self._start()
         except BaseException:
             self._end()
@@ -356,8 +380,8 @@ class Tee:
             rest = memoryview(chunk)
             while rest:
                 rest = rest[os.write(self.pipes[pipe], rest) :]
-        except BrokenPipeError:
-            pass  # whoever read has left; the log has it all
+        except OSError:
+            pass  # whoever read has left, or the terminal was closed; the log has it all
         if not chunk:
             os.close(pipe)
             del self.pipes[pipe]
@@ -371,6 +395,14 @@ class Tee:
     def close(self) -> None:
         for pipe in self.pipes:
             os.close(pipe)
+
+
+def _check_length(socket_dir: Path) -> None:
+    """Raise `ConfigError` if a trainer's socket could not have a name in there."""
+    try:
+        address(str(socket_dir), f"trainer-0-{secrets.token_hex(4)}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _status(child: Child) -> int:

@@ -1,12 +1,13 @@
-"""A recipe's folder: one run at a time, and a fresh one does not mix with what an earlier one left.
+"""A run's folder: one run at a time, and a recipe's fresh run does not mix with what an earlier one left.
 
-claim ─▶ a lock that goes with the process      set_aside ─▶ NAME.1, NAME.2, …
+claim ─▶ a lock that goes with the process      set_aside ─▶ NAME.1, NAME.2, …      nothing was trained ─▶ bring_back
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -18,14 +19,40 @@ CONTENTS: Final = ("recipe.yaml", "metrics.jsonl", "loss.png", "trace.json", "tr
 
 
 def claim(folder: Path) -> int:
-    """Make the folder this process's own until it ends; the lock's descriptor. Raises `ConfigError` if it is taken."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Make the folder this process's own until it ends; the lock's descriptor.
+
+    Raises `ConfigError` if it is taken, or cannot be written to.
+    """
+    descriptor = _lock(folder)
+    if descriptor is None:
+        raise ConfigError(f"a run is going on in {folder}: give this one another --run-dir, or run.name")
+    return descriptor
+
+
+def claim_or_beside(folder: Path) -> Path:
+    """The folder, or if a run is going on in it NAME-2, NAME-3, … beside it; this process's own until it ends.
+
+    Raises `ConfigError` if it cannot be written to.
+    """
+    number, free = 1, folder
+    while _lock(free) is None:
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _lock(folder: Path) -> int | None:
+    """The lock's descriptor, None if another process has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be written to: {error.strerror}; give another") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"a run is going on in {folder}: give this one another --run-dir, or run.name") from None
+        return None
     except OSError:
         pass  # a file system without locks
     return descriptor
@@ -43,3 +70,19 @@ def set_aside(folder: Path) -> Path | None:
     for path in left:
         path.rename(aside / path.name)
     return aside
+
+
+def bring_back(folder: Path, aside: Path) -> bool:
+    """Put back what was set aside, if nothing has been trained since; whether that was so."""
+    metrics = folder / "metrics.jsonl"
+    if (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size):
+        return False
+    for path in (folder / name for name in CONTENTS):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for path in aside.iterdir():
+        path.rename(folder / path.name)
+    aside.rmdir()
+    return True

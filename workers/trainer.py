@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
     arguments = parser.parse_args()
     worker_logging()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a batch system's, a terminal's: told as Ctrl-C is
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
         recipe = config.load(arguments.recipe)
         from hytrain.recipe.loop import train

@@ -97,7 +97,10 @@ def _folder(run_dir: Path) -> Path:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The checkpoint {folder} is damaged: {STATE_FILE}: {error}; resume from another.") from None
     return state
 
 

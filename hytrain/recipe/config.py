@@ -301,7 +301,7 @@ def _sentence(error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"])
         return f"{reason}, not {error['input']!r}." if location and _is_leaf(error) else f"{reason}."
-    message = re.sub(r"^\w+ should", "it should", error["msg"])
+    message = re.sub(r"^\w+ should", "it should", error["msg"]).replace("a valid tuple", "a list, as in [a, b]")
     return f'"{key}" is {error["input"]!r}, but {message}.'
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -94,7 +95,7 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     else:
         try:
             module = _AUTO_MODEL.from_pretrained(model.path, config=hf, dtype=dtype, local_files_only=True).to(device)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"No model can be loaded from {model.path}: {reason}") from None
     if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.clipping import NormSoFar
-from hytrain.errors import ConfigError, NonFiniteGradients
+from hytrain.errors import ConfigError, NonFiniteGradients, UsageError
 from hytrain.planes import ArenaPlanes
 from protocol.handles import layout
 
@@ -184,6 +184,18 @@ def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
         assert differing(weights(model), before) == []
         model.step = 2
         train(model, opt, [2], square_loss)
+
+
+def test_a_nonfinite_gradient_in_the_last_step_is_told_when_closing() -> None:
+    model = make(torch.float32, {1: (0, math.inf)})
+    opt = hytrain.AdamW(model, on_nonfinite="raise", k=0.5)
+    train(model, opt, [0], square_loss)
+    model.step = 1
+    train(model, opt, [1], square_loss)
+    with pytest.raises(NonFiniteGradients, match="a gradient of step 1 was not finite"):
+        opt.close()
+    with pytest.raises(UsageError, match="closed"):
+        opt.synchronize()
 
 
 @pytest.mark.parametrize("make_model", [gpt2, llama])

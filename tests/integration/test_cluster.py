@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +33,8 @@ from helpers import (
 )
 
 from hytrain.config import CLUSTER_VARIABLE
+from hytrain.errors import ConfigError
+from hytrain.recipe.checkpoint import latest
 from workers.run_folder import claim
 
 PLAIN = SCRIPTS / "plain.py"
@@ -142,6 +148,86 @@ def test_a_fresh_start_leaves_the_run_before_beside_it(tmp_path: Path) -> None:
         for path in (folder, tmp_path / "run.1")
     }
     assert steps == {folder: [1, 2, 3, 4, 5], tmp_path / "run.1": [1, 2, 3, 4, 5, 6]}
+
+
+def test_a_start_that_is_refused_leaves_the_run_before_as_it_was(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 2, "warmup_steps": 0})
+    folder = tmp_path / "run"
+    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
+    assert ran.returncode == 0, ran.stderr
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    for options in (
+        ("--set", "data.paths=[nothing.txt]"),
+        ("--set", "train.resume=latest", "--set", "model.dtype=bfloat16"),
+        ("--set", "train.resume=latest"),  # has all its steps
+    ):
+        refused = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+        kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        assert kept == before and not (tmp_path / "run.1").exists()
+    state = folder / "checkpoints" / "step-2" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    damaged = cluster(recipe, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
+    assert damaged.returncode == 2 and "step-2 is damaged: trainer_state.json" in damaged.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        run={"dir": str(tmp_path), "name": "run"},
+        train={"steps": 100_000, "warmup_steps": 0, "checkpoint_every": 5},
+    )
+    options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.PIPE}
+    with started(sys.executable, CLUSTER, recipe, **options) as launcher:
+        while latest(tmp_path / "run") is None:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert "hytrain: interrupted; --set train.resume=latest goes on from" in said
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 60, "warmup_steps": 0})
+    options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.DEVNULL}
+    with started("nohup", sys.executable, CLUSTER, recipe, **options) as launcher:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.stat().st_size:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGHUP)
+        for child in psutil.Process(launcher.pid).children():
+            child.send_signal(signal.SIGHUP)
+        launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and len(metrics.read_text().splitlines()) == 60
+
+
+def test_programs_do_not_share_a_folder(tmp_path: Path) -> None:
+    lock = claim(tmp_path / "run")
+    refused = cluster("--run-dir", tmp_path / "run", PLAIN, "torch", "1", env=environment(HYTRAIN_RUN_DIR=None))
+    assert refused.returncode == 2 and "a run is going on in" in refused.stderr
+    with adamw(perceptron(), run_dir=tmp_path / "run") as opt:
+        assert opt.run_dir == tmp_path / "run-2"
+    os.close(lock)
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"), [("run_dir", "cannot be written to"), ("TMPDIR", "set a shorter TMPDIR")]
+)
+def test_places_that_cannot_be_used_are_one_sentence(
+    what: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    options: dict[str, Any] = {"run_dir": tmp_path / "file" / "run"}
+    if what == "TMPDIR":
+        (long := tmp_path / ("long" * 30)).mkdir()
+        monkeypatch.setenv("TMPDIR", str(long))
+        options = {}
+    with pytest.raises(ConfigError, match=sentence) as raised, adamw(perceptron(), **options):
+        pass
+    assert "Traceback" not in str(raised.value)
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--print-config", "--set=train.steps=1"])
