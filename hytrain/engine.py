@@ -172,7 +172,11 @@ class Engine:
         if (landing := layer.landing) is None:
             return
         for segment in layer.segments:
-            self._check_place(segment.owner)
+            if segment.owner.parameter.data_ptr() != segment.owner.address:
+                raise UsageError(
+                    f"the storage of {segment.owner.name} was replaced while its update was under way: call "
+                    "opt.synchronize() before swapping .data, and opt.close() before moving or converting the model"
+                )
         self._transfers.land(landing)
         if on_host:
             landing.synchronize()
@@ -234,10 +238,6 @@ class Engine:
             self.health.refuse(f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding")
         if gradient.requires_grad:
             self.health.refuse("backward(create_graph=True) needs gradients that HyTrain has consumed")
-        self._check_place(parameter)
-
-    def _check_place(self, parameter: TrainedParameter) -> None:
-        """Refuse updates for a storage that the parameter does not have any more."""
         if parameter.parameter.data_ptr() != parameter.address:
             self.health.refuse(
                 f"the storage of {parameter.name} was replaced after hytrain.AdamW was made: move or convert the model "

@@ -369,16 +369,18 @@ class AdamW(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._expose_for_loading()
+        self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        saving.load_state_dict(state_dict, self.param_groups, self._parameters, self._resting, names)
+        saving.load_state_dict(
+            state_dict, self.param_groups, self._parameters, self._resting, names, when_checked=self._import_for_loading
+        )
         if (scaling := self._engine.clipping.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
         self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _expose_for_loading(self) -> None:
+    def _import_for_loading(self) -> None:
         """What is loaded may be a view of what is there, so nothing of that is cleared before."""
         self._engine.import_weights(keep_remainder=True)
         self._engine.expose_state()
@@ -434,11 +436,17 @@ class AdamW(torch.optim.Optimizer):
 
         Raises `ConfigError`, before anything is changed, if it is not whole or not of this model.
         """
-        self._expose_for_loading()
+        self._engine.expose_state()
         named = dict(self._model.named_parameters())
         scaling = self._engine.clipping.loss_scale
         self._engine.steps = saving.load(
-            Path(folder), self.param_groups, self._parameters, self._resting, named, loss_scale=scaling
+            Path(folder),
+            self.param_groups,
+            self._parameters,
+            self._resting,
+            named,
+            loss_scale=scaling,
+            when_checked=self._import_for_loading,
         )
         self._engine.state_was_loaded()
 

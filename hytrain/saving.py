@@ -9,7 +9,7 @@ Both are complete and independent of k: the same bytes, whoever owned a layer wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,10 +66,12 @@ def load_state_dict(
     parameters: list[TrainedParameter],
     resting: Resting,
     names: dict[int, str],
+    *,
+    when_checked: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
 
-    `names` are those of all the model's parameters, by ID.
+    `names` are those of all the model's parameters, by ID; `when_checked` is called before the first change.
     """
     index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
@@ -79,6 +81,7 @@ def load_state_dict(
         _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
     for other in theirs:
         _check_algorithm(other)
+    when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(_hyper(other))
     for known in parameters:
@@ -128,8 +131,9 @@ def load(
     named: dict[str, nn.Parameter],
     *,
     loss_scale: LossScale | None = None,
+    when_checked: Callable[[], None] = lambda: None,
 ) -> int:
-    """Read what `save` wrote; the number of steps.
+    """Read what `save` wrote; the number of steps. `when_checked` is called before the first change.
 
     Raises `ConfigError`, before anything is changed, if it is of another model, or not there, or not whole.
     """
@@ -150,6 +154,7 @@ def load(
         rested = load_file(folder / RESTING) if index["resting"] else {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+    when_checked()
     for layer in layers:
         tensors = load_file(_file(folder, layer))
         for name, tensor in _named_planes(layer):

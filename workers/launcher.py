@@ -134,12 +134,15 @@ def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         print(f"hytrain-cluster: {folder} had a run in it, which is in {aside} now", file=sys.stderr)
-    before = resolved.read_text() if resolved.exists() else None
-    status = _supervise_recipe(recipe, config, resolved)
-    if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
-        print(f"hytrain-cluster: nothing was trained, so {folder} has that run again", file=sys.stderr)
-    elif status == EXIT_USAGE and before is not None:
-        resolved.write_text(before)
+    before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
+    status = EXIT_USAGE
+    try:
+        status = _supervise_recipe(recipe, config, resolved)
+    finally:
+        if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
+            print(f"hytrain-cluster: nothing was trained, so {folder} has that run again", file=sys.stderr)
+        elif status == EXIT_USAGE and before is not None and run_folder.progress(folder) == progress:
+            resolved.write_text(before)
     return status
 
 

@@ -14,6 +14,8 @@ from typing import Final
 from hytrain.errors import ConfigError
 
 LOCK: Final = ".lock"
+#: The progress of a run that has not made a step.
+NOTHING: Final = 0, frozenset[str]()
 #: What a run leaves in its folder.
 CONTENTS: Final = ("recipe.yaml", "metrics.jsonl", "loss.png", "trace.json", "traces", "checkpoints", "logs")
 
@@ -72,10 +74,16 @@ def set_aside(folder: Path) -> Path | None:
     return aside
 
 
+def progress(folder: Path) -> tuple[int, frozenset[str]]:
+    """What a run has brought: bytes of its records, names of its checkpoints."""
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    names = frozenset(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else frozenset()
+    return metrics.stat().st_size if metrics.exists() else 0, names
+
+
 def bring_back(folder: Path, aside: Path) -> bool:
     """Put back what was set aside, if nothing has been trained since; whether that was so."""
-    metrics = folder / "metrics.jsonl"
-    if (folder / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size):
+    if progress(folder) != NOTHING:
         return False
     for path in (folder / name for name in CONTENTS):
         if path.is_dir():

@@ -10,6 +10,7 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from hytrain.errors import BackendUnavailable, CapacityError, ConfigError, UnsupportedError
@@ -18,6 +19,8 @@ from workers.process import worker_logging
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+#: A batch system's signal, and a terminal's.
+ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
@@ -28,9 +31,9 @@ def main() -> int:
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
     arguments = parser.parse_args()
     worker_logging()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a batch system's, a terminal's: told as Ctrl-C is
+    for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
     try:
         recipe = config.load(arguments.recipe)
         from hytrain.recipe.loop import train
@@ -44,6 +47,13 @@ def main() -> int:
         return EXIT_USAGE
     print(summary.render())
     return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """As Ctrl-C. Whoever signals all processes of a run lets it come twice, once by the launcher."""
+    for other in ENDINGS:
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _way_on(run_dir: Path) -> str:

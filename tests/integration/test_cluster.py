@@ -24,6 +24,7 @@ from helpers import (
     go_on,
     perceptron,
     read_until,
+    role_of,
     roles_below,
     run,
     square_loss,
@@ -160,6 +161,7 @@ def test_a_start_that_is_refused_leaves_the_run_before_as_it_was(tmp_path: Path)
         ("--set", "data.paths=[nothing.txt]"),
         ("--set", "train.resume=latest", "--set", "model.dtype=bfloat16"),
         ("--set", "train.resume=latest"),  # has all its steps
+        ("--cores", "5000"),  # before there is a trainer
     ):
         refused = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
         assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
@@ -183,7 +185,12 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, 
         while latest(tmp_path / "run") is None:
             assert launcher.poll() is None
             time.sleep(0.05)
-        launcher.send_signal(number)
+        for process in (
+            *psutil.Process(launcher.pid).children(),
+            launcher,
+        ):  # as `timeout` does; the launcher passes it on
+            if not isinstance(process, psutil.Process) or role_of(process) == "trainer":
+                process.send_signal(number)
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
     assert "hytrain: interrupted; --set train.resume=latest goes on from" in said

@@ -74,6 +74,29 @@ def test_a_model_converted_while_updates_are_under_way_is_not_saved() -> None:
                 use(model)
 
 
+def test_swapped_storage_is_refused_until_it_is_back() -> None:
+    """As for an evaluation by averaged weights, while updates are under way and when they have landed."""
+    plain, ours = perceptron(), perceptron()
+    train(plain, Reference(plain, lr=LR), range(4), square_loss)
+    with adamw(ours, k=0.0) as opt:
+        for step in (0, 2):
+            train(ours, opt, range(step, step + 2), square_loss)
+            kept = {parameter: parameter.data for parameter in ours.parameters()}
+            for parameter in kept:
+                parameter.data = torch.zeros_like(parameter)
+            with pytest.raises(UsageError, match=r"call opt\.synchronize\(\) before swapping"):
+                square_loss(ours, 9)
+            for parameter, data in kept.items():
+                parameter.data = data
+            opt.synchronize()
+            for parameter in kept:
+                parameter.data = torch.zeros_like(parameter)
+            assert not ours(vectors(9)).count_nonzero(), "by what was swapped in"
+            for parameter, data in kept.items():
+                parameter.data = data
+        assert differing(weights(ours), weights(plain)) == []
+
+
 def test_closing_says_what_a_converted_model_has_lost(caplog: pytest.LogCaptureFixture) -> None:
     model = perceptron()
     with adamw(model, k=0.0) as opt:

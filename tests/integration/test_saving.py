@@ -207,6 +207,23 @@ def test_a_state_loaded_where_it_lies_changes_nothing(dtype: torch.dtype, k: flo
         assert differing(state(opt), before) == []
 
 
+def test_weights_that_were_loaded_are_the_masters_though_their_state_was_refused(tmp_path: Path) -> None:
+    results = []
+    for refused in (False, True):
+        model = perceptron(dtype=torch.bfloat16)
+        with adamw(model, k=0.5) as opt:
+            train(model, opt, range(4), square_loss)
+            model.load_state_dict(perceptron(dtype=torch.bfloat16).state_dict())
+            if refused:
+                with pytest.raises(ConfigError):
+                    opt.load(tmp_path / "nothing")
+                with pytest.raises(ConfigError):
+                    opt.load_state_dict({**opt.state_dict(), "param_groups": []})
+            train(model, opt, range(4, 8), square_loss)
+            results.append(state(opt) | weights(model))
+    assert differing(*results) == []
+
+
 @pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
 def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -> None:
     model = perceptron(dtype=torch.bfloat16)
