@@ -92,9 +92,8 @@ def result(model: nn.Module, opt: hytrain.AdamW) -> dict[str, torch.Tensor]:
     return {**weights(model), **state(opt)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
-def test_saved_and_resumed(k: float, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 0.0), (torch.bfloat16, 0.5), (torch.float16, 1.0)], ids=str)
+def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None:
     whole = perceptron(dtype=dtype)
     with adamw(whole, k=k) as opt:
         train(whole, opt, range(6), square_loss)
