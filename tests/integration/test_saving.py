@@ -224,6 +224,27 @@ def test_weights_that_were_loaded_are_the_masters_though_their_state_was_refused
     assert differing(*results) == []
 
 
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(form: str, tmp_path: Path) -> None:
+    """A write before it needs no `import_weights`."""
+    model = perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), square_loss)
+        opt.save(tmp_path)
+        saved, kept = saved_and_loaded(opt.state_dict()), weights(model)
+        train(model, opt, range(3, 6), square_loss)
+        expected = state(opt) | weights(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(kept[name])
+        if form == "files":
+            opt.load(tmp_path)
+        else:
+            opt.load_state_dict(saved)
+        train(model, opt, range(3, 6), square_loss)
+        assert differing(state(opt) | weights(model), expected) == []
+
+
 @pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
 def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -> None:
     model = perceptron(dtype=torch.bfloat16)
