@@ -326,33 +326,35 @@ def test_weights_that_were_written_are_trained_on(k: float, tmp_path: Path) -> N
 
 
 class Branches(nn.Module):
-    """Two branches, the second one on a stream of its own if there is one."""
+    """Two branches, the second one on a stream of its own; gradients of either come milliseconds late."""
 
-    def __init__(self, side: torch.cuda.Stream | None) -> None:
+    def __init__(self, side: torch.cuda.Stream) -> None:
         super().__init__()
         self.near, self.far = nn.Linear(1024, 1024, device="cuda"), nn.Linear(1024, 1024, device="cuda")
         self.side = side
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.side is None:
-            return x + (self.near(x) + self.far(x)).tanh()
         current = torch.cuda.current_stream()
         self.side.wait_stream(current)
         with torch.cuda.stream(self.side):
-            y = self.far(x)
+            far = self.far(x)
         x.record_stream(self.side)
         current.wait_stream(self.side)
-        y.record_stream(current)
-        return x + (self.near(x) + y).tanh()
+        far.record_stream(current)
+        near = self.near(x)
+        for branch in (far, near):
+            branch.register_hook(lambda _: torch.cuda._sleep(10_000_000))
+        return x + (near + far).tanh()
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_gradients_of_two_streams(k: float, tmp_path: Path) -> None:
+    """The same operations in the same order on one stream: autograd adds up a tensor's gradients in that order."""
     results = []
-    for side in (None, torch.cuda.Stream()):
+    for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
         torch.manual_seed(0)
         model = nn.Sequential(*(Branches(side) for _ in range(4)))
-        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(tmp_path / str(side is None)))
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(tmp_path / str(len(results))))
         for number in range(10):
             torch.manual_seed(number)
             model(torch.randn(4096, 1024, device="cuda")).square().mean().backward()
