@@ -4,12 +4,14 @@
 
 Busy is the union of the intervals of all kernels, and of copies and fills within the device, on whatever stream.
 Copies between host and device run on engines of their own and do not count.
-A gap between two busy stretches gets one of four causes:
+A gap between two busy stretches gets one of five causes:
 
 weights      a copy into the GPU ended in the gap, when the kernel that ends the gap was launched: it waited for it
 launch       else, if that kernel was launched only when the GPU had run dry: the host was late
 turnaround   shorter than 5 µs, and the next kernel was there: the GPU going from one kernel to the next
-other        the next kernel was there and waited for something else: a stream, a gradient's copy
+copies       longer, the next kernel was there, and data went over the link in the gap: the GPU's commands, too, come to
+             it over the link
+other        the next kernel was there and waited for something else, such as another stream
 """
 
 from __future__ import annotations
@@ -19,22 +21,23 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 #: (start, end) in microseconds
 Interval = tuple[float, float]
 TURNAROUND_US: Final = 5.0
-CAUSES: Final = ("weights", "launch", "turnaround", "other")
+CAUSES: Final = ("weights", "launch", "turnaround", "copies", "other")
 
 
 @dataclass
 class Trace:
-    """What the GPU did: kernels as (start, end, when their launch call returned), ends of copies into the GPU."""
+    """What the GPU did: kernels as (start, end, when their launch call returned), copies into the GPU and out of it."""
 
     kernels: list[tuple[float, float, float]] = field(default_factory=list)
-    copies_in_end: list[float] = field(default_factory=list)
+    copies_in: list[Interval] = field(default_factory=list)
+    copies_out: list[Interval] = field(default_factory=list)
 
     @classmethod
     def read(cls, events: Iterable[dict[str, Any]]) -> Self:
@@ -52,14 +55,15 @@ class Trace:
                 launched = launches.get(event.get("args", {}).get("correlation"), -math.inf)
                 trace.kernels.append((start, end, launched))
             elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
-                trace.copies_in_end.append(end)
+                trace.copies_in.append((start, end))
+            elif event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+                trace.copies_out.append((start, end))
         trace.kernels.sort()
-        trace.copies_in_end.sort()
         return trace
 
     def after(self, moment: float) -> Trace:
         """Without the kernels that began before."""
-        return Trace([kernel for kernel in self.kernels if kernel[0] >= moment], self.copies_in_end)
+        return replace(self, kernels=[kernel for kernel in self.kernels if kernel[0] >= moment])
 
 
 def _computes(event: dict[str, Any]) -> bool:
@@ -95,21 +99,33 @@ def idle_shares(trace: Trace) -> dict[str, float]:
         return {}
     wall_us = busy[-1][1] - busy[0][0]
     launched = {start: launch for start, _, launch in reversed(trace.kernels)}
+    arrivals = sorted(end for _, end in trace.copies_in)
+    copies = union([*trace.copies_in, *trace.copies_out])
     lost = dict.fromkeys(CAUSES, 0.0)
     for start, end in gaps(busy):
-        lost[_cause((start, end), launched[end], trace.copies_in_end)] += end - start
+        if _last(arrivals, end) >= max(start, launched[end]):
+            cause = "weights"
+        elif launched[end] > start:
+            cause = "launch"
+        elif end - start < TURNAROUND_US:
+            cause = "turnaround"
+        else:
+            cause = "copies" if _meets(copies, start, end) else "other"
+        lost[cause] += end - start
     shares = {cause: lost_us / wall_us for cause, lost_us in lost.items()}
     return {"share": sum(shares.values()), **shares, "wall_us": wall_us}
 
 
-def _cause(gap: Interval, launched: float, copies_in_end: Sequence[float]) -> str:
-    start, end = gap
-    index = bisect.bisect_right(copies_in_end, end) - 1
-    if index >= 0 and copies_in_end[index] >= max(start, launched):
-        return "weights"
-    if launched > start:
-        return "launch"
-    return "turnaround" if end - start < TURNAROUND_US else "other"
+def _last(moments: Sequence[float], until: float) -> float:
+    """The last of ordered moments that is not after `until`."""
+    index = bisect.bisect_right(moments, until) - 1
+    return moments[index] if index >= 0 else -math.inf
+
+
+def _meets(intervals: Sequence[Interval], start: float, end: float) -> bool:
+    """Whether one of disjoint, ordered intervals has time in common with start to end."""
+    index = bisect.bisect_left(intervals, (end, end)) - 1
+    return index >= 0 and intervals[index][1] > start
 
 
 class Profile:

@@ -6,6 +6,7 @@ from typing import Final
 
 from benchmarks import goals
 from benchmarks.goals import AUTO, is_steady, predicted, reaction
+from benchmarks.idle import CAUSES
 from benchmarks.parts import NO_CLIPPING
 from benchmarks.rows import Rows, group, ratio
 from benchmarks.words import MISSING, NOTHING, markdown, number, share
@@ -181,12 +182,12 @@ def idle(rows: Rows) -> str:
     body = []
     for row in rows.where(part="idle"):
         if error := row.get("error"):
-            body.append([*group(row), row["system"], f"failed: {error}", *[MISSING] * 6])
+            body.append([*group(row), row["system"], f"failed: {error}", *[MISSING] * 7])
         elif measured := row.get("idle"):
-            shares = [share(measured[cause], 2) for cause in ("share", "weights", "launch", "turnaround", "other")]
+            shares = [share(measured.get(cause), 2) for cause in ("share", *CAUSES)]
             stall = share(ratio(row.get("stall_s"), row["step_s"]), 2)
             body.append([*group(row), row["system"], number(row.get("k"), 2), *shares, stall])
-    head = ["host", "commit", "system", "k", "idle", "weights", "launch", "turnaround", "other"]
+    head = ["host", "commit", "system", "k", "idle", *CAUSES]
     return markdown([*head, "stalls by HyTrain's own marks"], body)
 
 

@@ -57,7 +57,14 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
     if segment.label == "given back":
         found["ks"][0] = 0.6
     if segment.profile:
-        found["idle"] = {"share": 0.02, "weights": 0.005, "launch": 0.005, "turnaround": 0.01, "other": 0.0}
+        found["idle"] = {
+            "share": 0.02,
+            "weights": 0.005,
+            "launch": 0.005,
+            "turnaround": 0.01,
+            "copies": 0.0,
+            "other": 0.0,
+        }
     if segment.digest:
         found["digest"] = "00ff"
     return found

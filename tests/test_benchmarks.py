@@ -81,7 +81,12 @@ def shares(*events: dict[str, Any]) -> dict[str, float]:
         ([launch(150, 2), copy("Memcpy HtoD (Pinned -> Device)", 120)], "launch"),
         ([launch(195, 2)], "launch"),
         ([launch(50, 2), copy("Memcpy HtoD (Pinned -> Device)", 90)], "other"),
-        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 199)], "other"),
+        ([launch(50, 2), copy("Memcpy HtoD (Pinned -> Device)", 203)], "copies"),
+        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 102)], "copies"),
+        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 199)], "copies"),
+        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 100)], "other"),
+        ([launch(50, 2), copy("Memcpy DtoH (Device -> Pinned)", 205)], "other"),
+        ([launch(50, 2), copy("Memcpy DtoD (Device -> Device)", 50)], "other"),
         ([], "other"),
     ],
 )
@@ -91,7 +96,7 @@ def test_a_gap_has_a_cause(events: list[dict[str, Any]], cause: str) -> None:
 
 
 def test_short_gaps_are_turnaround_and_overlap_is_busy() -> None:
-    found = shares(kernel(50, 198, 3))
+    found = shares(kernel(50, 198, 3), copy("Memcpy DtoH (Device -> Pinned)", 202))
     assert found["turnaround"] == found["share"] == pytest.approx(2 / 300)
     within = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 100, "dur": 60}
     filled = {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": 160, "dur": 39}
