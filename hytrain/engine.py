@@ -156,6 +156,8 @@ class Engine:
                 self.health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
             if not layer.life.is_current:
                 self._await(layer)
+            elif layer.landing is not None:
+                self._transfers.land(layer.landing)  # the stream that awaited it may have been another one
         if measured:
             lids = tuple(layer.lid for layer in gate.layers)
             self._meter.forward(lids, arrived)
@@ -169,8 +171,10 @@ class Engine:
         self.health.wait_for(
             lambda: layer.landing is not None or layer.life.is_current, f"the update of layer {layer.name}"
         )
-        if (landing := layer.landing) is None:
+        if layer.life.is_current:
             return
+        landing = layer.landing
+        assert landing is not None, "what has been waited for"
         for segment in layer.segments:
             if segment.owner.parameter.data_ptr() != segment.owner.address:
                 raise UsageError(
@@ -181,9 +185,8 @@ class Engine:
         if on_host:
             landing.synchronize()
         with self.health.changed:
-            if layer.landing is landing:  # in this order: interrupted between the two, nobody waits for what has come
+            if not layer.life.is_current:
                 layer.life.on(Event.AWAITED, layer.life.updated)
-                layer.landing = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the step's scale, if there is one."""

@@ -265,8 +265,8 @@ class Moving:
 @dataclass(slots=True, eq=False)
 class TrainedLayer:
     """One layer. `filled` holds this step's gradients by segment until they are sent or applied, `streams` those that
-    they were made on, `sent` the step counts of the update that is under way, `landing` its weights on their way in,
-    `moving` its state."""
+    they were made on, `sent` the step counts of the update that is under way, `landing` the last one's weights on their
+    way in, or there, `moving` its state."""
 
     spec: Layer
     name: str

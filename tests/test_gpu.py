@@ -363,3 +363,42 @@ def test_gradients_of_two_streams(k: float, tmp_path: Path) -> None:
         results.append({name: tensor.cpu().clone() for name, tensor in model.state_dict().items()})
         optimizer.close()
     assert all(torch.equal(results[1][name], tensor) for name, tensor in results[0].items())
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, the second time on a stream of its own; no layer of it is waited for before."""
+
+    def __init__(self, side: torch.cuda.Stream) -> None:
+        super().__init__()
+        self.block = nn.Linear(8192, 8192, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.side = side
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        near = self.block(x)
+        with torch.cuda.stream(self.side):
+            far = self.block(-x)
+        x.record_stream(self.side)
+        current.wait_stream(self.side)
+        far.record_stream(current)
+        return near.sigmoid() + far
+
+
+def test_a_layer_that_is_called_on_two_streams(tmp_path: Path) -> None:
+    results = []
+    for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        torch.manual_seed(0)
+        model = Twice(side)
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=0.0, run_dir=str(tmp_path / str(len(results))))
+        losses = []
+        for number in range(10):
+            torch.manual_seed(number)
+            loss = model(torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([loss.item() for loss in losses])
+        optimizer.close()
+    assert results[1] == results[0]

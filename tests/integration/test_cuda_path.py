@@ -38,11 +38,12 @@ class Event:
 
     def wait(self, stream: Stream) -> None:
         self.synchronize()
+        stream.waited_for.add(self)
 
 
 class Stream:
     def __init__(self, device: torch.device | None = None) -> None:
-        self.waited_for: set[Stream] = set()
+        self.waited_for: set[Stream | Event] = set()
 
     def wait_stream(self, other: Stream) -> None:
         self.waited_for.add(other)
@@ -180,3 +181,22 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
     with adamw(model, k=k) as opt:
         train(model, opt, range(2), square_loss)
         assert len(dispatched) == 2 * len(opt._layers)
+
+
+def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -> None:
+    """A module called twice in a forward, on two streams that do not wait for each other."""
+    model = perceptron()
+    first, second = current.streams
+    with adamw(model, k=0.0) as opt:
+        layer = next(layer for layer in opt._layers if layer.name.startswith("0"))
+        for number in range(3):
+            x = torch.randn(8, model[0][0].in_features)
+            current.stream = first
+            y = model[0](x)
+            current.stream = second
+            y = y + model[0](x)
+            if number:
+                assert layer.landing.done in first.waited_for & second.waited_for
+            model[1:](y).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
