@@ -155,7 +155,10 @@ def check_model(model: nn.Module) -> torch.device:
 def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
     """Raise `UnsupportedError` if others train one of these."""
     if any(id(parameter) in taken for parameter in parameters):
-        raise UnsupportedError("a parameter is trained by another hytrain.AdamW already: close() that one first")
+        raise UnsupportedError(
+            "the model has parameters that another hytrain.AdamW trains: close() that one first, or give one optimizer "
+            "all of them, in as many param_groups as wanted"
+        )
 
 
 def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -206,6 +206,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _start(self, *, continues: bool) -> None:
         options, cluster = self._options, self._cluster
+        if options.backend == "auto" and (reason := backends.why_not_native()):
+            _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         memory = GpuMemory(self._device)
         transfers = transfers_for(self._device)
         host = _host_backend(options.backend) if self._device.type == "cpu" else None

@@ -91,6 +91,7 @@ def test_unknown_key_comes_with_a_suggestion(recipe_file: Path, key: str, meant:
         ("train.betas=[0.9]", '"train.betas'),
         ("train.warmup_steps=10", "smaller than train.steps"),
         ("train.min_lr=1", "not be above train.lr"),
+        ("train.stop_at=11", "not be above train.steps"),
         ("train.device=tpu", "'cpu'"),
         ("model.path=x", "either a path or a config"),
         ("model.config.model_type=3", "needs a model_type"),

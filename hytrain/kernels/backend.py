@@ -83,6 +83,18 @@ def load(name: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
         return _open("torch", threads), f"torch: native is not available ({reason})"
 
 
+def why_not_native() -> str:
+    """Why `load("auto")` does not choose native on this machine; empty if it does. Builds it, if nobody has."""
+    from hytrain.kernels.build import build
+    from hytrain.kernels.native import SOURCE
+
+    try:
+        build(SOURCE)
+    except BackendUnavailable as reason:
+        return str(reason)
+    return ""
+
+
 def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int) -> None:
     """Raise ValueError unless the planes belong together."""
     if (weights_dtype, grads_dtype) not in DTYPES:

@@ -149,6 +149,8 @@ class Train(Section):
             raise ValueError("train.warmup_steps must be smaller than train.steps")
         if self.min_lr > self.lr:
             raise ValueError("train.min_lr must not be above train.lr")
+        if self.stop_at is not None and self.stop_at > self.steps:
+            raise ValueError("train.stop_at must not be above train.steps")
         return self
 
 

@@ -37,7 +37,7 @@ def train(
     task = assemble(recipe, resumed)
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
     start = checkpoint.restore(resumed, opt) if resumed else 0
-    end = min(recipe.train.steps, recipe.train.stop_at or recipe.train.steps)
+    end = recipe.train.stop_at or recipe.train.steps
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
     with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:

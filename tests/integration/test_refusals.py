@@ -168,14 +168,17 @@ def test_too_little_host_memory_shows_the_arithmetic() -> None:
         assert opt.statistics().k >= 0.6
 
 
-def test_a_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("HYTRAIN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(BackendUnavailable, match="no-such-compiler.*torch") as raised:
         hytrain.AdamW(perceptron(), backend="native")
     one_sentence(raised.value)
     model = perceptron()
+    with adamw(model, k=0.5, backend="torch"):
+        assert not caplog.records, "as asked"
     with adamw(model, k=0.5) as opt:
+        assert "updates with torch, which is slower and not bit for bit the same: CXX names" in caplog.text
         train(model, opt, range(3), square_loss)
         assert "torch: native is not available" in (opt.run_dir / "logs" / "optimizer-0.log").read_text()
 
