@@ -7,6 +7,7 @@ that is gone: not `clip_grad_norm_`, not a second backward, not another optimize
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, Final, Self
 
 import torch
@@ -25,7 +26,7 @@ _ADVICE: Final = {
     "over n backwards, pass grad_accumulation=n to hytrain.AdamW; else call opt.step() and opt.zero_grad() after each",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
     "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart. "
-    "The norm is opt.grad_norm then",
+    "The norm of all is opt.grad_norm then; one parameter's is read in a hook of your own (Tensor.register_hook)",
     "scale": SCALER,
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",
@@ -68,3 +69,18 @@ class ConsumedGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+NO_STATE: Final = (
+    "opt.state is empty, as HyTrain keeps moments in planes of its own: read them in opt.state_dict(), change them "
+    "with opt.load_state_dict(), and begin anew with a new optimizer"
+)
+
+
+class NoState(defaultdict[torch.Tensor, Any]):
+    """What stands in `opt.state`: empty, and nothing is read or written there in silence."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(NO_STATE)
+
+    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse

@@ -128,7 +128,7 @@ class Engine:
 
     def settle_writes(self) -> None:
         """What was written from outside, and said so, becomes the masters; raises `UsageError` for other writes."""
-        self._import_written()
+        self.import_written()
         self._refuse_foreign_writes()
 
     def _thaws(self) -> bool:
@@ -140,6 +140,21 @@ class Engine:
     def before_forward(self, gate: Gate) -> None:
         """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
         self._enter(gate)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def before_read(self, parameter: TrainedParameter) -> None:
+        """The current stream may read the parameter after this, except in backward, which updates it."""
+        if self._in_backward or parameter.read == self._step:
+            return
+        if all(gate.step != self._step for gate in parameter.gates):
+            self._await_read(parameter)
+        parameter.read = self._step
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _await_read(self, parameter: TrainedParameter) -> None:
+        for layer, _ in parameter.places:
+            if not layer.life.is_current:
+                self._await(layer)
 
     def _enter(self, gate: Gate) -> None:
         self.health.check()
@@ -213,7 +228,7 @@ class Engine:
         if parameter.backward == self._backward:
             self.health.refuse(f"a second gradient of {parameter.name} in one backward")
         parameter.backward = self._backward
-        if all(gate.step != self._step for gate in parameter.gates):
+        if parameter.read != self._step and all(gate.step != self._step for gate in parameter.gates):
             self._meet_uncovered(parameter)
         if not self.accumulation.is_last:
             self.accumulation.add(parameter)
@@ -252,7 +267,7 @@ class Engine:
         self._finish_handovers()
         self._came = frozenset(lid for lid in lids if self.layers[lid].life.owner == "gpu")
         self.clipping.settle()
-        self._import_written()
+        self.import_written()
         if self._root.step != self._step:  # the whole model was not entered, which looks for them
             self._refuse_foreign_writes()
         if self._state_loaded:  # a float16 master is no part of its weights: those that were there may be others
@@ -409,9 +424,7 @@ class Engine:
         """Mark the boundary: everything was sent when it appeared. Does nothing if there was no gradient."""
         self.health.check()
         self._require_no_backward()
-        for parameter in self.parameters:
-            if parameter.parameter.grad is not None and parameter.parameter.grad is not parameter.consumed:
-                self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
+        self._check_consumed()
         if self.accumulation.pending and not self._backward_done:  # fewer backwards than were announced
             self._begin_step()
             with self._undivided("the update of layers"):
@@ -433,6 +446,23 @@ class Engine:
         with self._undivided("a handover of layers"):
             self._boundary.begin_plan(self._step)
 
+    def _check_consumed(self) -> None:
+        """What backward has updated is what `torch.optim.AdamW` would update now, by the gradients there are."""
+        for parameter in self.parameters:
+            gradient = parameter.parameter.grad
+            if gradient is not None and gradient is not parameter.consumed:
+                self.health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
+            if gradient is None and self._backward_done and parameter.backward == self._backward:
+                self.health.refuse(
+                    f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
+                    'begun: pass on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
+                )
+            if gradient is not None and self._groups is None and self.accumulation.is_first:
+                raise UsageError(
+                    "step() was called again without a backward: gradients that HyTrain has consumed are used once; "
+                    "call opt.zero_grad() after each opt.step()"
+                )
+
     def _require_no_backward(self) -> None:
         """For callers outside of it. One that was interrupted never ends, so that each of them is refused."""
         if self._in_backward:
@@ -447,9 +477,23 @@ class Engine:
         if self._groups is not None or self._in_backward or not self.accumulation.is_first:
             raise UsageError(f"{what} between backward and step(): call it after opt.step()")
 
+    def require_no_update(self, what: str) -> None:
+        """Raise `UsageError` between a backward that updates and `step()`: torch would update after that."""
+        self.health.check()
+        if self._groups is not None:
+            raise UsageError(
+                f"{what} between backward and step(), when updates have begun that torch would make afterwards: "
+                "call it after opt.step()"
+            )
+
     def drop_gradients(self) -> None:
-        """Gradients that were summed for a later update are not wanted."""
-        if not self._in_backward and not self._backward_done:
+        """Gradients that were summed for a later update are not wanted. Raises `UsageError` if it has begun."""
+        if self._backward_done:
+            raise UsageError(
+                "zero_grad() between backward and step() comes too late: the updates began in backward. Call it after "
+                'opt.step(); to leave out steps, pass on_nonfinite="skip"; freeze what a loss is not to train'
+            )
+        if not self._in_backward:
             self.accumulation.reset()
 
     def _finish_handovers(self) -> None:
@@ -565,7 +609,8 @@ class Engine:
                 raise UsageError(f"{parameter.name} was written before its update: opt.synchronize() before writing")
         self._import(self.parameters, keep_remainder=keep_remainder)
 
-    def _import_written(self) -> None:
+    def import_written(self) -> None:
+        """What was written from outside, and said so, becomes the masters."""
         if self._written:
             self.synchronize()
             self._import(self._written_parameters(), keep_remainder=self._state_loaded)

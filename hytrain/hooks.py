@@ -1,5 +1,9 @@
 """The hooks that tie a model to its engine, and what keeps copies of the model free of them.
 
+    forward of the model or of a block ─▶ BeforeRoot, BeforeForward ─▶ its layers are waited for, and measured
+    module.weight, wherever            ─▶ GuardedParameters         ─▶ this parameter is waited for
+    its gradient                       ─▶ OnGradient                ─▶ taken away
+
 A hook knows its engine weakly. Copied with the module (`copy.deepcopy`) or saved with it (`torch.save`), it turns
 into one that does nothing; before a save it lets the engine bring the weights up to date.
 """
@@ -27,9 +31,13 @@ class Engine(Protocol):
 
     def before_root(self) -> None: ...
 
+    def before_read(self, parameter: TrainedParameter) -> None: ...
+
     def on_gradient(self, parameter: TrainedParameter) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def require_no_update(self, what: str) -> None: ...
 
     def weights_were_written(self) -> None: ...
 
@@ -80,6 +88,39 @@ class BeforeRoot(_Hook):
             engine.before_root()
 
 
+class BeforeRead(_Hook):
+    """Called with a parameter that is taken out of its module."""
+
+    def __init__(self, engine: Engine | None, trained: dict[int, TrainedParameter] | None = None) -> None:
+        super().__init__(engine)
+        self._trained = trained or {}
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, parameter: nn.Parameter | None) -> None:
+        if (known := self._trained.get(id(parameter))) is not None and (engine := self.engine) is not None:
+            engine.before_read(known)
+
+
+class GuardedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's own parameters by name. `module.weight` looks here, in whatever method of whatever module it stands.
+
+    What iterates over all of them (`module.parameters()`, `zero_grad()`) does not read their values, and goes past it.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], before_read: BeforeRead) -> None:
+        super().__init__(parameters)
+        self._before_read = before_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if not torch.compiler.is_compiling():
+            self._before_read(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class OnGradient(_Hook):
     """Post-accumulate-grad hook: takes the gradient away."""
 
@@ -94,10 +135,19 @@ class OnGradient(_Hook):
 
 
 class BeforeStateDict(_Hook):
-    """State-dict pre-hook, for saving and for loading: lets every update land first."""
+    """State-dict pre-hook: lets every update land first."""
 
     def __call__(self, *args: Any) -> None:
         if (engine := self.engine) is not None:
+            engine.synchronize()
+
+
+class BeforeLoadStateDict(_Hook):
+    """Load-state-dict pre-hook: lets every update land first."""
+
+    def __call__(self, *args: Any) -> None:
+        if (engine := self.engine) is not None:
+            engine.require_no_update("model.load_state_dict()")
             engine.synchronize()
 
 
@@ -153,9 +203,14 @@ def attach(
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
     for known in parameters:
         hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine, known))
+    before_read = BeforeRead(engine, {id(known.parameter): known for known in parameters})
+    hooks.append(before_read)
+    guarded = [module for module in model.modules() if vars(module).get("_parameters")]
+    for module in guarded:
+        vars(module)["_parameters"] = GuardedParameters(module._parameters, before_read)
     for module in model.modules():
         hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
-        hang(module.register_load_state_dict_pre_hook, BeforeStateDict(engine))
+        hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
         hang(module.register_load_state_dict_post_hook, AfterLoadStateDict(engine))
     holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
     for module in holders:
@@ -164,8 +219,11 @@ def attach(
     def detach() -> None:
         for module in holders:
             vars(module).pop("__deepcopy__", None)
-        for hook, handle in zip(hooks, handles, strict=True):
+        for hook in hooks:
             hook.release()
+        for handle in handles:
             handle.remove()
+        for module in guarded:
+            vars(module)["_parameters"] = dict(module._parameters)
 
     return detach

@@ -34,7 +34,7 @@ from hytrain.calibration import calibrate
 from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
 from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import ClusterConfig
-from hytrain.consumed import SCALER
+from hytrain.consumed import NO_STATE, SCALER, NoState
 from hytrain.engine import Engine
 from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import backend as backends
@@ -185,7 +185,7 @@ class AdamW(torch.optim.Optimizer):
         _managed.update((id(known.parameter), known.parameter) for known in self._parameters)
         given = [p for group in self.param_groups for p in group["params"]]
         self._others = [p for p in given if id(p) not in _managed and p.numel()]  # an empty one never changes
-        self._engine.watch(partial(_any_thawed, self._others), weakref.WeakMethod(self._thaw))
+        self._engine.watch(partial(_any_thawed, weakref.ref(self)), weakref.WeakMethod(self._thaw))
         self._detach = partial(_detach, detach, self._parameters)
         self._leave = partial(_leave, self._engine, self._detach)
         self._close = weakref.finalize(self, _close, os.getpid(), self._leave, self._place)
@@ -218,7 +218,7 @@ class AdamW(torch.optim.Optimizer):
             link=self._link,
             transfers=transfers,
             host=host,
-            read_groups=partial(_read_groups, weakref.ref(self), len(self.param_groups)),
+            read_groups=partial(_read_groups, weakref.ref(self), _group_ids(self.param_groups)),
             free_gpu_bytes=memory.free_bytes,
             options=options,
             trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
@@ -358,6 +358,7 @@ class AdamW(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._engine.import_written()
         self._engine.expose_state()
         state = saving.state_dict(self.param_groups, self._parameters, self._resting)
         if (scaling := self._engine.clipping.loss_scale) is not None:
@@ -371,6 +372,7 @@ class AdamW(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        self._engine.require_no_update("opt.load_state_dict()")
         self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         saving.load_state_dict(
@@ -386,6 +388,17 @@ class AdamW(torch.optim.Optimizer):
         """What is loaded may be a view of what is there, so nothing of that is cleared before."""
         self._engine.import_weights(keep_remainder=True)
         self._engine.expose_state()
+
+    @property  # type: ignore[override]
+    def state(self) -> NoState:
+        """Always empty: see `state_dict`. Raises `UsageError` where torch's would be read, or be written."""
+        return self._no_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if hasattr(self, "_no_state"):
+            raise UsageError(NO_STATE)
+        self._no_state = NoState()  # torch's constructor
 
     def __getstate__(self) -> dict[str, Any]:
         """Asked for by `copy` and `pickle`."""
@@ -423,6 +436,7 @@ class AdamW(torch.optim.Optimizer):
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
         engine = self._engine
+        engine.import_written()
         engine.expose_state()
         saving.save(
             Path(folder),
@@ -438,6 +452,7 @@ class AdamW(torch.optim.Optimizer):
 
         Raises `ConfigError`, before anything is changed, if it is not whole or not of this model.
         """
+        self._engine.require_no_update("opt.load()")
         self._engine.expose_state()
         named = dict(self._model.named_parameters())
         scaling = self._engine.clipping.loss_scale
@@ -531,12 +546,25 @@ def _cores(pid: int) -> list[int]:
     return sorted(cores)
 
 
-def _read_groups(of: Callable[[], AdamW | None], count: int) -> tuple[GroupHyper, ...]:
+def _group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
+    """Which parameters are in which group."""
+    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
+
+
+def _read_groups(of: Callable[[], AdamW | None], ids: list[list[int]]) -> tuple[GroupHyper, ...]:
     """The hyperparameters as they are now. The list of groups may have been replaced since the last time."""
     optimizer = of()
     param_groups = [] if optimizer is None else optimizer.param_groups
-    if len(param_groups) != count:
-        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {count}: use add_param_group")
+    if len(param_groups) != len(ids):
+        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {len(ids)}: use add_param_group")
+    if _group_ids(param_groups) != ids:
+        raise UsageError(
+            "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze some "
+            "with requires_grad_(False), or make the optimizer anew"
+        )
+    for group in param_groups:
+        if not all(0.0 <= float(beta) < 1.0 for beta in group["betas"]):
+            raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
     return tuple(
         GroupHyper(
             lr=float(group["lr"]),
@@ -563,9 +591,16 @@ def _close(pid: int, leave: Callable[[], None], place: PrivateCluster | Seat) ->
         place.close()
 
 
-def _any_thawed(parameters: list[nn.Parameter]) -> bool:
-    """Whether one of these needs a gradient now, and nobody trains it."""
-    return any(parameter.requires_grad and id(parameter) not in _managed for parameter in parameters)
+def _any_thawed(of: Callable[[], AdamW | None]) -> bool:
+    """Whether a parameter needs a gradient now that nobody trains, and the model has all of its own in place.
+
+    `torch.func.functional_call` calls it with others in theirs.
+    """
+    optimizer = of()
+    if optimizer is None or not any(p.requires_grad and id(p) not in _managed for p in optimizer._others):
+        return False
+    present = {id(parameter) for parameter in optimizer._model.parameters()}
+    return all(id(p) in present for group in optimizer.param_groups for p in group["params"])
 
 
 def _leave(engine: Engine, detach: Callable[[], None]) -> None:

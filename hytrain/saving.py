@@ -141,8 +141,13 @@ def load(
         index = json.loads((folder / INDEX).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
-    if index.get("format") != FORMAT or set(index["step_of"]) != {known.name for known in parameters}:
-        raise ConfigError(f"the optimizer state in {folder} is of another model or another version of HyTrain")
+    if index.get("format") != FORMAT:
+        raise ConfigError(f"the optimizer state in {folder} is of another version of HyTrain")
+    if others := set(index["step_of"]) ^ {known.name for known in parameters}:
+        raise ConfigError(
+            f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two and "
+            "is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
+        )
     if unknown := index["resting"].keys() - named.keys():
         raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
     if len(index["param_groups"]) != len(groups):

@@ -361,13 +361,67 @@ def test_a_part_called_by_itself() -> None:
     assert differing(weights(model), weights(expected)) == []
 
 
+class Quantizer(nn.Module):
+    """Reads a codebook and then calls it, in one forward; `shift` is the root's own, and read by `decode` as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.codebook, self.decoder = nn.Linear(32, 64), nn.Embedding(512, 64), nn.Linear(64, 32)
+        self.late = nn.ParameterList([torch.ones(32)])
+        self.shift = nn.Parameter(torch.randn(200_000) * 0.02)
+        self.steps = 0
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z) + self.shift.sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        z = self.encoder(x)
+        nearest = torch.cdist(z.detach(), self.codebook.weight.detach()).argmin(1)
+        y = self.decode(z + self.codebook(nearest))
+        return y * self.late[0] if self.steps > 2 else y
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_weights_are_waited_for_wherever_a_module_is_asked_for_them(k: float) -> None:
+    """Before their module is called, in methods that are no forward, without gradients, and years after the start."""
+
+    def run(model: Quantizer, opt: Any) -> list[float]:
+        seen = []
+        for step in range(12):
+            train(model, opt, [step], square_loss)
+            with torch.no_grad():
+                seen.append(model.decode(torch.ones(1, 64)).sum().item())
+        return seen
+
+    ours, theirs = Quantizer(), Quantizer()
+    expected = run(theirs, Reference(theirs, lr=LR))
+    with adamw(ours, k=k) as opt:
+        assert run(ours, opt) == expected
+    assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_a_module_of_an_ended_optimizer_is_an_ordinary_one() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        block, copied, saved = model[0][0], copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        shallow = copy.copy(block)
+        assert type(block._parameters) is not dict, "guarded"
+        assert {type(m._parameters) for other in (copied, saved) for m in other.modules()} == {dict}
+        assert torch.equal(copied[0][0].weight, saved[0][0].weight)
+    assert {type(module._parameters) for module in model.modules()} == {dict}
+    assert shallow.weight is block.weight
+
+
 def test_what_no_hook_can_see_is_refused_rather_than_stale() -> None:
-    """Weights that are read without any module being called; after `synchronize` that is right."""
+    """Weights that are read without any module being asked for them; after `synchronize` that is right."""
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
-        x = vectors(step)
-        for block in model.children():
-            x = nn.functional.linear(x, block[0].weight, block[0].bias).tanh()
+        x, parameters = vectors(step), list(model.parameters())
+        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            x = nn.functional.linear(x, weight, bias).tanh()
         return x.square().mean()
 
     # torch's sentence, where the update before came between forward and backward

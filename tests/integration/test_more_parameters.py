@@ -191,6 +191,22 @@ def test_only_where_the_model_is_called() -> None:
             opt.step()
 
 
+def test_not_in_a_functional_call() -> None:
+    """Others stand in the place of the model's parameters then."""
+    ours, theirs = half_frozen(), half_frozen()
+    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
+    with adamw(ours, k=0.0) as opt:
+        for model, optimizer in ((ours, opt), (theirs, reference)):
+            train(model, optimizer, range(2), square_loss)
+            model.requires_grad_(True)
+            for given in ("0.", ""):
+                stand_ins = {name: p.detach() * 0.9 for name, p in model.named_parameters() if name.startswith(given)}
+                torch.func.functional_call(model, stand_ins, torch.ones(2, 32))
+            train(model, optimizer, range(2, 4), square_loss)
+        opt.synchronize()
+    assert differing(weights(ours), weights(theirs)) == []
+
+
 def test_refused_groups_change_nothing() -> None:
     ours, theirs = half_frozen(), half_frozen()
     with adamw(ours, k=0.5) as opt:
@@ -328,7 +344,7 @@ def test_what_another_optimizer_trains_is_left_to_it() -> None:
                 square_loss(ours, step).backward()
                 for each in (opt, other):
                     each.step()
-                    each.zero_grad()
+                opt.zero_grad()
             other.synchronize()
             opt.synchronize()
     reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)

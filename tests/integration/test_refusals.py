@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,20 @@ def test_parameter_groups(group: dict[str, Any], sentence: str) -> None:
         hytrain.AdamW(model, [{"params": list(model.parameters()), **group}])
 
 
+def test_keys_of_others_in_parameter_groups() -> None:
+    """Schedulers keep their numbers in groups; torch takes names beside parameters, too."""
+    model = perceptron()
+    groups = [{"params": list(model[0].named_parameters()), "lr_scale": 0.5, "foreach": None}]
+    groups.append({"params": model[1].parameters(), "name": "second"})
+    with adamw(model, param_groups=groups) as opt:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, [LR, LR], total_steps=10)
+        train(model, opt, range(2), square_loss)
+        schedule.step()
+        opt.add_param_group({**opt.param_groups[0], "params": list(model[2].parameters())})
+        train(model, opt, range(2, 4), square_loss)
+        assert [len(group["params"]) for group in opt.param_groups] == [2, 2, 2]
+
+
 def test_parameters_in_place_of_the_model() -> None:
     with pytest.raises(UnsupportedError, match="needs the model itself"):
         hytrain.AdamW(perceptron().parameters())  # type: ignore[arg-type]
@@ -234,7 +249,7 @@ def two_backwards(model: Any, opt: hytrain.AdamW) -> None:
 
 def two_backwards_with_zero_grad(model: Any, opt: hytrain.AdamW) -> None:
     loss(model).backward()
-    opt.zero_grad()
+    model.zero_grad()
     loss(model, 1).backward()
 
 
@@ -303,6 +318,57 @@ def other_dtype(model: Any, opt: hytrain.AdamW) -> None:
     loss(model).backward()
 
 
+def gradients_that_are_not_wanted(model: Any, opt: hytrain.AdamW) -> None:
+    loss(model).backward()
+    opt.zero_grad()
+
+
+def a_gradient_that_is_not_wanted(model: Any, opt: hytrain.AdamW) -> None:
+    loss(model).backward()
+    model[0][0].bias.grad = None
+    opt.step()
+
+
+def two_steps(model: Any, opt: hytrain.AdamW) -> None:
+    loss(model).backward()
+    opt.step()
+    opt.step()
+
+
+def state_loaded_between(model: Any, opt: hytrain.AdamW) -> None:
+    state = opt.state_dict()
+    loss(model).backward()
+    opt.load_state_dict(state)
+
+
+def weights_loaded_between(model: Any, opt: hytrain.AdamW) -> None:
+    state = model.state_dict()
+    loss(model).backward()
+    model.load_state_dict(state)
+
+
+def state_cleared(model: Any, opt: hytrain.AdamW) -> None:
+    opt.state.clear()
+
+
+def state_replaced(model: Any, opt: hytrain.AdamW) -> None:
+    opt.state = defaultdict(dict)  # type: ignore[assignment]
+
+
+def moments_edited(model: Any, opt: hytrain.AdamW) -> None:
+    opt.state[model[0][0].weight]["exp_avg"].zero_()
+
+
+def parameter_taken_out_of_its_group(model: Any, opt: hytrain.AdamW) -> None:
+    opt.param_groups[0]["params"] = opt.param_groups[0]["params"][1:]
+    loss(model).backward()
+
+
+def momentum_that_goes_to_one(model: Any, opt: hytrain.AdamW) -> None:
+    opt.param_groups[0]["betas"] = (1.0, 0.999)
+    loss(model).backward()
+
+
 def reentrant_checkpoint(model: Any, opt: hytrain.AdamW) -> None:
     x = vectors(0).requires_grad_()
     checkpoint(model, x, use_reentrant=True).sum().backward()
@@ -347,6 +413,16 @@ PRACTICES: list[tuple[Callable[[Any, hytrain.AdamW], None], str]] = [
     (gradient_by_hand, "set by hand"),
     (two_backwards, "second backward before step.*grad_accumulation=n"),
     (two_backwards_with_zero_grad, "or pass grad_accumulation=n"),
+    (gradients_that_are_not_wanted, r"zero_grad\(\) between backward and step\(\) comes too late"),
+    (a_gradient_that_is_not_wanted, r"0\.0\.bias was dropped between backward and step\(\)"),
+    (two_steps, r"step\(\) was called again without a backward"),
+    (state_loaded_between, r"opt\.load_state_dict\(\) between backward and step\(\)"),
+    (weights_loaded_between, r"model\.load_state_dict\(\) between backward and step\(\)"),
+    (state_cleared, r"opt\.state is empty"),
+    (state_replaced, r"opt\.state is empty"),
+    (moments_edited, r"opt\.state is empty"),
+    (parameter_taken_out_of_its_group, r"requires_grad_\(False\)"),
+    (momentum_that_goes_to_one, r"betas in opt\.param_groups are \(1\.0, 0\.999\)"),
     (hyperparameters_between, "hyperparameters changed between backward and step"),
     (scheduler_before_step, r"call the scheduler after opt\.step"),
     (zeros, r"use zero_grad\(\)"),
@@ -386,7 +462,7 @@ def test_a_second_backward_through_an_old_graph(stepped: bool, k: float) -> None
         value.backward(retain_graph=True)
         if stepped:
             opt.step()
-        opt.zero_grad()
+        model.zero_grad()
         opt.synchronize()
         with pytest.raises(RuntimeError, match="modified by an inplace operation|grad_accumulation=n"):
             value.backward()

@@ -245,6 +245,43 @@ def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(fo
         assert differing(state(opt) | weights(model), expected) == []
 
 
+@pytest.mark.parametrize("form", ["save", "state_dict"])
+def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
+    """It belongs to those weights."""
+    model, other = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        loaded = {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        if form == "save":
+            opt.save(tmp_path)
+        else:
+            state = copy.deepcopy(opt.state_dict())
+        train(model, opt, range(3, 6), square_loss)
+    with adamw(other, k=0.0) as opt:
+        other.load_state_dict(loaded)
+        if form == "save":
+            opt.load(tmp_path)
+        else:
+            opt.load_state_dict(state)
+        train(other, opt, range(3, 6), square_loss)
+    assert differing(weights(other), weights(model)) == []
+
+
+def test_a_state_with_other_frozen_parameters(tmp_path: Path) -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(tmp_path)
+        state = copy.deepcopy(opt.state_dict())
+    model[3].requires_grad_(False)
+    with adamw(model, k=0.0) as opt:
+        with pytest.raises(ConfigError, match=r"3\.0\.bias was frozen in one of the two"):
+            opt.load(tmp_path)
+        opt.load_state_dict(state)
+        train(model, opt, range(2, 4), square_loss)
+
+
 @pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
 def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -> None:
     model = perceptron(dtype=torch.bfloat16)
