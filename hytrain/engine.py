@@ -141,20 +141,15 @@ class Engine:
         """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
         self._enter(gate)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def before_read(self, parameter: TrainedParameter) -> None:
         """The current stream may read the parameter after this, except in backward, which updates it."""
-        if self._in_backward or parameter.read == self._step:
+        if self._in_backward:
             return
         if all(gate.step != self._step for gate in parameter.gates):
-            self._await_read(parameter)
-        parameter.read = self._step
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _await_read(self, parameter: TrainedParameter) -> None:
-        for layer, _ in parameter.places:
-            if not layer.life.is_current:
-                self._await(layer)
+            for layer, _ in parameter.places:
+                if not layer.life.is_current:
+                    self._await(layer)
+        parameter.awaited = True
 
     def _enter(self, gate: Gate) -> None:
         self.health.check()
@@ -228,7 +223,7 @@ class Engine:
         if parameter.backward == self._backward:
             self.health.refuse(f"a second gradient of {parameter.name} in one backward")
         parameter.backward = self._backward
-        if parameter.read != self._step and all(gate.step != self._step for gate in parameter.gates):
+        if not parameter.awaited and all(gate.step != self._step for gate in parameter.gates):
             self._meet_uncovered(parameter)
         if not self.accumulation.is_last:
             self.accumulation.add(parameter)
@@ -246,6 +241,7 @@ class Engine:
         gradient = self.accumulation.take(parameter)
         parameter.step = self._step
         parameter.count += 1
+        parameter.awaited = False
         stream = self._transfers.stream()
         for layer, index in parameter.places:
             layer.filled[index] = layer.segments[index].part(gradient)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -89,32 +90,38 @@ class BeforeRoot(_Hook):
 
 
 class BeforeRead(_Hook):
-    """Called with a parameter that is taken out of its module."""
+    """Called with a parameter whose last update nobody has waited for, when it is taken out of its module."""
 
-    def __init__(self, engine: Engine | None, trained: dict[int, TrainedParameter] | None = None) -> None:
-        super().__init__(engine)
-        self._trained = trained or {}
-
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def __call__(self, parameter: nn.Parameter | None) -> None:
-        if (known := self._trained.get(id(parameter))) is not None and (engine := self.engine) is not None:
-            engine.before_read(known)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, parameter: TrainedParameter) -> None:
+        if (engine := self.engine) is not None:
+            engine.before_read(parameter)
 
 
 class GuardedParameters(dict[str, "nn.Parameter | None"]):
     """A module's own parameters by name. `module.weight` looks here, in whatever method of whatever module it stands.
 
     What iterates over all of them (`module.parameters()`, `zero_grad()`) does not read their values, and goes past it.
+    So does a compiled module's graph, whose module has waited before.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], before_read: BeforeRead) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        trained: dict[int, TrainedParameter],
+        before_read: Callable[[TrainedParameter], None],
+    ) -> None:
         super().__init__(parameters)
+        self._trained = {name: known for name, given in parameters.items() if (known := trained.get(id(given)))}
         self._before_read = before_read
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        if not torch.compiler.is_compiling():
-            self._before_read(parameter)
+    def __getitem__(self, name: str) -> nn.Parameter | None:  # for each use of a weight
+        parameter = dict.__getitem__(self, name)
+        if parameter is None or is_compiling():
+            return parameter
+        known = self._trained.get(name)
+        if known is not None and not known.awaited:
+            self._before_read(known)
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -203,11 +210,11 @@ def attach(
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
     for known in parameters:
         hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine, known))
-    before_read = BeforeRead(engine, {id(known.parameter): known for known in parameters})
+    trained, before_read = {id(known.parameter): known for known in parameters}, BeforeRead(engine)
     hooks.append(before_read)
     guarded = [module for module in model.modules() if vars(module).get("_parameters")]
     for module in guarded:
-        vars(module)["_parameters"] = GuardedParameters(module._parameters, before_read)
+        vars(module)["_parameters"] = GuardedParameters(module._parameters, trained, before_read)
     for module in model.modules():
         hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
         hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))

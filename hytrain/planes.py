@@ -50,7 +50,7 @@ class Gate:
 
 class TrainedParameter:
     """One parameter that HyTrain trains. `count` is its step count, `step` the last step it had a gradient in,
-    `backward` the last backward, `read` the last step in which it was waited for as its module's attribute.
+    `backward` the last backward; `awaited` says that its last update was waited for, or there was none.
 
     Its `gates` are those of the modules that read it when they are called. `version` is what autograd's counter
     must show as long as nobody else writes the parameter.
@@ -59,7 +59,8 @@ class TrainedParameter:
     def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
         self.name, self.parameter, self.group = name, parameter, group
         self.count = 0
-        self.step = self.backward = self.read = -1
+        self.step = self.backward = -1
+        self.awaited = False
         self.address = parameter.data_ptr()
         self.version: int | None = parameter._version
         self.found = parameter._version  # the counter when it was built
