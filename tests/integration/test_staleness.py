@@ -75,6 +75,31 @@ def test_forward_waits_for_a_stopped_optimizer(
     assert differing(weights(model), expected) == []
 
 
+def test_a_weight_that_is_read_waits_for_a_stopped_optimizer(
+    expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each update, wherever it is read, and for no other layer's."""
+    model, waits = perceptron(), []
+    with adamw(model, k=0.0) as opt:
+        optimizer = process(opt, "optimizer")
+
+        def resume(what: str) -> None:
+            waits.append(what)
+            optimizer.resume()
+
+        on_waiting(monkeypatch, resume)
+        for step in range(STEPS):
+            optimizer.suspend()
+            train(model, opt, [step], square_loss)
+            waits.clear()
+            read = [model[2][0].weight.sum().item() for _ in range(3)]
+            assert waits == ["the update of layer 2"] and len(set(read)) == 1
+            optimizer.resume()
+            opt.synchronize()
+            assert model[2][0].weight.sum().item() == read[0]
+    assert differing(weights(model), expected) == []
+
+
 def test_forward_waits_for_nothing_that_it_does_not_read_yet(
     expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
