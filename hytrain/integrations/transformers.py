@@ -23,7 +23,7 @@ from transformers.training_args import OptimizerNames
 
 from hytrain.errors import UnsupportedError
 from hytrain.integrations import accelerate
-from hytrain.integrations.accelerate import FOLDER, AdamW
+from hytrain.integrations.accelerate import AdamW
 
 #: Values of `TrainingArguments.optim` that mean this update.
 ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
@@ -101,13 +101,13 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     plain_save, plain_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
     def save(output_dir: str) -> None:
-        opt.save(Path(output_dir) / FOLDER)
+        opt.save(Path(output_dir) / opt.folder)
         plain_save(output_dir)
 
     def load(checkpoint: str | None) -> None:
-        opt.state_folder = Path(checkpoint) / FOLDER if checkpoint is not None else None
+        opt.checkpoint = Path(checkpoint) if checkpoint is not None else None
         plain_load(checkpoint)
-        opt.state_folder = None  # there may have been nothing to load
+        opt.checkpoint = None  # there may have been nothing to load
 
     trainer._save_optimizer_and_scheduler = save  # type: ignore[method-assign]
     trainer._load_optimizer_and_scheduler = load  # type: ignore[method-assign]
