@@ -71,6 +71,10 @@ class AdamW(hytrain.AdamW):
                 f"this state has no moments, they are in the folder {folder!r} beside it: opt.load(folder)"
             )
 
+    def follow(self, gradients: accelerate.state.GradientState) -> None:
+        """Let Accelerate say which backwards only sum up, which may be more or fewer than `grad_accumulation`."""
+        self._engine.accumulation.ask(lambda: not gradients.sync_gradients)
+
     def unhook_with(self, unhook: Callable[[], object]) -> None:
         """`close` calls this, too."""
         self._unhook = unhook
@@ -188,6 +192,7 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
     opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
+    opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)
     _hooks[accelerator].add(opt)

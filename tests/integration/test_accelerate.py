@@ -14,9 +14,12 @@ from torch import nn
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
+import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.integrations.accelerate import adopt
 
@@ -27,6 +30,7 @@ MAX_NORM = 1.0
 def fresh() -> None:
     """Accelerate's settings outlive the Accelerator that made them."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def schedule(opt: torch.optim.Optimizer) -> LambdaLR:
@@ -69,6 +73,42 @@ def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str, accumulated
     assert train(accelerator, model, opt, scheduler, range(20)) == norms
     opt.optimizer.close()
     assert differing(weights(model), weights(expected)) == []
+
+
+def train_epochs(ours: bool, until_epoch_end: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Three epochs of nine batches, four to a step; an epoch's last one is a step of its own, or the next epoch's."""
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=until_epoch_end)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    loader: Any = accelerator.prepare_data_loader(DataLoader(range(9), batch_size=1))
+    model = perceptron()
+    raw = (
+        adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
+        if ours
+        else torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    )
+    opt: Any = accelerator.prepare(raw)
+    norms = []
+    for epoch in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                square_loss(model, 9 * epoch + int(batch)).backward()
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                opt.step()
+                opt.zero_grad()
+    if isinstance(raw, hytrain.AdamW):
+        raw.close()
+    return weights(model), norms
+
+
+@pytest.mark.parametrize("until_epoch_end", [True, False])
+def test_accelerate_says_which_micro_batch_is_the_last(until_epoch_end: bool) -> None:
+    """Whatever their number: it is another one at the end of an epoch."""
+    expected, norms = train_epochs(False, until_epoch_end)
+    got, ours = train_epochs(True, until_epoch_end)
+    assert len(norms) == (9 if until_epoch_end else 6)
+    assert ours == norms and min(norms) > 0.1
+    assert differing(got, expected) == []
 
 
 def test_saved_and_loaded_at_another_k(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from helpers import differing, gpt2, llama, tokens, weights
 from torch import nn
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
@@ -32,6 +33,7 @@ COMPARED = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)  # it outlives the Accelerator that made it
+    GradientState._reset_state()
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
@@ -56,10 +58,11 @@ def make_trainer(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, 
         "disable_tqdm": True,
         "report_to": "none",
     }
-    options = {name: changed.pop(name) for name in ("optimizers", "model_init", "callbacks") if name in changed}
+    others = ("optimizers", "model_init", "callbacks", "train_dataset")
+    options = {name: changed.pop(name) for name in others if name in changed}
     args = TrainingArguments(str(folder), **{**arguments, **changed})
     given = None if "model_init" in options else model
-    return kind(given, args, train_dataset=TRAINING, eval_dataset=VALIDATION, **options)
+    return kind(given, args, eval_dataset=VALIDATION, **{"train_dataset": TRAINING, **options})
 
 
 @contextmanager
@@ -112,6 +115,26 @@ def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:
     with adopted(ours, k=0.5):
         ours.train()
     assert ours.state.global_step == 6
+    assert history(ours) == history(plain)
+    assert differing(weights(model), weights(expected)) == []
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Ten batches, and nobody knows how many beforehand."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(TRAINING[:40])
+
+
+def test_what_an_epoch_of_unknown_length_leaves_is_the_next_ones(tmp_path: Path) -> None:
+    """Four batches make a step, then four, then two and the next epoch's four."""
+    expected, model = gpt2(), gpt2()
+    changed = {"gradient_accumulation_steps": 4, "max_steps": 8, "train_dataset": Stream()}
+    plain = make_trainer(expected, tmp_path / "plain", **changed)
+    plain.train()
+    ours = make_trainer(model, tmp_path / "ours", **changed)
+    with adopted(ours, k=0.5):
+        ours.train()
     assert history(ours) == history(plain)
     assert differing(weights(model), weights(expected)) == []
 
