@@ -30,7 +30,7 @@ ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 
 
 class HyTrainCallback(TrainerCallback):
-    """Puts HyTrain's numbers beside the Trainer's, and lets the last updates land at the end of training.
+    """Puts HyTrain's numbers beside the Trainer's, begins without sums, and lets the last updates land at the end.
 
     `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
     waited for weights, `grad_norm` the last step's norm before clipping.
@@ -38,6 +38,12 @@ class HyTrainCallback(TrainerCallback):
 
     def __init__(self, opt: AdamW) -> None:
         self._opt = opt
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Drops what an interrupted `train()` has summed up, as the Trainer does with gradients."""
+        self._opt.zero_grad()
 
     def on_log(
         self,

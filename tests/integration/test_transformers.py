@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,34 @@ def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:
         ours.train()
     assert ours.state.global_step == 6
     assert history(ours) == history(plain)
+    assert differing(weights(model), weights(expected)) == []
+
+
+class Interrupted(Trainer):
+    """Its second micro-batch fails once."""
+
+    forwards = 0
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        self.forwards += 1
+        if self.forwards == 2:
+            raise KeyboardInterrupt
+        return super().compute_loss(*arguments, **options)
+
+
+@pytest.mark.parametrize("accumulated", [4, 24])
+def test_train_again_after_an_interrupted_step(accumulated: int, tmp_path: Path) -> None:
+    """What it had summed up is dropped, also where an epoch has fewer batches than a step."""
+    expected, model = gpt2(), gpt2()
+    ran = []
+    for name, trained in (("plain", expected), ("ours", model)):
+        trainer = make_trainer(trained, tmp_path / name, Interrupted, gradient_accumulation_steps=accumulated)
+        with adopted(trainer, k=0.5) if trained is model else nullcontext():
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            trainer.train()
+        ran.append(history(trainer))
+    assert ran[0] == ran[1]
     assert differing(weights(model), weights(expected)) == []
 
 
