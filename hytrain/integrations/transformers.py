@@ -135,7 +135,8 @@ def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
     if (update := OptimizerNames(args.optim)) not in ADAMW:
         raise UnsupportedError(f'optim="{update.value}" is another update: HyTrain has AdamW, optim="adamw_torch"')
-    if type(trainer).create_optimizer is not Trainer.create_optimizer and param_groups is None:
+    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
+    if param_groups is None and any(getattr(type(trainer), maker) is not getattr(Trainer, maker) for maker in makers):
         name = type(trainer).__name__
         raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
     if trainer.model_init is not None:

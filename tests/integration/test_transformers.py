@@ -245,6 +245,13 @@ class OwnOptimizer(Trainer):
         return super().create_optimizer(model)
 
 
+class OwnNumbers(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Any:
+        kind, numbers = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind, {**numbers, "betas": (0.5, 0.6)}
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -254,6 +261,7 @@ class OwnOptimizer(Trainer):
         ({"auto_find_batch_size": True}, "auto_find_batch_size goes on after a failed backward"),
         ({"model_init": gpt2}, "model_init makes the model anew"),
         ({"kind": OwnOptimizer}, "OwnOptimizer makes an optimizer of its own"),
+        ({"kind": OwnNumbers}, "OwnNumbers makes an optimizer of its own"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
