@@ -21,12 +21,19 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hytrain.errors import UnsupportedError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.integrations import accelerate
 from hytrain.integrations.accelerate import AdamW
 
 #: Values of `TrainingArguments.optim` that mean this update.
 ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+#: What the training arguments call the optimizer's numbers.
+NUMBERS: Final = {
+    "lr": ("learning_rate",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+    "weight_decay": ("weight_decay",),
+}
 
 
 class HyTrainCallback(TrainerCallback):
@@ -36,13 +43,24 @@ class HyTrainCallback(TrainerCallback):
     waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
-    def __init__(self, opt: AdamW) -> None:
-        self._opt = opt
+    def __init__(self, opt: AdamW, read: dict[str, Any]) -> None:
+        """`read` are the training arguments that `opt` was made from."""
+        self._opt, self._read = opt, read
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Drops what an interrupted `train()` has summed up, as the Trainer does with gradients."""
+        """Drops what an interrupted `train()` has summed up, as the Trainer does with gradients.
+
+        Raises `UsageError` the first time, which is when a Trainer makes its own, if arguments are not as they were.
+        """
+        for name, value in self._read.items():
+            if (now := getattr(args, name)) != value:
+                raise UsageError(
+                    f"{name}={now!r} comes too late for HyTrain, which has {value!r} since adopt(trainer): change the "
+                    "training arguments before"
+                )
+        self._read = {}
         self._opt.zero_grad()
 
     def on_log(
@@ -102,7 +120,8 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     groups = param_groups or _groups(model, set(trainer.get_decay_parameter_names(model)))
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
-    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt))  # before those that report
+    read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
+    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))  # before those that report
 
     plain_save, plain_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 

@@ -316,3 +316,23 @@ def test_clipping_that_changes_on_the_way(tmp_path: Path) -> None:
         trainer.args.max_grad_norm = 0.5
         with pytest.raises(UsageError, match=r"clip_grad_norm_ to 0.5 comes too late.* clips to 1.0"):
             trainer.train()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"])
+def test_numbers_that_change_on_the_way(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with adopted(trainer):
+        setattr(trainer.args, name, 0.25)
+        with pytest.raises(UsageError, match=rf"{name}=0.25 comes too late for HyTrain, which has .* since adopt"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+def test_numbers_that_adopt_was_given_or_that_the_trainer_does_not_read_again(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with adopted(trainer, lr=1e-3):
+        trainer.args.learning_rate = 0.25
+        trainer.train()
+        trainer.args.weight_decay = 0.25
+        trainer.train()
+        assert trainer.state.global_step == STEPS
