@@ -18,6 +18,7 @@ A second optimizer in the same Accelerator has `hytrain_1` beside its `optimizer
 
 from __future__ import annotations
 
+import gc
 import itertools
 import uuid
 import weakref
@@ -39,7 +40,7 @@ class AdamW(hytrain.AdamW):
     """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
 
     Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict` of
-    a small one finds what belongs to it.
+    a small one finds what belongs to it; `trainer`, a weak reference to the Trainer that it was made for, if any.
     """
 
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
@@ -47,6 +48,7 @@ class AdamW(hytrain.AdamW):
         self.max_grad_norm = max_grad_norm
         self.folder = FOLDER
         self.checkpoint: Path | None = None
+        self.trainer: Callable[[], object] | None = None
         self._key = uuid.uuid4().hex
         self._unhook: Callable[[], object] = lambda: None
 
@@ -85,6 +87,7 @@ class AdamW(hytrain.AdamW):
             super().close()
         finally:
             self._unhook()
+            _open.discard(self)
 
 
 class _Hooks:
@@ -150,7 +153,9 @@ class _Hooks:
             opt.checkpoint = Path(checkpoint)
 
 
-#: Of those that have any.
+#: Optimizers that `adopt` made, and that are not closed.
+_open: weakref.WeakSet[AdamW] = weakref.WeakSet()
+#: Of Accelerators that have any.
 _hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
 
 
@@ -191,12 +196,30 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
+    _collect(model)
     opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
+    _open.add(opt)
     opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)
     _hooks[accelerator].add(opt)
     return opt
+
+
+def _collect(model: nn.Module) -> None:
+    """End optimizers that nobody can reach. They are in cycles of references, as a scheduler makes one by itself.
+
+    One that trains `model` for a Trainer that is gone is closed, too: a notebook's cell that is run again still has it
+    under its old name.
+    """
+    if not _open:
+        return
+    gc.collect()
+    wanted = {id(parameter) for parameter in model.parameters()}
+    for opt in list(_open):
+        of_gone = opt.trainer is not None and opt.trainer() is None
+        if of_gone and any(id(p) in wanted for group in opt.param_groups for p in group["params"]):
+            opt.close()
 
 
 def refuse(accelerator: accelerate.Accelerator) -> None:

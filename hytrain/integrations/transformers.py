@@ -14,6 +14,7 @@ from it, `max_grad_norm`. Who calls what, in a step and around it:
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,20 +124,31 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))  # before those that report
 
-    plain_save, plain_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+    opt.trainer = weakref.ref(trainer)
+    _save_beside(trainer, opt)
+    return opt
+
+
+def _save_beside(trainer: Trainer, opt: AdamW) -> None:
+    """Let the trainer's checkpoints have `opt.folder`. What hangs in it makes no cycle of references with it."""
+    kind, of = type(trainer), weakref.ref(trainer)
 
     def save(output_dir: str) -> None:
         opt.save(Path(output_dir) / opt.folder)
-        plain_save(output_dir)
+        kind._save_optimizer_and_scheduler(called(), output_dir)
 
     def load(checkpoint: str | None) -> None:
         opt.checkpoint = Path(checkpoint) if checkpoint is not None else None
-        plain_load(checkpoint)
+        kind._load_optimizer_and_scheduler(called(), checkpoint)
         opt.checkpoint = None  # there may have been nothing to load
+
+    def called() -> Trainer:
+        trainer = of()
+        assert trainer is not None, "it calls"
+        return trainer
 
     trainer._save_optimizer_and_scheduler = save  # type: ignore[method-assign]
     trainer._load_optimizer_and_scheduler = load  # type: ignore[method-assign]
-    return opt
 
 
 def _groups(model: nn.Module, decays: set[str]) -> list[dict[str, Any]]:

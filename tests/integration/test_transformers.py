@@ -167,6 +167,42 @@ def test_what_an_epoch_of_unknown_length_leaves_is_the_next_ones(tmp_path: Path)
     assert differing(weights(model), weights(expected)) == []
 
 
+@pytest.mark.spawns
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
+    """The old Trainer is unreachable then, its optimizer perhaps has a name still."""
+    model = gpt2()
+    opts = []
+    for run in range(2):
+        trainer = make_trainer(model, tmp_path / str(run), max_steps=2)
+        opt = adopt(trainer, k=0.5)
+        if kept:
+            opts.append(opt)
+        trainer.train()
+    opt.close()
+    if kept:
+        with pytest.raises(UsageError, match="this hytrain.AdamW is closed"):
+            opts[0].step()
+
+
+def test_an_optimizer_of_another_model_outlives_its_trainer(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, max_steps=2)
+    with adopted(trainer) as opt:
+        trainer.train()
+        del trainer
+        with adopted(make_trainer(gpt2(), tmp_path)):
+            opt.save(tmp_path / "state")
+
+
+def test_the_model_of_a_trainer_that_is_there_is_not_free(tmp_path: Path) -> None:
+    model = gpt2()
+    first, second = (make_trainer(model, tmp_path) for _ in range(2))
+    with adopted(first) as opt:
+        with pytest.raises(UnsupportedError, match="another hytrain.AdamW trains"):
+            adopt(second)
+        opt.synchronize()
+
+
 @pytest.mark.parametrize(("make", "dtype"), [(gpt2, torch.float32), (llama, torch.bfloat16)])
 def test_resumed_at_another_k_it_is_the_run_that_went_through(
     tmp_path: Path, make: Callable[..., nn.Module], dtype: torch.dtype
