@@ -65,7 +65,7 @@ class AdamW(hytrain.AdamW):
         checkpoint, self.checkpoint = self.checkpoint, None
         folder = state_dict.get("folder", FOLDER)
         if "hytrain" not in state_dict:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(_with_frozen(state_dict, self.param_groups))
         elif checkpoint is not None:
             self.load(checkpoint / folder)
         elif state_dict["hytrain"] != self._key:  # its own comes back when Accelerate prepares it
@@ -88,6 +88,31 @@ class AdamW(hytrain.AdamW):
         finally:
             self._unhook()
             _open.discard(self)
+
+
+def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state in torch's form in the numbers of `groups`, also if it leaves frozen parameters out.
+
+    A plain Trainer's does, and has two groups even if one is empty. One that fits neither way is given back as it is.
+    """
+    theirs = state_dict["param_groups"]
+    if len(theirs) != len(groups):
+        theirs = [group for group in theirs if group["params"]]
+    numbers, first = dict[int, int](), 0
+    packed = []
+    for group, other in zip(groups, theirs, strict=False):
+        every = range(first, first + len(group["params"]))
+        trained = [n for n, parameter in zip(every, group["params"], strict=True) if parameter.requires_grad]
+        meant = list(every) if len(other["params"]) == len(every) else trained
+        if len(other["params"]) != len(meant):
+            return state_dict
+        numbers.update(zip(other["params"], meant, strict=True))
+        packed.append({**other, "params": list(every)})
+        first = every.stop
+    if len(theirs) != len(groups) or not state_dict["state"].keys() <= numbers.keys():
+        return state_dict
+    state = {numbers[index]: entry for index, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": packed}
 
 
 class _Hooks:

@@ -234,6 +234,47 @@ def test_goes_on_from_a_checkpoint_of_torchs_adamw(tmp_path: Path) -> None:
     assert differing(weights(resumed), weights(whole)) == []
 
 
+def frozen_block(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if ".h.0." in name or "wpe" in name}
+
+
+def frozen_norms(model: nn.Module) -> set[str]:
+    """All that weight decay spares: a plain Trainer's second group is empty then."""
+    return {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+
+
+@pytest.mark.parametrize("frozen", [frozen_block, frozen_norms])
+def test_goes_on_from_torchs_adamw_with_frozen_parameters(
+    frozen: Callable[[nn.Module], set[str]], tmp_path: Path
+) -> None:
+    """A plain Trainer leaves them out of its groups, and numbers the others without them."""
+    whole, resumed = gpt2(), gpt2()
+    for model in (whole, resumed):
+        for name in frozen(model):
+            model.get_parameter(name).requires_grad_(False)
+    make_trainer(whole, tmp_path).train()
+    trainer = make_trainer(resumed, tmp_path)
+    with adopted(trainer, k=0.5):
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+    assert differing(weights(resumed), weights(whole)) == []
+
+
+def test_a_plain_trainer_goes_on_from_an_exported_state(tmp_path: Path) -> None:
+    whole, resumed = gpt2(), gpt2()
+    checkpoint = tmp_path / f"checkpoint-{SAVED}"
+    trainer = make_trainer(whole, tmp_path)
+    with adopted(trainer, k=0.5) as opt:
+        trainer.train()
+        with pytest.raises(ValueError, match="doesn't match the size"):
+            make_trainer(gpt2(), tmp_path).train(resume_from_checkpoint=str(checkpoint))
+        opt.synchronize()
+        expected = weights(whole)
+        opt.load(checkpoint / "hytrain")
+        torch.save(hytrain.AdamW.state_dict(opt), checkpoint / "optimizer.pt")
+    make_trainer(resumed, tmp_path).train(resume_from_checkpoint=str(checkpoint))
+    assert differing(weights(resumed), expected) == []
+
+
 def test_a_checkpoint_without_its_state_is_refused(tmp_path: Path) -> None:
     model = gpt2()
     trainer = make_trainer(model, tmp_path)
