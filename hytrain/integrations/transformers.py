@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 
 from hytrain.errors import UnsupportedError, UsageError
@@ -40,13 +41,16 @@ NUMBERS: Final = {
 class HyTrainCallback(TrainerCallback):
     """Puts HyTrain's numbers beside the Trainer's, begins without sums, and lets the last updates land at the end.
 
+    Callbacks of other people's that come with a step or an epoch find its updates landed, as they may read weights.
+    Where there are none, nothing waits.
+
     `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
     waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
-    def __init__(self, opt: AdamW, read: dict[str, Any]) -> None:
-        """`read` are the training arguments that `opt` was made from."""
-        self._opt, self._read = opt, read
+    def __init__(self, opt: AdamW, handler: CallbackHandler, read: dict[str, Any]) -> None:
+        """`handler` has all callbacks, `read` are the training arguments that `opt` was made from."""
+        self._opt, self._handler, self._read = opt, weakref.ref(handler), read
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -63,6 +67,32 @@ class HyTrainCallback(TrainerCallback):
                 )
         self._read = {}
         self._opt.zero_grad()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_step_begin")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_optimizer_step")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        self._land_before("on_step_end")
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_epoch_end")
+
+    def _land_before(self, event: str) -> None:
+        """Wait for the updates if anybody but Transformers itself is told of the event."""
+        handler = self._handler()
+        kinds = {type(callback) for callback in handler.callbacks} if handler is not None else set()
+        told = {kind for kind in kinds - {type(self)} if getattr(kind, event) is not getattr(TrainerCallback, event)}
+        if any(not kind.__module__.startswith("transformers.") for kind in told):
+            self._opt.synchronize()
 
     def on_log(
         self,
@@ -122,7 +152,9 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
-    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))  # before those that report
+    trainer.callback_handler.callbacks.insert(
+        0, HyTrainCallback(opt, trainer.callback_handler, read)
+    )  # the first of all
 
     opt.trainer = weakref.ref(trainer)
     _save_beside(trainer, opt)

@@ -314,6 +314,34 @@ def test_reporters_and_history_have_hytrains_numbers(tmp_path: Path) -> None:
     assert all("hytrain_k" not in logs for logs in reporter.told if "eval_loss" in logs)
 
 
+class Average(TrainerCallback):
+    """Keeps the weights that it finds after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
+        self.found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+
+def test_callbacks_find_the_steps_weights(tmp_path: Path) -> None:
+    expected, average = Average(), Average()
+    make_trainer(gpt2(), tmp_path / "plain", callbacks=[expected]).train()
+    trainer = make_trainer(gpt2(), tmp_path / "ours", callbacks=[average])
+    with adopted(trainer, k=0.0):
+        trainer.train()
+    assert [differing(found, e) for found, e in zip(average.found, expected.found, strict=True)] == [[]] * STEPS
+
+
+def test_without_foreign_callbacks_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=[Reporter()])
+    with adopted(trainer) as opt:
+        calls = []
+        monkeypatch.setattr(opt, "synchronize", lambda: calls.append(trainer.state.global_step))
+        trainer.train()
+    assert calls == [STEPS], "at the end of training"
+
+
 # ---------------------------------------------------------------- refusals
 
 
