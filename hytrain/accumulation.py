@@ -32,6 +32,7 @@ class Accumulation:
         self.is_last = True
         self._done = 0  # of this step
         self._held = False
+        self._goes_on: Callable[[], bool] = lambda: False
         self._choose = choose
         self._sums: Sums = DeviceSums()
         self._has_chosen = False
@@ -55,9 +56,15 @@ class Accumulation:
         finally:
             self._held = before
 
+    def ask(self, goes_on: Callable[[], bool]) -> None:
+        """Let a loop say whether more backwards follow. Once they did, only it knows, whatever their number."""
+        self._goes_on = goes_on
+
     def begin(self) -> None:
         """A backward begins."""
-        self.is_last = not self._held and self._done + 1 >= self.backwards
+        if goes_on := self._goes_on():
+            self.backwards = 1
+        self.is_last = not (self._held or goes_on) and self._done + 1 >= self.backwards
         self._sums.begin()
 
     def end(self) -> None:

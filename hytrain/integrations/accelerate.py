@@ -12,12 +12,17 @@ is small, and the state travels beside it:
                       └──▶ folder/hytrain/          all of it, layer by layer, independent of k
     load_state(folder) ──▶ the small one comes back, and the optimizer reads folder/hytrain
 
+A second optimizer in the same Accelerator has `hytrain_1` beside its `optimizer_1.bin`, and so on.
 `integrations.transformers` does the same for a Trainer, whose loop is Accelerate's too.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import uuid
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,41 +32,183 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 
-#: In a checkpoint, the folder with the optimizer's whole state.
+#: In a checkpoint, the folder with the whole state of the first optimizer.
 FOLDER: Final = "hytrain"
 
 
 class AdamW(hytrain.AdamW):
     """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
 
-    Attributes: `state_folder`, where the next `load_state_dict` of a small one finds what belongs to it.
+    Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict` of
+    a small one finds what belongs to it; `trainer`, a weak reference to the Trainer that it was made for, if any.
     """
 
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
         super().__init__(model, *arguments, max_grad_norm=max_grad_norm, **options)
         self.max_grad_norm = max_grad_norm
-        self.state_folder: Path | None = None
+        self.folder = FOLDER
+        self.checkpoint: Path | None = None
+        self.trainer: Callable[[], object] | None = None
         self._key = uuid.uuid4().hex
+        self._unhook: Callable[[], object] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
         """The hyperparameters, and whose they are: `save` and `load` are for the state."""
         groups = [{**group, "params": []} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups, "hytrain": self._key}
+        return {"state": {}, "param_groups": groups, "hytrain": self._key, "folder": self.folder}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load `state_folder` for a small state, or a whole one of `torch.optim.AdamW` or `hytrain.AdamW`.
+        """Load from `checkpoint` for a small state, or a whole one of `torch.optim.AdamW` or `hytrain.AdamW`.
 
-        Raises `ConfigError` if the small one is another optimizer's and there is no folder, or it does not fit.
+        Raises `ConfigError` if the small one is another optimizer's and there is no checkpoint, or it does not fit.
         """
-        folder, self.state_folder = self.state_folder, None
+        checkpoint, self.checkpoint = self.checkpoint, None
+        folder = state_dict.get("folder", FOLDER)
         if "hytrain" not in state_dict:
-            super().load_state_dict(state_dict)
-        elif folder is not None:
-            self.load(folder)
+            super().load_state_dict(_with_frozen(state_dict, self.param_groups))
+        elif checkpoint is not None:
+            self.load(checkpoint / folder)
         elif state_dict["hytrain"] != self._key:  # its own comes back when Accelerate prepares it
             raise ConfigError(
-                f"this state has no moments, they are in the folder {FOLDER!r} beside it: opt.load(folder)"
+                f"this state has no moments, they are in the folder {folder!r} beside it: opt.load(folder)"
             )
+
+    def follow(self, gradients: accelerate.state.GradientState) -> None:
+        """Let Accelerate say which backwards only sum up, which may be more or fewer than `grad_accumulation`."""
+        self._engine.accumulation.ask(lambda: not gradients.sync_gradients)
+
+    def unhook_with(self, unhook: Callable[[], object]) -> None:
+        """`close` calls this, too."""
+        self._unhook = unhook
+
+    def close(self) -> None:
+        """As `hytrain.AdamW.close`; the Accelerator clips and saves without HyTrain from then on."""
+        try:
+            super().close()
+        finally:
+            self._unhook()
+            _open.discard(self)
+
+
+def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state in torch's form in the numbers of `groups`, also if it leaves frozen parameters out.
+
+    A plain Trainer's does, and has two groups even if one is empty. One that fits neither way is given back as it is.
+    """
+    theirs = state_dict["param_groups"]
+    if len(theirs) != len(groups):
+        theirs = [group for group in theirs if group["params"]]
+    numbers, first = dict[int, int](), 0
+    packed = []
+    for group, other in zip(groups, theirs, strict=False):
+        every = range(first, first + len(group["params"]))
+        trained = [n for n, parameter in zip(every, group["params"], strict=True) if parameter.requires_grad]
+        meant = list(every) if len(other["params"]) == len(every) else trained
+        if len(other["params"]) != len(meant):
+            return state_dict
+        numbers.update(zip(other["params"], meant, strict=True))
+        packed.append({**other, "params": list(every)})
+        first = every.stop
+    if len(theirs) != len(groups) or not state_dict["state"].keys() <= numbers.keys():
+        return state_dict
+    state = {numbers[index]: entry for index, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": packed}
+
+
+class _Hooks:
+    """What hangs in an Accelerator as long as it has optimizers of HyTrain.
+
+    It knows the Accelerator and them weakly: without any other reference an optimizer ends, and its processes.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._optimizers: dict[str, weakref.ref[AdamW]] = {}  # by their folders
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._announce),
+        ]
+        accelerator.clip_grad_norm_ = self._clip_grad_norm_
+
+    def add(self, opt: AdamW) -> None:
+        """Give an optimizer the first folder that is free, until it is closed or gone."""
+        names = (f"{FOLDER}_{number}" if number else FOLDER for number in itertools.count())
+        opt.folder = next(name for name in names if name not in self._optimizers)
+        self._optimizers[opt.folder] = weakref.ref(opt)
+        remove = weakref.finalize(opt, self._remove, opt.folder)
+        remove.atexit = False
+        opt.unhook_with(remove)
+
+    def _remove(self, folder: str) -> None:
+        del self._optimizers[folder]
+        accelerator = self._accelerator()
+        if self._optimizers or accelerator is None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        if vars(accelerator).get("clip_grad_norm_") == self._clip_grad_norm_:
+            del accelerator.clip_grad_norm_
+        del _hooks[accelerator]
+
+    def _present(self) -> list[AdamW]:
+        return [opt for of in self._optimizers.values() if (opt := of()) is not None]
+
+    def _clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Accelerate's own, or for HyTrain's parameters their norm, by which they have been clipped already.
+
+        That is None where HyTrain does not take it.
+        """
+        asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for opt in self._present():
+            if _asks_for_all_of(opt, asked):
+                return _norm_before_clipping(opt, max_norm, norm_type)
+        accelerator = self._accelerator()
+        assert accelerator is not None, "it has been called"
+        norm: Tensor | None = type(accelerator).clip_grad_norm_(accelerator, asked, max_norm, norm_type)
+        return norm
+
+    def _save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], checkpoint: str) -> None:
+        for opt in self._present():
+            opt.save(Path(checkpoint) / opt.folder)
+
+    def _announce(self, models: list[nn.Module], checkpoint: str) -> None:
+        for opt in self._present():
+            opt.checkpoint = Path(checkpoint)
+
+
+#: Optimizers that `adopt` made, and that are not closed.
+_open: weakref.WeakSet[AdamW] = weakref.WeakSet()
+#: Of Accelerators that have any.
+_hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
+
+
+def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
+    """Whether these are the parameters that `opt` trains, beside any without a gradient; False if none of them is.
+
+    Raises `UsageError` for what is neither, as HyTrain has the norm of all of them and of no others.
+    """
+    trained = {id(p) for group in opt.param_groups for p in group["params"] if p.requires_grad}
+    found = {id(parameter) for parameter in asked}
+    if found.isdisjoint(trained):
+        return False
+    if not found >= trained or any(p.grad is not None and id(p) not in trained for p in asked):
+        raise UsageError(
+            "clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them: HyTrain "
+            "has clipped exactly its own by their common norm, so call clip_grad_norm_ with all of them, and once for "
+            "each optimizer"
+        )
+    return True
+
+
+def _norm_before_clipping(opt: AdamW, max_norm: float, norm_type: float) -> Tensor | None:
+    if norm_type != 2 or max_norm not in (opt.max_grad_norm, float("inf")):
+        raise UsageError(
+            f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
+            f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
+        )
+    return opt.grad_norm
 
 
 def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any, **options: Any) -> AdamW:
@@ -74,27 +221,30 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
+    _collect(model)
     opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
-
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """The global norm, which has been clipped already; None where HyTrain does not take it."""
-        if norm_type != 2 or max_norm not in (opt.max_grad_norm, float("inf")):
-            raise UsageError(
-                f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
-                f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
-            )
-        return opt.grad_norm
-
-    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
-        opt.save(Path(folder) / FOLDER)
-
-    def announce(models: list[nn.Module], folder: str) -> None:
-        opt.state_folder = Path(folder) / FOLDER
-
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(announce)
+    _open.add(opt)
+    opt.follow(accelerator.gradient_state)
+    if accelerator not in _hooks:
+        _hooks[accelerator] = _Hooks(accelerator)
+    _hooks[accelerator].add(opt)
     return opt
+
+
+def _collect(model: nn.Module) -> None:
+    """End optimizers that nobody can reach. They are in cycles of references, as a scheduler makes one by itself.
+
+    One that trains `model` for a Trainer that is gone is closed, too: a notebook's cell that is run again still has it
+    under its old name.
+    """
+    if not _open:
+        return
+    gc.collect()
+    wanted = {id(parameter) for parameter in model.parameters()}
+    for opt in list(_open):
+        of_gone = opt.trainer is not None and opt.trainer() is None
+        if of_gone and any(id(p) in wanted for group in opt.param_groups for p in group["params"]):
+            opt.close()
 
 
 def refuse(accelerator: accelerate.Accelerator) -> None:

@@ -14,30 +14,85 @@ from it, `max_grad_norm`. Who calls what, in a step and around it:
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 
-from hytrain.errors import UnsupportedError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.integrations import accelerate
-from hytrain.integrations.accelerate import FOLDER, AdamW
+from hytrain.integrations.accelerate import AdamW
 
 #: Values of `TrainingArguments.optim` that mean this update.
 ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+#: What the training arguments call the optimizer's numbers.
+NUMBERS: Final = {
+    "lr": ("learning_rate",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+    "weight_decay": ("weight_decay",),
+}
 
 
 class HyTrainCallback(TrainerCallback):
-    """Puts HyTrain's numbers beside the Trainer's, and lets the last updates land at the end of training.
+    """Puts HyTrain's numbers beside the Trainer's, begins without sums, and lets the last updates land at the end.
+
+    Callbacks of other people's that come with a step or an epoch find its updates landed, as they may read weights.
+    Where there are none, nothing waits.
 
     `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
     waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
-    def __init__(self, opt: AdamW) -> None:
-        self._opt = opt
+    def __init__(self, opt: AdamW, handler: CallbackHandler, read: dict[str, Any]) -> None:
+        """`handler` has all callbacks, `read` are the training arguments that `opt` was made from."""
+        self._opt, self._handler, self._read = opt, weakref.ref(handler), read
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Drops what an interrupted `train()` has summed up, as the Trainer does with gradients.
+
+        Raises `UsageError` the first time, which is when a Trainer makes its own, if arguments are not as they were.
+        """
+        for name, value in self._read.items():
+            if (now := getattr(args, name)) != value:
+                raise UsageError(
+                    f"{name}={now!r} comes too late for HyTrain, which has {value!r} since adopt(trainer): change the "
+                    "training arguments before"
+                )
+        self._read = {}
+        self._opt.zero_grad()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_step_begin")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_optimizer_step")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        self._land_before("on_step_end")
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._land_before("on_epoch_end")
+
+    def _land_before(self, event: str) -> None:
+        """Wait for the updates if anybody but Transformers itself is told of the event."""
+        handler = self._handler()
+        kinds = {type(callback) for callback in handler.callbacks} if handler is not None else set()
+        told = {kind for kind in kinds - {type(self)} if getattr(kind, event) is not getattr(TrainerCallback, event)}
+        if any(not kind.__module__.startswith("transformers.") for kind in told):
+            self._opt.synchronize()
 
     def on_log(
         self,
@@ -96,22 +151,36 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     groups = param_groups or _groups(model, set(trainer.get_decay_parameter_names(model)))
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
-    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt))  # before those that report
+    read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
+    trainer.callback_handler.callbacks.insert(
+        0, HyTrainCallback(opt, trainer.callback_handler, read)
+    )  # the first of all
 
-    plain_save, plain_load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+    opt.trainer = weakref.ref(trainer)
+    _save_beside(trainer, opt)
+    return opt
+
+
+def _save_beside(trainer: Trainer, opt: AdamW) -> None:
+    """Let the trainer's checkpoints have `opt.folder`. What hangs in it makes no cycle of references with it."""
+    kind, of = type(trainer), weakref.ref(trainer)
 
     def save(output_dir: str) -> None:
-        opt.save(Path(output_dir) / FOLDER)
-        plain_save(output_dir)
+        opt.save(Path(output_dir) / opt.folder)
+        kind._save_optimizer_and_scheduler(called(), output_dir)
 
     def load(checkpoint: str | None) -> None:
-        opt.state_folder = Path(checkpoint) / FOLDER if checkpoint is not None else None
-        plain_load(checkpoint)
-        opt.state_folder = None  # there may have been nothing to load
+        opt.checkpoint = Path(checkpoint) if checkpoint is not None else None
+        kind._load_optimizer_and_scheduler(called(), checkpoint)
+        opt.checkpoint = None  # there may have been nothing to load
+
+    def called() -> Trainer:
+        trainer = of()
+        assert trainer is not None, "it calls"
+        return trainer
 
     trainer._save_optimizer_and_scheduler = save  # type: ignore[method-assign]
     trainer._load_optimizer_and_scheduler = load  # type: ignore[method-assign]
-    return opt
 
 
 def _groups(model: nn.Module, decays: set[str]) -> list[dict[str, Any]]:
@@ -129,7 +198,8 @@ def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
     if (update := OptimizerNames(args.optim)) not in ADAMW:
         raise UnsupportedError(f'optim="{update.value}" is another update: HyTrain has AdamW, optim="adamw_torch"')
-    if type(trainer).create_optimizer is not Trainer.create_optimizer and param_groups is None:
+    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
+    if param_groups is None and any(getattr(type(trainer), maker) is not getattr(Trainer, maker) for maker in makers):
         name = type(trainer).__name__
         raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
     if trainer.model_init is not None:

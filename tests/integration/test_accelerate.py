@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import LR, differing, gpt2, llama, tokens, weights
+from helpers import LR, differing, gpt2, llama, perceptron, square_loss, tokens, weights
 from torch import nn
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
+import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.integrations.accelerate import adopt
 
@@ -26,6 +30,7 @@ MAX_NORM = 1.0
 def fresh() -> None:
     """Accelerate's settings outlive the Accelerator that made them."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def schedule(opt: torch.optim.Optimizer) -> LambdaLR:
@@ -70,6 +75,42 @@ def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str, accumulated
     assert differing(weights(model), weights(expected)) == []
 
 
+def train_epochs(ours: bool, until_epoch_end: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Three epochs of nine batches, four to a step; an epoch's last one is a step of its own, or the next epoch's."""
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=until_epoch_end)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    loader: Any = accelerator.prepare_data_loader(DataLoader(range(9), batch_size=1))
+    model = perceptron()
+    raw = (
+        adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
+        if ours
+        else torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    )
+    opt: Any = accelerator.prepare(raw)
+    norms = []
+    for epoch in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                square_loss(model, 9 * epoch + int(batch)).backward()
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                opt.step()
+                opt.zero_grad()
+    if isinstance(raw, hytrain.AdamW):
+        raw.close()
+    return weights(model), norms
+
+
+@pytest.mark.parametrize("until_epoch_end", [True, False])
+def test_accelerate_says_which_micro_batch_is_the_last(until_epoch_end: bool) -> None:
+    """Whatever their number: it is another one at the end of an epoch."""
+    expected, norms = train_epochs(False, until_epoch_end)
+    got, ours = train_epochs(True, until_epoch_end)
+    assert len(norms) == (9 if until_epoch_end else 6)
+    assert ours == norms and min(norms) > 0.1
+    assert differing(got, expected) == []
+
+
 def test_saved_and_loaded_at_another_k(tmp_path: Path) -> None:
     first, second = llama(torch.bfloat16), llama(torch.bfloat16)
     accelerator = Accelerator(cpu=True)
@@ -87,6 +128,98 @@ def test_saved_and_loaded_at_another_k(tmp_path: Path) -> None:
     train(accelerator, second, opt, scheduler, range(10, 20))
     opt.optimizer.close()
     assert differing(weights(second), weights(first)) == []
+
+
+def run_two(folder: Path, *, ours: bool, resume: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Six steps of two models in one Accelerator, or the last three from `folder`. Their weights, and all norms."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    models = accelerator.prepare(perceptron(), perceptron())
+    rates = [1e-2, 3e-3]
+    if ours:
+        adopted = [adopt(accelerator, model, lr=lr, max_grad_norm=0.1) for model, lr in zip(models, rates, strict=True)]
+    else:
+        adopted = [torch.optim.AdamW(m.parameters(), lr=lr, fused=True) for m, lr in zip(models, rates, strict=True)]
+    opts = [accelerator.prepare(opt) for opt in reversed(adopted)][::-1]
+    norms = []
+    if resume:
+        accelerator.load_state(str(folder))
+    for step in range(3 if resume else 0, 6):
+        for index, (model, opt) in enumerate(zip(models, opts, strict=True)):
+            accelerator.backward(square_loss(model, 10 * step + index))
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            opt.step()
+            opt.zero_grad()
+        if step == 2:
+            accelerator.save_state(str(folder))
+    for opt in adopted if ours else []:
+        opt.close()
+    return {f"{index}.{name}": t for index, model in enumerate(models) for name, t in weights(model).items()}, norms
+
+
+def test_two_optimizers_in_one_accelerator(tmp_path: Path) -> None:
+    """Each has a folder and a norm of its own, in whatever order they are prepared."""
+    expected, norms = run_two(tmp_path / "torch", ours=False)
+    whole, ours = run_two(tmp_path / "ours", ours=True)
+    assert ours == norms and min(norms) > 0.1
+    assert differing(whole, expected) == []
+    assert {path.name for path in (tmp_path / "ours").glob("hytrain*")} == {"hytrain", "hytrain_1"}
+    resumed, ours = run_two(tmp_path / "ours", ours=True, resume=True)
+    assert ours == norms[6:]
+    assert differing(resumed, whole) == []
+
+
+def test_clipping_of_another_model_is_accelerates() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = perceptron(), perceptron()
+    opt = adopt(accelerator, first, lr=LR, max_grad_norm=0.1)
+    accelerator.backward(square_loss(first, 0) + square_loss(second, 1))
+    first_norm, second_norm = (float(accelerator.clip_grad_norm_(m.parameters(), 0.1)) for m in (first, second))
+    assert first_norm == float(opt.grad_norm or 0.0) != second_norm
+    gradients = [parameter.grad for parameter in second.parameters() if parameter.grad is not None]
+    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.1, rel=1e-3)
+    refused = r"clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them"
+    with pytest.raises(UsageError, match=refused):
+        accelerator.clip_grad_norm_(first[0].parameters(), 0.1)
+    with pytest.raises(UsageError, match=refused):
+        accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
+    opt.close()
+
+
+def test_frozen_parameters_are_no_matter_to_the_norm() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = perceptron()
+    model[0].requires_grad_(False)
+    opt = adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
+    accelerator.backward(square_loss(model, 0))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm == accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1) > 0.1
+    opt.close()
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("closed", [True, False])
+def test_trials_one_after_another_leave_nothing(closed: bool, tmp_path: Path) -> None:
+    """Closed, or dropped: the hooks are gone, the processes have ended, the first folder is free."""
+    accelerator = Accelerator(cpu=True)
+    plain = accelerator.clip_grad_norm_
+    for trial in range(2):
+        model = perceptron()
+        opt = adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
+        wrapped = accelerator.prepare(opt)
+        accelerator.backward(square_loss(model, trial))
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        wrapped.step()
+        accelerator.save_state(str(tmp_path / str(trial)))
+        assert [path.name for path in (tmp_path / str(trial)).glob("hytrain*")] == ["hytrain"]
+        if closed:
+            opt.close()
+        accelerator.free_memory()
+        gone = weakref.ref(opt)
+        del opt, wrapped
+        assert gone() is None, "nothing but this test has held it"
+        assert accelerator.clip_grad_norm_ == plain
+        assert not accelerator._save_model_state_pre_hook and not accelerator._load_model_state_pre_hook
 
 
 def test_a_small_state_without_its_folder_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from helpers import differing, gpt2, llama, tokens, weights
 from torch import nn
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
@@ -32,6 +33,7 @@ COMPARED = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)  # it outlives the Accelerator that made it
+    GradientState._reset_state()
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
@@ -56,10 +58,11 @@ def make_trainer(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, 
         "disable_tqdm": True,
         "report_to": "none",
     }
-    options = {name: changed.pop(name) for name in ("optimizers", "model_init", "callbacks") if name in changed}
+    others = ("optimizers", "model_init", "callbacks", "train_dataset")
+    options = {name: changed.pop(name) for name in others if name in changed}
     args = TrainingArguments(str(folder), **{**arguments, **changed})
     given = None if "model_init" in options else model
-    return kind(given, args, train_dataset=TRAINING, eval_dataset=VALIDATION, **options)
+    return kind(given, args, eval_dataset=VALIDATION, **{"train_dataset": TRAINING, **options})
 
 
 @contextmanager
@@ -116,6 +119,90 @@ def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:
     assert differing(weights(model), weights(expected)) == []
 
 
+class Interrupted(Trainer):
+    """Its second micro-batch fails once."""
+
+    forwards = 0
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        self.forwards += 1
+        if self.forwards == 2:
+            raise KeyboardInterrupt
+        return super().compute_loss(*arguments, **options)
+
+
+@pytest.mark.parametrize("accumulated", [4, 24])
+def test_train_again_after_an_interrupted_step(accumulated: int, tmp_path: Path) -> None:
+    """What it had summed up is dropped, also where an epoch has fewer batches than a step."""
+    expected, model = gpt2(), gpt2()
+    ran = []
+    for name, trained in (("plain", expected), ("ours", model)):
+        trainer = make_trainer(trained, tmp_path / name, Interrupted, gradient_accumulation_steps=accumulated)
+        with adopted(trainer, k=0.5) if trained is model else nullcontext():
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            trainer.train()
+        ran.append(history(trainer))
+    assert ran[0] == ran[1]
+    assert differing(weights(model), weights(expected)) == []
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Ten batches, and nobody knows how many beforehand."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(TRAINING[:40])
+
+
+def test_what_an_epoch_of_unknown_length_leaves_is_the_next_ones(tmp_path: Path) -> None:
+    """Four batches make a step, then four, then two and the next epoch's four."""
+    expected, model = gpt2(), gpt2()
+    changed = {"gradient_accumulation_steps": 4, "max_steps": 8, "train_dataset": Stream()}
+    plain = make_trainer(expected, tmp_path / "plain", **changed)
+    plain.train()
+    ours = make_trainer(model, tmp_path / "ours", **changed)
+    with adopted(ours, k=0.5):
+        ours.train()
+    assert history(ours) == history(plain)
+    assert differing(weights(model), weights(expected)) == []
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
+    """The old Trainer is unreachable then, its optimizer perhaps has a name still."""
+    model = gpt2()
+    opts = []
+    for run in range(2):
+        trainer = make_trainer(model, tmp_path / str(run), max_steps=2)
+        opt = adopt(trainer, k=0.5)
+        if kept:
+            opts.append(opt)
+        trainer.train()
+    opt.close()
+    if kept:
+        with pytest.raises(UsageError, match="this hytrain.AdamW is closed"):
+            opts[0].step()
+
+
+def test_an_optimizer_of_another_model_outlives_its_trainer(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, max_steps=2)
+    with adopted(trainer) as opt:
+        trainer.train()
+        del trainer
+        with adopted(make_trainer(gpt2(), tmp_path)):
+            opt.save(tmp_path / "state")
+
+
+def test_the_model_of_a_trainer_that_is_there_is_not_free(tmp_path: Path) -> None:
+    model = gpt2()
+    first, second = (make_trainer(model, tmp_path) for _ in range(2))
+    with adopted(first) as opt:
+        with pytest.raises(UnsupportedError, match="another hytrain.AdamW trains"):
+            adopt(second)
+        opt.synchronize()
+
+
 @pytest.mark.parametrize(("make", "dtype"), [(gpt2, torch.float32), (llama, torch.bfloat16)])
 def test_resumed_at_another_k_it_is_the_run_that_went_through(
     tmp_path: Path, make: Callable[..., nn.Module], dtype: torch.dtype
@@ -145,6 +232,47 @@ def test_goes_on_from_a_checkpoint_of_torchs_adamw(tmp_path: Path) -> None:
     with adopted(trainer, k=0.5):
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
     assert differing(weights(resumed), weights(whole)) == []
+
+
+def frozen_block(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if ".h.0." in name or "wpe" in name}
+
+
+def frozen_norms(model: nn.Module) -> set[str]:
+    """All that weight decay spares: a plain Trainer's second group is empty then."""
+    return {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+
+
+@pytest.mark.parametrize("frozen", [frozen_block, frozen_norms])
+def test_goes_on_from_torchs_adamw_with_frozen_parameters(
+    frozen: Callable[[nn.Module], set[str]], tmp_path: Path
+) -> None:
+    """A plain Trainer leaves them out of its groups, and numbers the others without them."""
+    whole, resumed = gpt2(), gpt2()
+    for model in (whole, resumed):
+        for name in frozen(model):
+            model.get_parameter(name).requires_grad_(False)
+    make_trainer(whole, tmp_path).train()
+    trainer = make_trainer(resumed, tmp_path)
+    with adopted(trainer, k=0.5):
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+    assert differing(weights(resumed), weights(whole)) == []
+
+
+def test_a_plain_trainer_goes_on_from_an_exported_state(tmp_path: Path) -> None:
+    whole, resumed = gpt2(), gpt2()
+    checkpoint = tmp_path / f"checkpoint-{SAVED}"
+    trainer = make_trainer(whole, tmp_path)
+    with adopted(trainer, k=0.5) as opt:
+        trainer.train()
+        with pytest.raises(ValueError, match="doesn't match the size"):
+            make_trainer(gpt2(), tmp_path).train(resume_from_checkpoint=str(checkpoint))
+        opt.synchronize()
+        expected = weights(whole)
+        opt.load(checkpoint / "hytrain")
+        torch.save(hytrain.AdamW.state_dict(opt), checkpoint / "optimizer.pt")
+    make_trainer(resumed, tmp_path).train(resume_from_checkpoint=str(checkpoint))
+    assert differing(weights(resumed), expected) == []
 
 
 def test_a_checkpoint_without_its_state_is_refused(tmp_path: Path) -> None:
@@ -186,12 +314,47 @@ def test_reporters_and_history_have_hytrains_numbers(tmp_path: Path) -> None:
     assert all("hytrain_k" not in logs for logs in reporter.told if "eval_loss" in logs)
 
 
+class Average(TrainerCallback):
+    """Keeps the weights that it finds after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
+        self.found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+
+def test_callbacks_find_the_steps_weights(tmp_path: Path) -> None:
+    expected, average = Average(), Average()
+    make_trainer(gpt2(), tmp_path / "plain", callbacks=[expected]).train()
+    trainer = make_trainer(gpt2(), tmp_path / "ours", callbacks=[average])
+    with adopted(trainer, k=0.0):
+        trainer.train()
+    assert [differing(found, e) for found, e in zip(average.found, expected.found, strict=True)] == [[]] * STEPS
+
+
+def test_without_foreign_callbacks_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=[Reporter()])
+    with adopted(trainer) as opt:
+        calls = []
+        monkeypatch.setattr(opt, "synchronize", lambda: calls.append(trainer.state.global_step))
+        trainer.train()
+    assert calls == [STEPS], "at the end of training"
+
+
 # ---------------------------------------------------------------- refusals
 
 
 class OwnOptimizer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         return super().create_optimizer(model)
+
+
+class OwnNumbers(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Any:
+        kind, numbers = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return kind, {**numbers, "betas": (0.5, 0.6)}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +366,7 @@ class OwnOptimizer(Trainer):
         ({"auto_find_batch_size": True}, "auto_find_batch_size goes on after a failed backward"),
         ({"model_init": gpt2}, "model_init makes the model anew"),
         ({"kind": OwnOptimizer}, "OwnOptimizer makes an optimizer of its own"),
+        ({"kind": OwnNumbers}, "OwnNumbers makes an optimizer of its own"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
@@ -257,3 +421,23 @@ def test_clipping_that_changes_on_the_way(tmp_path: Path) -> None:
         trainer.args.max_grad_norm = 0.5
         with pytest.raises(UsageError, match=r"clip_grad_norm_ to 0.5 comes too late.* clips to 1.0"):
             trainer.train()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"])
+def test_numbers_that_change_on_the_way(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with adopted(trainer):
+        setattr(trainer.args, name, 0.25)
+        with pytest.raises(UsageError, match=rf"{name}=0.25 comes too late for HyTrain, which has .* since adopt"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+def test_numbers_that_adopt_was_given_or_that_the_trainer_does_not_read_again(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path)
+    with adopted(trainer, lr=1e-3):
+        trainer.args.learning_rate = 0.25
+        trainer.train()
+        trainer.args.weight_decay = 0.25
+        trainer.train()
+        assert trainer.state.global_step == STEPS
