@@ -14,6 +14,7 @@ from it, `max_grad_norm`. Who calls what, in a step and around it:
 
 from __future__ import annotations
 
+import logging
 import weakref
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,8 @@ from transformers.training_args import OptimizerNames
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.integrations import accelerate
 from hytrain.integrations.accelerate import AdamW
+
+_log = logging.getLogger(__name__)
 
 #: Values of `TrainingArguments.optim` that mean this update.
 ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
@@ -42,7 +45,7 @@ class HyTrainCallback(TrainerCallback):
     """Puts HyTrain's numbers beside the Trainer's, begins without sums, and lets the last updates land at the end.
 
     Callbacks of other people's that come with a step or an epoch find its updates landed, as they may read weights.
-    Where there are none, nothing waits.
+    Where there are none, or they have `reads_weights = False`, nothing waits.
 
     `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
     waited for weights, `grad_norm` the last step's norm before clipping.
@@ -51,6 +54,7 @@ class HyTrainCallback(TrainerCallback):
     def __init__(self, opt: AdamW, handler: CallbackHandler, read: dict[str, Any]) -> None:
         """`handler` has all callbacks, `read` are the training arguments that `opt` was made from."""
         self._opt, self._handler, self._read = opt, weakref.ref(handler), read
+        self._waited_for = set[type]()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -87,11 +91,19 @@ class HyTrainCallback(TrainerCallback):
         self._land_before("on_epoch_end")
 
     def _land_before(self, event: str) -> None:
-        """Wait for the updates if anybody but Transformers itself is told of the event."""
+        """Wait for the updates if anybody but Transformers itself is told of the event, and may read weights then."""
         handler = self._handler()
         kinds = {type(callback) for callback in handler.callbacks} if handler is not None else set()
-        told = {kind for kind in kinds - {type(self)} if getattr(kind, event) is not getattr(TrainerCallback, event)}
-        if any(not kind.__module__.startswith("transformers.") for kind in told):
+        readers = {kind for kind in kinds - {type(self)} if _may_read_weights(kind, event)}
+        for kind in readers - self._waited_for:
+            _log.warning(
+                "updates do not overlap with the next step, as %s.%s may read weights: give the class "
+                "reads_weights = False if it does not",
+                kind.__name__,
+                event,
+            )
+        self._waited_for |= readers
+        if readers:
             self._opt.synchronize()
 
     def on_log(
@@ -120,6 +132,12 @@ class HyTrainCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         self._opt.synchronize()
+
+
+def _may_read_weights(kind: type, event: str) -> bool:
+    """Whether a class of callbacks is told of an event, is not Transformers' own and does not say that it does not."""
+    told = getattr(kind, event) is not getattr(TrainerCallback, event)
+    return told and not kind.__module__.startswith("transformers.") and getattr(kind, "reads_weights", True)
 
 
 def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **options: Any) -> AdamW:

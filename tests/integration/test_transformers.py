@@ -324,17 +324,28 @@ class Average(TrainerCallback):
         self.found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
 
 
-def test_callbacks_find_the_steps_weights(tmp_path: Path) -> None:
+def test_callbacks_find_the_steps_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected, average = Average(), Average()
     make_trainer(gpt2(), tmp_path / "plain", callbacks=[expected]).train()
     trainer = make_trainer(gpt2(), tmp_path / "ours", callbacks=[average])
     with adopted(trainer, k=0.0):
         trainer.train()
     assert [differing(found, e) for found, e in zip(average.found, expected.found, strict=True)] == [[]] * STEPS
+    assert caplog.text.count("as Average.on_step_end may read weights") == 1
 
 
-def test_without_foreign_callbacks_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=[Reporter()])
+class Counter(TrainerCallback):
+    reads_weights = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        assert state.global_step
+
+
+@pytest.mark.parametrize("callback", [Reporter, Counter])
+def test_without_callbacks_that_may_read_weights_nothing_waits(
+    callback: type[TrainerCallback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=[callback()])
     with adopted(trainer) as opt:
         calls = []
         monkeypatch.setattr(opt, "synchronize", lambda: calls.append(trainer.state.global_step))
