@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path.insert(0, str(ROOT))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited}" if inherited else str(ROOT)
+    # Where Triton is installed, torch's compiler would start a pool of processes that outlives the test.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell that runs this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
