@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from hytrain.host_memory import left_in_groups
+from hytrain.memory.host import left_in_groups
 
 PACKAGES: Final = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
 _QUERY: Final = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"

@@ -24,7 +24,7 @@ from typing import Any, Final
 from benchmarks.kernel_rows import MI, SYSTEMS, measure
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.build import FLAGS, find_compiler
-from hytrain.update_queue import TILE_NUMEL
+from workers.update_queue import TILE_NUMEL
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 KEY: Final = ("system", "dtype", "tile", "threads", "numel", "bytes_each")

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hytrain.arena import HostArena
 from hytrain.kernels.backend import Backend, Into, load
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.update_queue import TILE_NUMEL
+from hytrain.memory.arena import HostArena
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
 from protocol.messages import Layer, Segment
 from workers import affinity
+from workers.update_queue import TILE_NUMEL
 
 MI: Final = 1 << 20
 SWEPT_TILES: Final = (MI, 4 * MI, 16 * MI, 64 * MI)

@@ -22,9 +22,9 @@ from typing import Final
 
 import torch
 
-from hytrain.arena import Mapping
 from hytrain.kernels.backend import load
-from hytrain.transfer import CudaTransfers
+from hytrain.memory.arena import Mapping
+from hytrain.memory.transfer import CudaTransfers
 from workers import affinity
 from workers.arenas import PIECE_BYTES
 

@@ -28,23 +28,24 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from hytrain import hooks, saving
-from hytrain.arena import allow_descriptors
-from hytrain.calibration import calibrate
+from hytrain import saving
 from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
-from hytrain.cluster import PrivateCluster, Seat, find_or_start
 from hytrain.config import ClusterConfig
-from hytrain.consumed import NO_STATE, SCALER, NoState
-from hytrain.engine import Engine
 from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import backend as backends
-from hytrain.layers import ModelLayer, split_layers
-from hytrain.link import THREAD_PREFIX, Link
-from hytrain.memory import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
-from hytrain.planes import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.memory.arena import allow_descriptors
+from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
+from hytrain.memory.planes import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.memory.transfer import transfers_for
+from hytrain.model import hooks
+from hytrain.model.consumed import NO_STATE, SCALER, NoState
+from hytrain.model.layers import ModelLayer, split_layers
+from hytrain.run.calibration import calibrate
+from hytrain.run.cluster import PrivateCluster, Seat, find_or_start
+from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.trace import TraceWriter
-from hytrain.transfer import transfers_for
+from hytrain.step.engine import Engine
 from protocol.handles import layout
 from protocol.messages import GroupHyper, LayerTable, Log
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
-from hytrain.planes import STATE_PLANES, TrainedLayer, TrainedParameter
-from hytrain.scaling import LossScale
+from hytrain.memory.planes import STATE_PLANES, TrainedLayer, TrainedParameter
+from hytrain.step.scaling import LossScale
 
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"

@@ -21,11 +21,11 @@ from functools import partial
 from interleaving_trainer import Trainer
 from interleaving_world import TILE, WRONG, Arena, Memory, Violation, World, random_table, require
 
-from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
-from hytrain.update_queue import Tile, UpdateQueue
+from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol import messages as m
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
+from workers.update_queue import Tile, UpdateQueue
 
 
 class Optimizer:

@@ -18,8 +18,8 @@ from typing import Any
 
 from interleaving_world import NEVER, Arena, Job, Mark, Stream, Violation, World, require
 
-from hytrain.lifecycle import Command, Event, LayerLife, State
-from hytrain.ownership import PlanBook
+from hytrain.model.lifecycle import Command, Event, LayerLife, State
+from hytrain.run.ownership import PlanBook
 from protocol import messages as m
 
 HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from hytrain import arena as arena_module
-from hytrain.arena import (
+from hytrain.memory import arena as arena_module
+from hytrain.memory.arena import (
     HUGE_PAGE_BYTES,
     ArenaFile,
     HostArena,
@@ -303,7 +303,7 @@ OPTIMIZER = """
 import os, socket, sys
 sys.path.insert(0, sys.argv[2])
 from test_arena import LAYOUT, TOKEN
-from hytrain.arena import HostArena, send_arena
+from hytrain.memory.arena import HostArena, send_arena
 arena = HostArena(LAYOUT)
 os.pwrite(arena.descriptor, b"w" * 28, LAYOUT.handles["weights"][1].offset)
 connection = socket.socket(fileno=int(sys.argv[1]))

@@ -22,7 +22,7 @@ from benchmarks.goals import GOALS, NOT_MEASURED
 from benchmarks.job import Job, Segment
 from benchmarks.rows import Rows
 from benchmarks.words import NOTHING
-from hytrain.arena import HUGE_PAGE_BYTES
+from hytrain.memory.arena import HUGE_PAGE_BYTES
 
 GB = 10**9
 UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hytrain.ownership import OwnershipError
 from hytrain.planner.book import THREADS_EXPONENT
+from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
 from protocol.handles import layout
 from protocol.handshake import HandshakeError

@@ -147,7 +147,7 @@ def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, m
 def test_scaled_losses_give_the_same_bits_whoever_owns_a_layer(
     dtype: torch.dtype, max_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hytrain.scaling.GROWTH_STEPS", 6)
+    monkeypatch.setattr("hytrain.step.scaling.GROWTH_STEPS", 6)
     results = []
     for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
         model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hytrain import host_memory
+from hytrain.memory import host as host_memory
 
 V2 = ("memory.max", "memory.current")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")

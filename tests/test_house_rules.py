@@ -22,8 +22,8 @@ ONLY_IN = {"zmq": "protocol/channel.py", "msgpack": "protocol/codec.py"}
 IMPURE = {"torch", "zmq", "os", "time", "random", "threading", "logging"}
 PURE = (
     "hytrain/planner/*.py",
-    "hytrain/ownership.py",
-    "hytrain/lifecycle.py",
+    "hytrain/run/ownership.py",
+    "hytrain/model/lifecycle.py",
     "protocol/handshake.py",
     "protocol/messages.py",
     "protocol/handles.py",
@@ -113,7 +113,7 @@ def test_pure_module_does_not_bring_torch(module: str) -> None:
         ("workers/trainer.py", "import zmq"),
         ("protocol/handles.py", "from msgpack import packb"),
         ("hytrain/planner/simulate.py", "from time import monotonic"),
-        ("hytrain/ownership.py", "import os.path"),
+        ("hytrain/run/ownership.py", "import os.path"),
         ("protocol/messages.py", "import random as r"),
         ("workers/optimizer.py", "from pickle import loads"),
         ("workers/optimizer.py", "import torch.multiprocessing"),

@@ -16,10 +16,10 @@ from interleaving_model import Coordinator, Optimizer, Planner, Run
 from interleaving_trainer import Trainer, Waiting
 from interleaving_world import Job, Mark, Violation
 
-from hytrain.lifecycle import Command, Event, InvalidTransition, LayerLife, State
-from hytrain.ownership import OwnershipError, PlanBook, PlanLedger
-from hytrain.update_queue import Tile, UpdateQueue
+from hytrain.model.lifecycle import Command, Event, InvalidTransition, LayerLife, State
+from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol import messages as m
+from workers.update_queue import Tile, UpdateQueue
 
 EXAMPLES = 250
 

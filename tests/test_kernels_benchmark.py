@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import kernel, kernel_rows
 from hytrain.kernels.backend import load
-from hytrain.update_queue import TILE_NUMEL
 from protocol.handles import PLANES
+from workers.update_queue import TILE_NUMEL
 
 ROOT = Path(__file__).resolve().parent.parent
 

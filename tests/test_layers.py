@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
-from hytrain.layers import (
+from hytrain.model.layers import (
     ALIGN_ELEMENTS,
     FALLBACK_LAYERS,
     ModelLayer,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.lifecycle import TRANSITIONS, Command, Event, InvalidTransition, LayerLife, State
+from hytrain.model.lifecycle import TRANSITIONS, Command, Event, InvalidTransition, LayerLife, State
 
 TRIP = [
     (Event.FILLED, State.LEAVING, Command.COPY_GRADIENTS),

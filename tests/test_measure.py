@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from hytrain import measure, trace
-from hytrain.measure import HostClock, Meter, Span
-from hytrain.trace import TraceWriter
+from hytrain.run import trace
+from hytrain.run.trace import TraceWriter
+from hytrain.step import measure
+from hytrain.step.measure import HostClock, Meter, Span
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.

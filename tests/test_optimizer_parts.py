@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from hytrain import trace
-from hytrain.arena import receive_arena
 from hytrain.kernels import backend as backends
-from hytrain.trace import TraceWriter
-from hytrain.update_queue import TILE_NUMEL
+from hytrain.memory.arena import receive_arena
+from hytrain.run import trace
+from hytrain.run.trace import TraceWriter
 from protocol.channel import Incoming
 from protocol.handles import layout
 from protocol.messages import CpuUpdate, Goodbye, Layer, RanksLearned, Segment
 from workers import arenas as memory
-from workers import calibration, optimizer
+from workers import optimizer, update_rate
 from workers.arenas import Arenas, SegmentPlanes
-from workers.calibration import seconds_per_parameter
-from workers.progress import Progress
+from workers.update_queue import TILE_NUMEL
+from workers.update_rate import seconds_per_parameter
+from workers.work_log import Progress
 
 TOKEN = "0123456789abcdef"
 
@@ -359,13 +359,13 @@ def test_the_time_in_which_nothing_is_owed_is_nobodys(monkeypatch: pytest.Monkey
 def clocked(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A backend whose work is all that takes time."""
     backend = Backend()
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: backend.now_s)
+    monkeypatch.setattr(update_rate.time, "perf_counter", lambda: backend.now_s)
     return backend
 
 
 def test_the_rate_is_the_median_pass_after_a_warm_up(clocked: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = iter([9.0, 0.01, 0.05, 0.02])
-    monkeypatch.setattr(calibration, "BUDGET_S", 100.0)
+    monkeypatch.setattr(update_rate, "BUDGET_S", 100.0)
     update = clocked.update
 
     def timed(**planes: Any) -> None:
@@ -377,8 +377,8 @@ def test_the_rate_is_the_median_pass_after_a_warm_up(clocked: Backend, monkeypat
 
 
 def test_a_slow_backend_makes_one_pass_after_the_warm_up(clocked: Backend) -> None:
-    clocked.work_s = 2 * calibration.BUDGET_S
-    assert seconds_per_parameter(clocked, [layer(0, 1000)]) == pytest.approx(2 * calibration.BUDGET_S / 1000)
+    clocked.work_s = 2 * update_rate.BUDGET_S
+    assert seconds_per_parameter(clocked, [layer(0, 1000)]) == pytest.approx(2 * update_rate.BUDGET_S / 1000)
     assert len(clocked.updated) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.ownership import OwnershipError, PlanBook, PlanLedger, fraction
+from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger, fraction
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hytrain.arena import ArenaFile, HostArena
-from hytrain.planes import ArenaPlanes
-from hytrain.transfer import HostTransfers
+from hytrain.memory.arena import ArenaFile, HostArena
+from hytrain.memory.planes import ArenaPlanes
+from hytrain.memory.transfer import HostTransfers
 from protocol.handles import bank_plane, layout
 from protocol.messages import Layer, Segment
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hytrain import sums
-from hytrain.accumulation import choose_sums
-from hytrain.measure import HostClock
-from hytrain.planes import TrainedParameter
-from hytrain.sums import DeviceSums, HostSums
-from hytrain.transfer import Copy, HostTransfers, Room, Transfer
+from hytrain.memory.planes import TrainedParameter
+from hytrain.memory.transfer import Copy, HostTransfers, Room, Transfer
+from hytrain.step import sums
+from hytrain.step.accumulation import choose_sums
+from hytrain.step.measure import HostClock
+from hytrain.step.sums import DeviceSums, HostSums
 
 NUMEL = 8
 

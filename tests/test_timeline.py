@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import record, timeline
 from benchmarks.timeline import Latency, Timeline, numbers
-from hytrain import trace
-from hytrain.trace import TraceWriter
+from hytrain.run import trace
+from hytrain.run.trace import TraceWriter
 
 STEPS = 4
 #: Milliseconds that a made-up step takes.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hytrain.arena import HUGE_PAGE_BYTES, Mapping
 from hytrain.kernels import backend as backends
 from hytrain.kernels.native import SMALL_CALLS, NativeBackend
+from hytrain.memory.arena import HUGE_PAGE_BYTES, Mapping
 
 MADV_COLLAPSE = 25
 TRIES = 10

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hytrain import trace
-from hytrain.trace import TraceWriter
+from hytrain.run import trace
+from hytrain.run.trace import TraceWriter
 
 
 def written(run_dir: Path, role: str = "trainer") -> list[dict[str, Any]]:

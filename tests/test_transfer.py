@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.transfer import PIECE_BYTES, cut
+from hytrain.memory.transfer import PIECE_BYTES, cut
 
 
 @given(st.integers(0, 10 * PIECE_BYTES), st.integers(1, 5 * PIECE_BYTES))

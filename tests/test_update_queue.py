@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.update_queue import QueueError, Tile, UpdateQueue
 from protocol.messages import GradReady, GroupHyper, Layer, Segment, StepBegin, Verdict, WeightsReady
+from workers.update_queue import QueueError, Tile, UpdateQueue
 
 
 def hyper(lr: float = 1e-3) -> GroupHyper:

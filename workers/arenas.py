@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hytrain.arena import HostArena, send_arena
 from hytrain.kernels.backend import Backend, Into
 from hytrain.kernels.scalars import Scalars
+from hytrain.memory.arena import HostArena, send_arena
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 

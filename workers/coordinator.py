@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from hytrain.trace import TraceWriter
+from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
 from protocol.handshake import HandshakeError

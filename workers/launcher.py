@@ -27,9 +27,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, Self
 
-from hytrain import trace
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
+from hytrain.run import trace
 from protocol.channel import address
 from workers import affinity, process, run_folder
 from workers.process import Child

@@ -24,21 +24,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from hytrain.arena import allow_descriptors
 from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend, load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
-from hytrain.ownership import OwnershipError, PlanBook
-from hytrain.trace import TraceWriter
-from hytrain.update_queue import Tile, UpdateQueue
+from hytrain.memory.arena import allow_descriptors
+from hytrain.run.ownership import OwnershipError, PlanBook
+from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handshake import WorkerHandshake
 from workers import affinity
 from workers.arenas import Arenas, accept
-from workers.calibration import seconds_per_parameter
 from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
-from workers.progress import Progress
+from workers.update_queue import Tile, UpdateQueue
+from workers.update_rate import seconds_per_parameter
+from workers.work_log import Progress
 
 ACCEPT_TIMEOUT_S: Final = 30.0
 WELCOME_TIMEOUT_S: Final = 60.0

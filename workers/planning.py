@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from hytrain.ownership import PlanLedger, fraction
 from hytrain.planner import (
     POLICIES,
     ClippedShare,
@@ -36,6 +35,7 @@ from hytrain.planner import (
     is_worth_it,
     simulate,
 )
+from hytrain.run.ownership import PlanLedger, fraction
 from protocol import messages as m
 from protocol.handles import layout
 from workers.effects import Command, Note, Send

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain.host_memory import available_bytes
+from hytrain.memory.host import available_bytes
 from hytrain.recipe import model as models
 from hytrain.recipe import tokenizer
 from hytrain.recipe.config import Recipe

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hytrain
-from hytrain.health import Health
 from hytrain.kernels.split import split
+from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]

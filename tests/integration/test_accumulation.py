@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import ConfigError, UsageError
-from hytrain.memory import GpuMemory
-from hytrain.sums import DeviceSums, HostSums
+from hytrain.memory.capacity import GpuMemory
+from hytrain.step.sums import DeviceSums, HostSums
 from protocol import messages as m
 
 STEPS, MICRO = 12, 3

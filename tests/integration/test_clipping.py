@@ -28,9 +28,9 @@ from helpers import (
 from torch import Tensor, nn
 
 import hytrain
-from hytrain.clipping import NormSoFar
 from hytrain.errors import ConfigError, NonFiniteGradients, UsageError
-from hytrain.planes import ArenaPlanes
+from hytrain.memory.planes import ArenaPlanes
+from hytrain.step.verdict import NormSoFar
 from protocol.handles import layout
 
 STEPS = 200

@@ -18,10 +18,10 @@ from helpers import LR, adamw, differing, perceptron, square_loss, state, train,
 from torch import nn
 
 import hytrain
-from hytrain.engine import Engine
-from hytrain.measure import HostClock
-from hytrain.planes import TrainedLayer
-from hytrain.transfer import CudaTransfers
+from hytrain.memory.planes import TrainedLayer
+from hytrain.memory.transfer import CudaTransfers
+from hytrain.step.engine import Engine
+from hytrain.step.measure import HostClock
 
 
 class Event:

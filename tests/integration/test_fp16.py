@@ -28,9 +28,9 @@ from helpers import (
 from torch import Tensor, nn
 
 import hytrain
-from hytrain import scaling
 from hytrain.errors import ConfigError, NonFiniteGradients, UsageError
 from hytrain.saving import INDEX
+from hytrain.step import scaling
 
 GROWTH_STEPS = 4
 #: step -> what one gradient is made there

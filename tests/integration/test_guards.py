@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hytrain
-from hytrain.engine import Engine
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
-from hytrain.handover import Handover
-from hytrain.planes import TrainedLayer
-from hytrain.transfer import Copy, HostTransfers, Transfer
+from hytrain.memory.planes import TrainedLayer
+from hytrain.memory.transfer import Copy, HostTransfers, Transfer
+from hytrain.step.engine import Engine
+from hytrain.step.handover import Handover
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])

@@ -33,12 +33,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
-from hytrain.cluster import PrivateCluster
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
-from hytrain.consumed import ConsumedGradient
 from hytrain.errors import NonFiniteGradients, StaleReadError, UsageError
-from hytrain.lifecycle import Event, LayerLife
-from hytrain.link import ARENA_SOCKET, Link
+from hytrain.model.consumed import ConsumedGradient
+from hytrain.model.lifecycle import Event, LayerLife
+from hytrain.run.cluster import PrivateCluster
+from hytrain.run.link import ARENA_SOCKET, Link
 
 # ---------------------------------------------------------------- Ctrl-C
 

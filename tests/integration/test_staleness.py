@@ -25,10 +25,10 @@ from helpers import (
     weights,
 )
 
-from hytrain.engine import Engine
-from hytrain.lifecycle import InvalidTransition
-from hytrain.planes import TrainedLayer
-from hytrain.transfer import Copy, HostTransfers, Transfer
+from hytrain.memory.planes import TrainedLayer
+from hytrain.memory.transfer import Copy, HostTransfers, Transfer
+from hytrain.model.lifecycle import InvalidTransition
+from hytrain.step.engine import Engine
 from protocol.messages import WeightsReady
 
 STEPS = 6

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train, wait_for_coordinator
 
-from hytrain import trace
+from hytrain.run import trace
 
 STEPS = 16
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.

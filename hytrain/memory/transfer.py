@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.measure import Clock, CudaClock, HostClock, Span
+from hytrain.step.measure import Clock, CudaClock, HostClock, Span
 
 #: Memory is pinned in pieces of this size. The driver takes 2 ms for one, and launches nothing meanwhile.
 PIECE_BYTES: Final = 32 << 20

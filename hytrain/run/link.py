@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from hytrain.arena import ArenaFile, receive_arena
 from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
-from hytrain.ownership import PlanBook
-from hytrain.transfer import Transfer
+from hytrain.memory.arena import ArenaFile, receive_arena
+from hytrain.memory.transfer import Transfer
+from hytrain.run.ownership import PlanBook
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake

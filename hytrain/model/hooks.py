@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from hytrain.planes import Gate, TrainedParameter
+    from hytrain.memory.planes import Gate, TrainedParameter
 
 
 class Engine(Protocol):

@@ -23,11 +23,18 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError
-from hytrain.health import Health
 from hytrain.kernels.split import clear_remainder, fit_remainder
-from hytrain.link import THREAD_PREFIX, Link
-from hytrain.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, TrainedLayer, TrainedParameter
-from hytrain.transfer import Copy, Transfer, Transfers
+from hytrain.memory.planes import (
+    STATE_PLANES,
+    ArenaPlanes,
+    DevicePlanes,
+    Moving,
+    TrainedLayer,
+    TrainedParameter,
+)
+from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.step.health import Health
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
 
 CLOSE_TIMEOUT_S: Final = 5.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hytrain.trace import TraceWriter
+from hytrain.run.trace import TraceWriter
 from protocol.messages import CpuUpdate, OptimizerReport
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from hytrain.planes import TrainedParameter
-from hytrain.sums import DeviceSums, HostSums, Sums
-from hytrain.transfer import Transfers
+from hytrain.memory.planes import TrainedParameter
+from hytrain.memory.transfer import Transfers
+from hytrain.step.sums import DeviceSums, HostSums, Sums
 
 _log = logging.getLogger(__name__)
 

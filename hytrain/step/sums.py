@@ -21,8 +21,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hytrain.planes import TrainedParameter
-from hytrain.transfer import Transfer, Transfers
+from hytrain.memory.planes import TrainedParameter
+from hytrain.memory.transfer import Transfer, Transfers
 
 #: Device memory for sums on their way in, and as much for those on their way out.
 WINDOW_BYTES: Final = 512 << 20

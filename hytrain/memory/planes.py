@@ -19,15 +19,15 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from hytrain.arena import ArenaFile, Mapping
-from hytrain.consumed import ConsumedGradient
 from hytrain.errors import UnsupportedError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.layers import ModelLayer, storage_order
-from hytrain.lifecycle import LayerLife, State
-from hytrain.transfer import Copy, Room, Stream, Transfer, Transfers
+from hytrain.memory.arena import ArenaFile, Mapping
+from hytrain.memory.transfer import Copy, Room, Stream, Transfer, Transfers
+from hytrain.model.consumed import ConsumedGradient
+from hytrain.model.layers import ModelLayer, storage_order
+from hytrain.model.lifecycle import LayerLife, State
 from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout, plane_dtype
 from protocol.messages import Layer, Segment
 

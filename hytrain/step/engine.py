@@ -21,22 +21,22 @@ from typing import Final
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.accumulation import Accumulation, choose_sums
-from hytrain.boundary import Boundary
 from hytrain.checks import Options
-from hytrain.clipping import Clipping
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, StaleReadError, UsageError
-from hytrain.handover import Handover
-from hytrain.health import Health
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.lifecycle import Command, Event
-from hytrain.link import Link
-from hytrain.measure import Meter
-from hytrain.planes import Gate, TrainedLayer, TrainedParameter
+from hytrain.memory.planes import Gate, TrainedLayer, TrainedParameter
+from hytrain.memory.transfer import Transfers
+from hytrain.model.lifecycle import Command, Event
+from hytrain.run.link import Link
+from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.trace import TraceWriter
-from hytrain.transfer import Transfers
+from hytrain.step.accumulation import Accumulation, choose_sums
+from hytrain.step.boundary import Boundary
+from hytrain.step.handover import Handover
+from hytrain.step.health import Health
+from hytrain.step.measure import Meter
+from hytrain.step.verdict import Clipping
 from protocol.messages import GradReady, GroupHyper, Message, Plan, Reassign, StepBegin, WeightsReady
 
 FAILURE_GRACE_S: Final = 1.0

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from hytrain.trace import TraceWriter
+from hytrain.run.trace import TraceWriter
 from protocol.messages import LayerTimes
 
 Mark = Any

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from hytrain.arena import HostArena
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.update_queue import TILE_NUMEL
+from hytrain.memory.arena import HostArena
 from protocol.handles import layout
 from protocol.messages import Layer, Segment
 from workers.arenas import segments_of
+from workers.update_queue import TILE_NUMEL
 
 PASSES: Final = 3
 #: Scratch memory and passes take about this long at most, since training waits for it. A slow backend makes fewer.

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.host_memory import available_bytes
+from hytrain.memory.host import available_bytes
 from protocol.handles import ArenaLayout
 
 #: GPU memory that is left to fragmentation and to what the libraries take for themselves.

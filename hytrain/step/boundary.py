@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hytrain.handover import Handover
-from hytrain.link import Link
-from hytrain.measure import Meter
-from hytrain.ownership import PlanBook, fraction
-from hytrain.planes import Gate, TrainedLayer
+from hytrain.memory.planes import Gate, TrainedLayer
+from hytrain.run.link import Link
+from hytrain.run.ownership import PlanBook, fraction
 from hytrain.statistics import Statistics
+from hytrain.step.handover import Handover
+from hytrain.step.measure import Meter
 from protocol.messages import Plan, PlanApplied, RanksLearned, Reassign, TrainerReport
 
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.planes import DTYPES, DevicePlanes, TrainedParameter, TrainedSegment
-from hytrain.transfer import Transfers
+from hytrain.memory.planes import DTYPES, DevicePlanes, TrainedParameter, TrainedSegment
+from hytrain.memory.transfer import Transfers
 from protocol.messages import Calibration, Layer, Segment
 
 TRIES: Final = 3

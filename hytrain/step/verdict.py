@@ -28,9 +28,9 @@ from torch import Tensor
 
 from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
-from hytrain.planes import TrainedLayer, TrainedParameter
-from hytrain.scaling import LossScale
-from hytrain.transfer import Copy, Transfer, Transfers
+from hytrain.memory.planes import TrainedLayer, TrainedParameter
+from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.step.scaling import LossScale
 from protocol.messages import GradReady, Verdict
 
 #: As in torch.nn.utils.clip_grad_norm_.
