@@ -30,6 +30,7 @@ from hytrain.model.layers import ModelLayer, storage_order
 from hytrain.model.lifecycle import LayerLife, State
 from protocol.handles import ArenaLayout, TensorHandle, bank_plane, check_handle, layout, plane_dtype
 from protocol.messages import Layer, Segment
+from protocol.placement import GPU
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -351,7 +352,7 @@ def build_layers(
     built: list[TrainedLayer] = []
     for layer in layers:
         spec = layer.describe(layer.lid, group_of, grad_dtype)
-        trained = TrainedLayer(spec, layer.name, layout(spec), [], LayerLife(layer.lid, "gpu"))
+        trained = TrainedLayer(spec, layer.name, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             owner = owners.setdefault(
                 id(piece.parameter),

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 from hytrain.memory.planes import Gate, TrainedLayer
 from hytrain.run.link import Link
-from hytrain.run.ownership import PlanBook, fraction
+from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
 from protocol.messages import Plan, PlanApplied, RanksLearned, Reassign, TrainerReport
+from protocol.placement import PLACEMENTS, gpu_fraction
 
 
 class Boundary:
@@ -40,19 +41,19 @@ class Boundary:
         self._handover_s = 0.0
 
     @property
-    def gpu_lids(self) -> tuple[int, ...]:
-        return tuple(layer.lid for layer in self._layers if layer.life.owner == "gpu")
+    def placements(self) -> tuple[str, ...]:
+        return tuple(layer.life.placement.name for layer in self._layers)
 
     def report(self, step: int, number: int) -> None:
         """Step `step`, the user's step number `number`, is over: tell the coordinator how it went."""
         times = self._meter.end_step(step)
-        now_s, gpu_lids = time.monotonic(), self.gpu_lids
+        now_s, placements = time.monotonic(), self.placements
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
             stall_s=self._meter.stall_s,
-            k=fraction(gpu_lids, self._numels),
-            gpu_layers=gpu_lids,
+            k=gpu_fraction(placements, self._numels),
+            gpu_layers=tuple(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu"),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )
@@ -68,7 +69,7 @@ class Boundary:
             starved=self._meter.starved,
             k=self.statistics.k,
             moving=self.statistics.moving,
-            gpu_lids=gpu_lids,
+            placements=placements,
             gpu_free_bytes=self._free_gpu_bytes(),
             layers=times,
         )
@@ -101,7 +102,7 @@ class Boundary:
     # ------------------------------------------------------------ plans
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first owner. Raises `ClusterError`, `CapacityError`."""
+        """Give every layer its first placement. Raises `ClusterError`, `CapacityError`."""
         self._plans.plan = plan
         began_s = time.monotonic()
         self._handover.start(plan)
@@ -139,7 +140,7 @@ class Boundary:
         message = PlanApplied(
             plan_id=plan.plan_id,
             step=step,
-            gpu_lids=self.gpu_lids,
+            placements=self.placements,
             moved=moved,
             handover_s=handover_s,
         )

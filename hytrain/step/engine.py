@@ -92,7 +92,7 @@ class Engine:
         self._came: frozenset[int] = frozenset()  # layers that were the CPU's in this step's forward, and are not now
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first owner, by the coordinator's first plan."""
+        """Give every layer its first placement, by the coordinator's first plan."""
         try:
             self._boundary.start(plan)
         except ClusterError as error:
@@ -259,9 +259,9 @@ class Engine:
             )
 
     def _begin_step(self) -> None:
-        lids = {layer.lid for layer in self.layers if layer.life.owner == "cpu"}
+        lids = {layer.lid for layer in self.layers if layer.life.placement.updates == "cpu"}
         self._finish_handovers()
-        self._came = frozenset(lid for lid in lids if self.layers[lid].life.owner == "gpu")
+        self._came = frozenset(lid for lid in lids if self.layers[lid].life.placement.updates == "gpu")
         self.clipping.settle()
         self.import_written()
         if self._root.step != self._step:  # the whole model was not entered, which looks for them
@@ -305,7 +305,7 @@ class Engine:
         """A gradient of a parameter whose module was not called: from now on the root waits for its layers (I1)."""
         for layer, _ in parameter.places:
             waited = self._synchronized == self._step or (layer in self._root.layers and self._root.step == self._step)
-            was_cpu = layer.life.owner == "cpu" or layer.lid in self._came
+            was_cpu = layer.life.placement.updates == "cpu" or layer.lid in self._came
             if was_cpu and layer.life.updated >= 0 and not waited:
                 self.health.abort(
                     StaleReadError(

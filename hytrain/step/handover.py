@@ -36,6 +36,7 @@ from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
+from protocol.placement import CPU, GPU
 
 CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -70,11 +71,11 @@ class Handover:
         self._worked = False
 
     def start(self, plan: Plan) -> None:
-        """First owners: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
+        """First placements: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
         for layer in self._layers:
-            if layer.lid in plan.gpu_lids:
+            if plan.placement(layer.lid) is GPU:
                 layer.planes = DevicePlanes(layer.segments)
-        for layer, arena in self._allocate([layer for layer in self._layers if layer.lid not in plan.gpu_lids]):
+        for layer, arena in self._allocate([layer for layer in self._layers if plan.placement(layer.lid) is CPU]):
             layer.planes = arena
             self._give(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
 
@@ -82,9 +83,9 @@ class Handover:
 
     def prepare(self, plan: Plan) -> None:
         """Make ready what the plan needs, on a thread. The last plan's handovers have finished."""
-        gpu = frozenset(plan.gpu_lids)
-        leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
-        coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
+        moving = [layer for layer in self._layers if layer.life.placement is not plan.placement(layer.lid)]
+        leaving = [layer for layer in moving if plan.placement(layer.lid) is CPU]
+        coming = [layer for layer in moving if plan.placement(layer.lid) is GPU]
         with self._lock:
             self._move = _Move(plan, leaving, coming)
             self._run(partial(self._prepare, self._move))
@@ -163,7 +164,7 @@ class Handover:
             self._transfers.land(moving.arrival)
             arena, layer.planes = layer.arena, moving.device
             move.closing.append((arena, moving.arrival))
-            layer.life.change_owner("gpu")
+            layer.life.place(GPU)
             giving = GiveUp(plan_id=move.plan.plan_id, lid=layer.lid, step=step)
             self._link.post("optimizer", giving, after=moving.arrival)
         with self._lock:
@@ -228,7 +229,7 @@ class Handover:
             self._move.devices.clear()
 
     def _give(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
-        layer.life.change_owner("cpu")
+        layer.life.place(CPU)
         self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
 
     def _run(self, task: Callable[[], None]) -> None:
