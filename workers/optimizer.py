@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout
-from hytrain.kernels.backend import Backend, load
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 from hytrain.memory.arena import allow_descriptors
 from hytrain.run.ownership import OwnershipError, PlanBook
