@@ -1,6 +1,6 @@
 """What happens between two steps: the report to the coordinator, the forward order, and plans that have come due.
 
-engine.step ─▶ TrainerReport ─▶ (once) RanksLearned ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
+engine.step ─▶ TrainerReport ─▶ (once) PositionsLearned ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
 first gradient ─▶ they finish ─▶ PlanApplied
 """
 
@@ -15,7 +15,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
-from protocol.messages import Plan, PlanApplied, RanksLearned, Reassign, TrainerReport
+from protocol.messages import Plan, PlanApplied, PositionsLearned, Reassign, TrainerReport
 from protocol.placement import PLACEMENTS, gpu_fraction
 
 
@@ -82,7 +82,7 @@ class Boundary:
         if self._entered is not None:
             self._entered.update(dict.fromkeys(layer.lid for layer in gate.layers))
 
-    def learn_ranks(self, root: Gate) -> None:
+    def learn_positions(self, root: Gate) -> None:
         """After the first step: order the layers as forward entered them, those that the root waits for first.
 
         Layers that were not entered keep the table's order, after the others.
@@ -93,11 +93,11 @@ class Boundary:
         place.update((layer.lid, -1) for layer in root.layers)
         self._entered = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
-        ranks = [0] * len(order)
-        for rank, lid in enumerate(order):
-            ranks[lid] = rank
+        positions = [0] * len(order)
+        for position, lid in enumerate(order):
+            positions[lid] = position
         for role in ("optimizer", "coordinator"):
-            self._link.post(role, RanksLearned(ranks=tuple(ranks)))
+            self._link.post(role, PositionsLearned(positions=tuple(positions)))
 
     # ------------------------------------------------------------ plans
 

@@ -438,7 +438,7 @@ class Engine:
             self._groups, self._backward_done, self._scaled = None, False, 0
             self.accumulation.reset()
         self._boundary.report(ended, self.steps)
-        self._boundary.learn_ranks(self._root)
+        self._boundary.learn_positions(self._root)
         with self._undivided("a handover of layers"):
             self._boundary.begin_plan(self._step)
 
