@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hytrain.kernels.backend import Backend, Into
-from hytrain.kernels.choice import load
 from hytrain.kernels.build import build, find_compiler
+from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.arena import HostArena
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
@@ -59,7 +59,7 @@ class Planes:
     def __init__(self, numel: int, dtype: str, backend: Backend, banks: int = 1) -> None:
         segment = Segment(name="all", numel=numel, dtype=dtype, grads_dtype=dtype, group=0)
         self.numel, self.dtype = numel, dtype
-        self.arena = HostArena(layout(Layer(lid=0, rank=0, name="all", segments=(segment,)), banks))
+        self.arena = HostArena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
         backend.touch(self.arena.address, self.arena.layout.nbytes)
         self.base: dict[str, int] = {}
         self.itemsize: dict[str, int] = {}

@@ -113,11 +113,11 @@ class Timeline:
             raise ValueError(f"no step of {steps.start}:{steps.stop} is in the timeline, which has {len(self.steps)}")
         return intervals[0][0], intervals[-1][1]
 
-    def ranks(self) -> dict[int, int]:
+    def positions(self) -> dict[int, int]:
         """Each layer's place in the forward order; layers without a forward of their own are behind it."""
         order = [span.lid for span in sorted(self.of_kind("forward"), key=lambda span: span.began_ms)]
         order += sorted(span.lid for span in self.spans)
-        return {lid: rank for rank, lid in enumerate(dict.fromkeys(order))}
+        return {lid: position for position, lid in enumerate(dict.fromkeys(order))}
 
 
 # ---------------------------------------------------------------- numbers

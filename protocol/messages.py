@@ -101,15 +101,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What is scheduled and moved as one: a stable ID, the place in the forward order, its segments."""
+    """What is scheduled and moved as one: a stable ID, its position in the forward order, its segments."""
 
     lid: int
-    rank: int
+    position: int
     name: str
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
-        _require(self.lid >= 0 and self.rank >= 0, "layer IDs and ranks are not negative")
+        _require(self.lid >= 0 and self.position >= 0, "layer IDs and positions are not negative")
         _require(len(self.segments) > 0, f"layer {self.lid} has no segments")
 
     @property
@@ -152,8 +152,8 @@ class LayerTable:
             "layer IDs must be 0, 1, 2, … in the table's order",
         )
         _require(
-            sorted(layer.rank for layer in self.layers) == list(range(len(self.layers))),
-            "ranks must be a permutation of 0, 1, 2, …",
+            sorted(layer.position for layer in self.layers) == list(range(len(self.layers))),
+            "positions must be a permutation of 0, 1, 2, …",
         )
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
@@ -187,13 +187,13 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksLearned:
-    """The trainer to optimizer and coordinator: the forward order that was observed; `ranks[lid]`."""
+class PositionsLearned:
+    """The trainer to optimizer and coordinator: the observed forward order; `positions[lid]`."""
 
-    ranks: tuple[int, ...]
+    positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(sorted(self.ranks) == list(range(len(self.ranks))), "ranks must be a permutation")
+        _require(sorted(self.positions) == list(range(len(self.positions))), "positions must be a permutation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,7 +485,7 @@ class Status:
     processes: tuple[Process, ...]
     layer_names: tuple[str, ...]
     layer_numels: tuple[int, ...]
-    layer_ranks: tuple[int, ...]
+    layer_positions: tuple[int, ...]
     placements: tuple[str, ...]
     policy: str
     reason: str
@@ -544,7 +544,7 @@ Message = (
     | Ready
     | LayerTable
     | Calibration
-    | RanksLearned
+    | PositionsLearned
     | PlanesReady
     | StepBegin
     | GradReady

@@ -80,8 +80,8 @@ class Optimizer:
                     self.announce(done)
             case m.SetMode(speculate=speculate):
                 self.queue.speculate = speculate
-            case m.RanksLearned(ranks=ranks):
-                self.queue.learn_ranks(ranks)
+            case m.PositionsLearned(positions=positions):
+                self.queue.learn_positions(positions)
             case m.PlanApplied(plan_id=plan_id):
                 self.book.forget(plan_id)
 

@@ -115,10 +115,10 @@ class Trainer:
             yield None
         self.report(step)
         if step == 0:
-            ranks = list(lids)
-            rng.shuffle(ranks)
+            positions = list(lids)
+            rng.shuffle(positions)
             for role in ("optimizer", "coordinator"):
-                self.post(role, m.RanksLearned(ranks=tuple(ranks)))
+                self.post(role, m.PositionsLearned(positions=tuple(positions)))
         yield from self.boundary(step + 1)
 
     def boundary(self, step: int) -> Waiting:

@@ -175,7 +175,7 @@ def random_table(rng: random.Random, layers: int) -> m.LayerTable:
     return m.LayerTable(
         layers=tuple(
             m.Layer(
-                lid=lid, rank=lid, name=f"layer {lid}", segments=tuple(segment(i) for i in range(rng.randint(1, 2)))
+                lid=lid, position=lid, name=f"layer {lid}", segments=tuple(segment(i) for i in range(rng.randint(1, 2)))
             )
             for lid in range(layers)
         ),

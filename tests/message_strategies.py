@@ -33,7 +33,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Calibration, "role"): st.sampled_from(("trainer", "optimizer")),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
     (m.SetThreads, "threads"): st.integers(1, 2**31),
-    (m.RanksLearned, "ranks"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
+    (m.PositionsLearned, "positions"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Verdict, "scale"): st.floats(0, 2**20),
     (m.WeightsReady, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple),
@@ -56,10 +56,15 @@ def segments(draw: st.DrawFn) -> m.Segment:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[m.Layer, ...]:
-    ranks = draw(st.integers(1, 4).flatmap(lambda n: st.permutations(range(n))))
+    positions = draw(st.integers(1, 4).flatmap(lambda n: st.permutations(range(n))))
     return tuple(
-        m.Layer(lid=lid, rank=rank, name=draw(TEXT), segments=tuple(draw(st.lists(segments(), min_size=1, max_size=3))))
-        for lid, rank in enumerate(ranks)
+        m.Layer(
+            lid=lid,
+            position=position,
+            name=draw(TEXT),
+            segments=tuple(draw(st.lists(segments(), min_size=1, max_size=3))),
+        )
+        for lid, position in enumerate(positions)
     )
 
 

@@ -39,7 +39,7 @@ def layout_of(lid: int = 4, numel: int = 1000) -> ArenaLayout:
         Segment(name="a", numel=numel, dtype="bfloat16", grads_dtype="bfloat16", group=0),
         Segment(name="b", numel=7, dtype="float32", grads_dtype="float32", group=0),
     )
-    return layout(Layer(lid=lid, rank=0, name="layer", segments=segments))
+    return layout(Layer(lid=lid, position=0, name="layer", segments=segments))
 
 
 LAYOUT = layout_of()

@@ -118,7 +118,7 @@ OPTIMIZERS = m.Calibration(role="optimizer", cpu_update_s=1e-9)
 
 def table(**changes: Any) -> m.LayerTable:
     segment = m.Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
-    layers = tuple(m.Layer(lid=lid, rank=lid, name=f"block {lid}", segments=(segment,)) for lid in range(LAYERS))
+    layers = tuple(m.Layer(lid=lid, position=lid, name=f"block {lid}", segments=(segment,)) for lid in range(LAYERS))
     usual: dict[str, Any] = {
         "objective": "speed",
         "awaits_verdict": False,
@@ -203,7 +203,7 @@ def test_a_second_process_of_a_role_is_refused(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [report(0), m.Log(step=1, numbers={}), ack("trainer", 0), m.RanksLearned(ranks=(0,))], ids=type
+    "message", [report(0), m.Log(step=1, numbers={}), ack("trainer", 0), m.PositionsLearned(positions=(0,))], ids=type
 )
 def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
@@ -243,7 +243,7 @@ def test_the_first_plan_waits_for_both_calibrations(
 
 def test_calibration_decides_the_first_k() -> None:
     """Behind a slow link the first layers' weights would come late, behind a fast one hardly."""
-    layers = tuple(replace(table().layers[0], lid=lid, rank=lid) for lid in range(20))
+    layers = tuple(replace(table().layers[0], lid=lid, position=lid) for lid in range(20))
     chosen = {}
     for link_s in (1e-12, 5e-10):
         driver = Driver()
@@ -466,13 +466,13 @@ def test_what_fits_no_longer_is_noted(driver: Driver) -> None:
     assert "no plan fits" in driver.notes
 
 
-def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> None:
+def test_positions_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.25)
-    driver.handle(m.RanksLearned(ranks=(3, 2, 1, 0)))
+    driver.handle(m.PositionsLearned(positions=(3, 2, 1, 0)))
     plan = driver.next_plan()
     assert plan is not None and on_gpu(plan.placements) == (3,)
     with pytest.raises(ValueError, match="every layer"):
-        driver.handle(m.RanksLearned(ranks=(0, 1)))
+        driver.handle(m.PositionsLearned(positions=(0, 1)))
 
 
 # ---------------------------------------------------------------- ahead of the verdict, or behind it

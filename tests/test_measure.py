@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from hytrain.memory.clock import HostClock, Span
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step import measure
-from hytrain.memory.clock import HostClock, Span
 from hytrain.step.measure import Meter
 from protocol.messages import LayerTimes
 

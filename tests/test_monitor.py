@@ -226,7 +226,7 @@ def status(**changed: Any) -> m.Status:
         "processes": (m.Process(role="trainer", rank=0, pid=7, detail="[on] cpu"),),
         "layer_names": ("a", "b"),
         "layer_numels": (1, 3),
-        "layer_ranks": (0, 1),
+        "layer_positions": (0, 1),
         "placements": ("gpu", "cpu"),
         "policy": "deadline",
         "reason": "[k] is in time",
@@ -298,6 +298,6 @@ def test_the_table_says_who_owns_what_and_why() -> None:
 def test_the_table_before_the_first_step() -> None:
     pytest.importorskip("rich")
     text = view.as_text(
-        Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_ranks=(), placements=()), ())
+        Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=()), ())
     )
     assert "no step has ended yet" in text and "layers" not in text

@@ -19,7 +19,7 @@ from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.channel import Incoming
 from protocol.handles import layout
-from protocol.messages import CpuUpdate, Goodbye, Layer, RanksLearned, Segment
+from protocol.messages import CpuUpdate, Goodbye, Layer, PositionsLearned, Segment
 from workers import arenas as memory
 from workers import optimizer, update_rate
 from workers.arenas import Arenas, SegmentPlanes
@@ -34,7 +34,7 @@ def layer(lid: int, *numels: int, dtype: str = "bfloat16") -> Layer:
     segments = tuple(
         Segment(name=f"s{i}", numel=n, dtype=dtype, grads_dtype=dtype, group=0) for i, n in enumerate(numels)
     )
-    return Layer(lid=lid, rank=lid, name=f"layer {lid}", segments=segments)
+    return Layer(lid=lid, position=lid, name=f"layer {lid}", segments=segments)
 
 
 class Backend:
@@ -334,7 +334,7 @@ def test_the_time_in_which_nothing_is_owed_is_nobodys(monkeypatch: pytest.Monkey
                 return Incoming("trainer", Goodbye(role="trainer", rank=0))
             queue.left = tiles.pop(0)
             progress.arrived(0, now_s[0])
-            return Incoming("trainer", RanksLearned(ranks=()))
+            return Incoming("trainer", PositionsLearned(positions=()))
 
     def work(self: optimizer.Session) -> None:
         began_s, now_s[0] = now_s[0], now_s[0] + 1.0

@@ -20,7 +20,7 @@ DTYPES = ("bfloat16", "float32")
 LAYOUT = layout(
     Layer(
         lid=0,
-        rank=0,
+        position=0,
         name="layer",
         segments=tuple(Segment(name=dtype, numel=300, dtype=dtype, grads_dtype=dtype, group=0) for dtype in DTYPES),
     ),

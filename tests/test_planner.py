@@ -37,20 +37,20 @@ from hytrain.planner.ladder import Steps, build_ladder, search
 NONE: frozenset[int] = frozenset()
 
 
-def layer(rank: int, **changes: float) -> LayerProfile:
-    """Lids run against ranks, so that mixing them up is seen."""
+def layer(position: int, **changes: float) -> LayerProfile:
+    """Lids run against positions, so that mixing them up is seen."""
     usual = {"forward_s": 1.0, "backward_s": 2.0, "d2h_s": 0.0, "h2d_s": 0.0, "cpu_update_s": 3.0}
     usual |= {"gpu_update_s": 0.5, "numel": 100} | changes
     sizes = {"gpu_state_bytes": 10 * usual["numel"], "host_bytes": 14 * usual["numel"]}
-    return LayerProfile(lid=1000 - rank, rank=rank, **(sizes | usual))  # type: ignore[arg-type]
+    return LayerProfile(lid=1000 - position, position=position, **(sizes | usual))  # type: ignore[arg-type]
 
 
 def uniform(count: int, **changes: float) -> Profile:
-    return Profile(layers=tuple(layer(rank, **changes) for rank in range(count)))
+    return Profile(layers=tuple(layer(position, **changes) for position in range(count)))
 
 
-def lids(*ranks: int) -> frozenset[int]:
-    return frozenset(1000 - rank for rank in ranks)
+def lids(*positions: int) -> frozenset[int]:
+    return frozenset(1000 - position for position in positions)
 
 
 def choose(policy: str, profile: Profile, limits: Limits | None = None, **changes: Any) -> Decision:
@@ -66,7 +66,7 @@ profiles = st.lists(
     ),
     min_size=1,
     max_size=12,
-).map(lambda many: Profile(layers=tuple(layer(rank, **one) for rank, one in enumerate(many))))
+).map(lambda many: Profile(layers=tuple(layer(position, **one) for position, one in enumerate(many))))
 tile_numels = st.integers(1, 2000)
 
 
@@ -142,8 +142,8 @@ def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject)
     assert [updated[lid] for lid in back] == sorted(updated.values()), "first in, first out"
     for lid, start_s, _ in by_kind["cpu_update"]:
         assert start_s >= landed[lid]
-        for other in landed:  # lids run against ranks
-            assert other <= lid or landed[other] > start_s or updated[other] <= start_s, "lowest rank first"
+        for other in landed:  # lids run against positions
+            assert other <= lid or landed[other] > start_s or updated[other] <= start_s, "in forward order"
     assert all(start_s >= updated[lid] for lid, start_s, _ in by_kind["h2d"])
     assert all(start_s >= back.get(lid, 0.0) for lid, start_s, _ in by_kind["forward"]), "a stale read"
 
@@ -281,8 +281,8 @@ def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
     try:
         decision = choose(policy, profile, limits, current=current, fixed_k=k, seed=seed)
     except Infeasible:
-        ranks = range(len(profile.layers) + 1)
-        assert not any(limits.allow(profile, lids(*range(count))) for count in ranks)
+        positions = range(len(profile.layers) + 1)
+        assert not any(limits.allow(profile, lids(*range(count))) for count in positions)
     else:
         assert limits.allow(profile, decision.gpu_lids)
         assert decision.k == profile.k_of(decision.gpu_lids)
@@ -323,14 +323,14 @@ def test_bisection_finds_what_looking_at_every_prefix_finds() -> None:
         profile = Profile(
             layers=tuple(
                 layer(
-                    rank,
+                    position,
                     cpu_update_s=slow * rng.uniform(0.5, 2),
                     backward_s=rng.uniform(1, 2),
                     d2h_s=rng.uniform(0.2, 1),
                     h2d_s=rng.uniform(0.2, 1),
                     gpu_update_s=0.1,
                 )
-                for rank in range(rng.randint(1, 30))
+                for position in range(rng.randint(1, 30))
             )
         )
         steps_s = [simulate(profile, lids(*range(k))).step_s for k in range(len(profile.layers) + 1)]
@@ -342,7 +342,7 @@ def test_bisection_finds_what_looking_at_every_prefix_finds() -> None:
 def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
     """One large layer with a cheap update would take the room of five with a dear one."""
     large = layer(0, numel=500, cpu_update_s=1.0, forward_s=0.5)
-    profile = Profile(layers=(large, *(layer(rank, cpu_update_s=9.0) for rank in range(1, 9))))
+    profile = Profile(layers=(large, *(layer(position, cpu_update_s=9.0) for position in range(1, 9))))
     decision = choose("deadline", profile, Limits(gpu_state_bytes=5000), horizon_steps=10**6)
     assert decision.gpu_lids == lids(1, 2, 3, 4, 5)
     assert decision.predicted_step_s < 0.99 * simulate(profile, lids(0)).step_s
@@ -415,7 +415,8 @@ def noisy_steps(slow_from: int, steps: int, policy: str, seed: int) -> list[froz
     rng = random.Random(seed)
     real = uniform(28, cpu_update_s=4.0, d2h_s=0.5, h2d_s=0.5, gpu_update_s=0.2)
     book = MeasurementBook(
-        LayerFacts(lid=x.lid, rank=x.rank, numel=x.numel, gpu_state_bytes=1000, host_bytes=1400) for x in real.layers
+        LayerFacts(lid=x.lid, position=x.position, numel=x.numel, gpu_state_bytes=1000, host_bytes=1400)
+        for x in real.layers
     )
     current, history = NONE, []
     for step in range(steps):
@@ -490,7 +491,7 @@ def test_ahead_of_the_verdict_updates_run_beside_backward_and_weights_come_after
     }
     assert min(begun["cpu_update"]) == pytest.approx(2.1) and min(begun["h2d"]) == pytest.approx(20.0)
     up = [lid for kind, lid, *_ in timeline.events if kind == "h2d"]
-    assert up[:-1] == sorted(lids(*range(1, 10)), reverse=True), "lowest rank first"
+    assert up[:-1] == sorted(lids(*range(1, 10)), reverse=True), "in forward order"
     assert simulate(free, NONE).step_s <= timeline.step_s < simulate(waiting, NONE).step_s
 
 

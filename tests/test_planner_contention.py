@@ -126,10 +126,10 @@ def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float,
 # --- a step with it ---
 
 
-def layer(rank: int) -> LayerProfile:
+def layer(position: int) -> LayerProfile:
     return LayerProfile(
-        lid=rank,
-        rank=rank,
+        lid=position,
+        position=position,
         numel=1 << 24,
         forward_s=1.0,
         backward_s=2.0,
@@ -144,7 +144,7 @@ def layer(rank: int) -> LayerProfile:
 
 def test_a_step_without_stalls_is_longer_by_the_share() -> None:
     """Four layers, 12 s of work. The CPU's 3 s are hidden, and cost 1.2 s."""
-    profile = Profile(layers=tuple(layer(rank) for rank in range(4)), drag=0.4)
+    profile = Profile(layers=tuple(layer(position) for position in range(4)), drag=0.4)
     timeline = simulate(profile, frozenset({0}))
     assert timeline.stall_s == 0.0
     assert timeline.step_s == pytest.approx(12.1 + 0.4 * 3, rel=1e-3)
@@ -154,7 +154,7 @@ def test_a_step_without_stalls_is_longer_by_the_share() -> None:
 def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
     drag: float, owned: frozenset[int]
 ) -> None:
-    layers = tuple(layer(rank) for rank in range(6))
+    layers = tuple(layer(position) for position in range(6))
     without, there = simulate(Profile(layers=layers), owned), simulate(Profile(layers=layers, drag=drag), owned)
     assert there.step_s >= without.step_s - 1e-9
     assert there.step_s <= without.step_s + 18.0 * drag / (1 - drag) + 1e-9
@@ -166,7 +166,7 @@ def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
 
 
 def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:
-    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
     for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
         book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, gpu_lids=(0,))
@@ -215,7 +215,7 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
 
 def test_a_new_drag_leaves_outliers_outliers() -> None:
     """The layer in whose forward the host paused is not slow for that, whatever is learned in that step."""
-    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
     for pause_s, starved in (*[(0.0, 0.0)] * 2, *[(0.0, 1.0)] * 2, (5.0, 1.0)):  # with the third, it is believed
         book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved=starved, gpu_lids=(0,))
@@ -228,7 +228,7 @@ def test_a_new_drag_leaves_outliers_outliers() -> None:
 
 def test_a_drag_that_nothing_measured_so_far_can_hold_waits() -> None:
     """Freed of it, times would be negative: what they were measured on was much shorter."""
-    facts = [LayerFacts(lid=lid, rank=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
+    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
     book = MeasurementBook(facts)
     for factor in (1.0, 1.0, 20.0):  # with the third, waiting for launches is believed
         book.observe_contention(work_s=factor, stall_s=0.0, cpu_busy_s=factor, starved=1.0, gpu_lids=(0,))

@@ -25,12 +25,12 @@ def llama(batch: int, cpu_rate: float = 5e9) -> Profile:
     """3.4 B parameters on a large GPU: an embedding, blocks, a head."""
     sizes = [102_000_000, *[124_000_000] * (LAYERS - 2), 102_000_000]
     layers = []
-    for rank, numel in enumerate(sizes):
-        forward_s = 1e-4 if rank == 0 else 2 * numel * batch * 1024 / 4e14 + 1e-4
+    for position, numel in enumerate(sizes):
+        forward_s = 1e-4 if position == 0 else 2 * numel * batch * 1024 / 4e14 + 1e-4
         layers.append(
             LayerProfile(
-                lid=rank,
-                rank=rank,
+                lid=position,
+                position=position,
                 numel=numel,
                 forward_s=forward_s,
                 backward_s=3 * forward_s,
@@ -65,7 +65,11 @@ class Run:
         self.random = random.Random(self.seed)
         self.book = MeasurementBook(
             LayerFacts(
-                lid=x.lid, rank=x.rank, numel=x.numel, gpu_state_bytes=x.gpu_state_bytes, host_bytes=x.host_bytes
+                lid=x.lid,
+                position=x.position,
+                numel=x.numel,
+                gpu_state_bytes=x.gpu_state_bytes,
+                host_bytes=x.host_bytes,
             )
             for x in self.real.layers
         )
@@ -135,8 +139,8 @@ class Run:
 
 
 def best_s(real: Profile) -> float:
-    ranks = range(len(real.layers) + 1)
-    return min(simulate(real, frozenset(range(count))).step_s for count in ranks)
+    positions = range(len(real.layers) + 1)
+    return min(simulate(real, frozenset(range(count))).step_s for count in positions)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])

@@ -18,8 +18,8 @@ def sized(*numels: int, cpu_update_s: float = 5.0) -> Profile:
     return Profile(
         layers=tuple(
             LayerProfile(
-                lid=rank,
-                rank=rank,
+                lid=position,
+                position=position,
                 numel=numel,
                 forward_s=1.0,
                 backward_s=2.0,
@@ -30,7 +30,7 @@ def sized(*numels: int, cpu_update_s: float = 5.0) -> Profile:
                 gpu_state_bytes=10 * numel,
                 host_bytes=14 * numel,
             )
-            for rank, numel in enumerate(numels)
+            for position, numel in enumerate(numels)
         )
     )
 
@@ -49,11 +49,11 @@ def choose(objective: str, profile: Profile, limits: Limits, current: frozenset[
 
 
 def facts(*numels: int) -> list[LayerFacts]:
-    """Lids run against ranks."""
+    """Lids run against positions."""
     count = len(numels)
     return [
-        LayerFacts(lid=count - 1 - rank, rank=rank, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
-        for rank, n in enumerate(numels)
+        LayerFacts(lid=count - 1 - position, position=position, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
+        for position, n in enumerate(numels)
     ]
 
 
@@ -84,7 +84,7 @@ def test_layers_that_a_larger_one_makes_needless_go_back() -> None:
 
 
 def test_of_few_layers_the_least_of_all_sets_is_found() -> None:
-    """Three small ones will do, where the lowest ranks would bring the large one along."""
+    """Three small ones will do, where the lowest positions would bring the large one along."""
     assert choose("gpu-memory", sized(1, 1, 5, 1), Limits(host_bytes=14 * 5)).gpu_lids == frozenset({0, 1, 3})
 
 
@@ -159,7 +159,7 @@ FAST_LINK = Rates(d2h_s=2 / 50e9, h2d_s=2 / 50e9, cpu_update_s=1 / 5e9, gpu_upda
 def test_the_first_plan_is_a_few_layers_and_more_behind_a_slow_link() -> None:
     blocks = facts(*[10**8] * 28)
     few = first_lids(blocks, FAST_LINK, Limits(), None)
-    assert 1 <= len(few) <= 4 and few == frozenset(range(28 - len(few), 28)), "the lowest ranks"
+    assert 1 <= len(few) <= 4 and few == frozenset(range(28 - len(few), 28)), "the lowest positions"
     slow_link = Rates(d2h_s=2 / 9e9, h2d_s=2 / 9e9, cpu_update_s=1 / 5e9, gpu_update_s=1 / 140e9)
     assert len(first_lids(blocks, slow_link, Limits(), None)) > len(few) + 3
 

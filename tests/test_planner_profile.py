@@ -27,7 +27,7 @@ def book_of(*numels: int, rates: Rates | None = None) -> MeasurementBook:
     count = len(numels)
     return MeasurementBook(
         (
-            LayerFacts(lid=10 + i, rank=count - i, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
+            LayerFacts(lid=10 + i, position=count - i, numel=n, gpu_state_bytes=10 * n, host_bytes=14 * n)
             for i, n in enumerate(numels)
         ),
         rates=rates,
@@ -199,10 +199,10 @@ def test_layers_come_by_rank_and_ranks_can_be_learned_again() -> None:
     book = book_of(1, 1, 1)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
     assert list(profile_from(book)) == [12, 11, 10]
-    book.rerank({10: 0, 12: 5, 11: 7})
+    book.reorder({10: 0, 12: 5, 11: 7})
     assert list(profile_from(book)) == [10, 12, 11]
     with pytest.raises(ValueError, match="every layer"):
-        book.rerank({10: 0})
+        book.reorder({10: 0})
 
 
 def test_unknown_layers_are_refused() -> None:
@@ -236,7 +236,7 @@ def test_a_profile_refuses_disorder() -> None:
     book = book_of(1, 1)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
     layers = tuple(profile_from(book).values())
-    for wrong, sentence in (((), "at least one"), (layers[::-1], "ascending rank")):
+    for wrong, sentence in (((), "at least one"), (layers[::-1], "ascending position")):
         with pytest.raises(ValueError, match=sentence):
             Profile(layers=wrong)
 

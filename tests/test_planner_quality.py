@@ -26,8 +26,8 @@ def made(numels: list[int], forward_s: list[float], link: float, rng: random.Ran
         other_s=other_s,
         layers=tuple(
             LayerProfile(
-                lid=rank,
-                rank=rank,
+                lid=position,
+                position=position,
                 numel=numel,
                 forward_s=about(t_f),
                 backward_s=about(3 * t_f),
@@ -38,7 +38,7 @@ def made(numels: list[int], forward_s: list[float], link: float, rng: random.Ran
                 gpu_state_bytes=10 * numel,
                 host_bytes=14 * numel,
             )
-            for rank, (numel, t_f) in enumerate(zip(numels, forward_s, strict=True))
+            for position, (numel, t_f) in enumerate(zip(numels, forward_s, strict=True))
         ),
     )
 

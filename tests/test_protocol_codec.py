@@ -137,7 +137,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "Hello", "fields": ["trainer", 0, 0, "trainer-0"]}, "Hello: rank and pid"),
         ({"tag": "Hello", "fields": ["trainer", 0, 1, "../trainer-0"]}, "Hello: '../trainer-0' is no name of an inbox"),
         ({"tag": "Hello", "fields": ["trainer", 0, 1, ""]}, "Hello: '' is no name of an inbox"),
-        ({"tag": "RanksLearned", "fields": [[0, 0]]}, "RanksLearned: ranks must be a permutation"),
+        ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: a layer's arena"),
         ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None]}, "Plan: unknown placements ['disk']"),
         ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
@@ -176,7 +176,7 @@ def layer_table(**changes: Any) -> list[Any]:
     [
         ({"layers": []}, "needs a layer"),
         ({"layers": [[1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "layer IDs must be 0, 1, 2"),
-        ({"layers": [[0, 1, "a", [["w", 1, "float32", "float32", 0]]]]}, "ranks must be a permutation"),
+        ({"layers": [[0, 1, "a", [["w", 1, "float32", "float32", 0]]]]}, "positions must be a permutation"),
         ({"layers": [[0, 0, "a", []]]}, "layer 0 has no segments"),
         ({"layers": [[-1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "not negative"),
         ({"layers": [[0, 0, "a", [["w", 0, "float32", "float32", 0]]]]}, "'w' has no elements"),

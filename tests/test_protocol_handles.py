@@ -30,7 +30,7 @@ from protocol.messages import Layer, Segment
 
 
 def layer(*parts: Segment, lid: int = 0) -> Layer:
-    return Layer(lid=lid, rank=0, name="layer", segments=parts)
+    return Layer(lid=lid, position=0, name="layer", segments=parts)
 
 
 def segment(numel: int, dtype: str = "bfloat16", grads_dtype: str | None = None) -> Segment:

@@ -122,9 +122,9 @@ def test_percentiles(count: int, p99_ms: float) -> None:
 
 def test_ranks_are_the_forward_order(path: Path) -> None:
     made = Timeline.read(path)
-    assert made.ranks() == {0: 0, 1: 1}
+    assert made.positions() == {0: 0, 1: 1}
     made.spans = [span for span in made.spans if (span.kind, span.lid) != ("forward", 0)]
-    assert made.ranks() == {1: 0, 0: 1}, "a layer without a forward of its own comes last"
+    assert made.positions() == {1: 0, 0: 1}, "a layer without a forward of its own comes last"
 
 
 # ---------------------------------------------------------------- the command

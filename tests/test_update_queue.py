@@ -1,4 +1,4 @@
-"""What the optimizer works on next: lowest rank first, tile by tile, and every message that cannot be."""
+"""What the optimizer works on next: in forward order, tile by tile, and every message that cannot be."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0
     specs = tuple(
         Layer(
             lid=lid,
-            rank=lid,
+            position=lid,
             name=f"layer {lid}",
             segments=tuple(
                 Segment(name="s", numel=numel, dtype="float32", grads_dtype="float32", group=groups[i % len(groups)])
@@ -122,11 +122,11 @@ def test_ranks_that_were_learned_count_at_once() -> None:
     for lid in range(3):
         ready(queue, lid, 0)
     assert work(queue)[0].lid == 0
-    queue.learn_ranks((2, 0, 1))
+    queue.learn_positions((2, 0, 1))
     queue.check()
     assert [lid for lid, *_ in spans(queue)] == [1, 1, 2, 2, 0]
-    with pytest.raises(QueueError, match="2 ranks for 3 layers"):
-        queue.learn_ranks((0, 1))
+    with pytest.raises(QueueError, match="2 positions for 3 layers"):
+        queue.learn_positions((0, 1))
 
 
 def test_an_update_keeps_the_hyperparameters_of_its_own_step() -> None:
@@ -247,7 +247,7 @@ def test_each_owed_element_is_updated_once(seed: int, tile_numel: int) -> None:
                     owed[lid] = {(i, n) for i, size in enumerate(sizes[lid]) if counts[i] for n in range(size)}
                 continue
             tile, done = work(queue)
-            assert queue.ranks[tile.lid] == min(queue.ranks[lid] for lid in owed)
+            assert queue.positions[tile.lid] == min(queue.positions[lid] for lid in owed)
             assert 0 < tile.stop - tile.start <= tile_numel
             part = {(tile.segment, n) for n in range(tile.start, tile.stop)}
             assert part <= owed[tile.lid]
@@ -257,9 +257,9 @@ def test_each_owed_element_is_updated_once(seed: int, tile_numel: int) -> None:
                 assert done == WeightsReady(step=step, lid=tile.lid, banks=(0,) * len(sizes[tile.lid]))
                 del owed[tile.lid]
             if rng.random() < 0.1:
-                ranks = list(range(4))
-                rng.shuffle(ranks)
-                queue.learn_ranks(tuple(ranks))
+                positions = list(range(4))
+                rng.shuffle(positions)
+                queue.learn_positions(tuple(positions))
         assert not owed
 
 
@@ -330,7 +330,7 @@ def test_held_gradients_survive_new_ranks() -> None:
     queue.begin(begin_message(0, awaits_verdict=True))
     ready(queue, 0, 0)
     ready(queue, 1, 0)
-    queue.learn_ranks((1, 0))
+    queue.learn_positions((1, 0))
     queue.check()
     judged(queue, 0)
     assert [work(queue)[0].lid for _ in range(2)] == [1, 0]
@@ -347,7 +347,7 @@ def speculating(*layers: list[int], tile_numel: int = 16) -> UpdateQueue:
 
 
 def test_what_is_done_when_the_verdict_is_one_holds_in_the_other_bank() -> None:
-    """Lowest rank first; what is half done goes on; segments without a gradient stay where they are."""
+    """Lowest position first; what is half done goes on; segments without a gradient stay where they are."""
     queue = speculating([16, 16], [16], [32])
     for lid, counts in ((1, (1,)), (0, (0, 1)), (2, (1,))):
         ready(queue, lid, 0, *counts)

@@ -70,8 +70,8 @@ class CoordinatorState:
         match message:
             case m.Calibration():
                 return planning.on_calibration(message)
-            case m.RanksLearned(ranks=ranks):
-                planning.on_ranks(ranks)
+            case m.PositionsLearned(positions=positions):
+                planning.on_positions(positions)
                 return []
             case m.PlanAck():
                 return planning.on_ack(message)
@@ -156,7 +156,7 @@ class CoordinatorState:
             processes=(m.Process(role="coordinator", rank=0, pid=self._pid, detail="plans and records"), *processes),
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
-            layer_ranks=tuple(planning.ranks) if planning is not None else (),
+            layer_positions=tuple(planning.positions) if planning is not None else (),
             placements=planning.placements if planning is not None else (),
             policy=planning.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",

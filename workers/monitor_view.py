@@ -166,7 +166,7 @@ def _strip(status: m.Status) -> Text:
     from rich.text import Text
 
     strip, of_each, numels = Text(), status.placements, status.layer_numels
-    for _, name in sorted(zip(status.layer_ranks, of_each, strict=True)):
+    for _, name in sorted(zip(status.layer_positions, of_each, strict=True)):
         strip.append(MARKS[name], STYLES[name])
     for name, mark in MARKS.items():
         numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == name)

@@ -218,8 +218,8 @@ class Session:
                 self._require_plan(message, "gpu")
                 self._queue.give_up(lid)
                 self._arenas.release(lid)
-            case m.RanksLearned(ranks=ranks):
-                self._queue.learn_ranks(ranks)
+            case m.PositionsLearned(positions=positions):
+                self._queue.learn_positions(positions)
             case m.SetMode(speculate=speculate):
                 self._queue.speculate = speculate and self._arenas.banks == 2
                 _log.info("updates %s", "ahead of the verdict" if speculate else "wait for the verdict")

@@ -60,7 +60,7 @@ class Planning:
 
     def __init__(self, table: m.LayerTable, *, replan_every: int) -> None:
         self.table = table
-        self.ranks = [layer.rank for layer in table.layers]
+        self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         self.reason = ""
         self.predicted_step_s: float | None = None
@@ -118,9 +118,9 @@ class Planning:
 
     # ------------------------------------------------------------ measurements
 
-    def on_ranks(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = list(ranks)
-        self._book.rerank(dict(enumerate(ranks)))
+    def on_positions(self, positions: tuple[int, ...]) -> None:
+        self.positions = list(positions)
+        self._book.reorder(dict(enumerate(positions)))
 
     def on_trainer(self, report: m.TrainerReport) -> list[Command]:
         """A step is over; what was measured in it or in one before is taken in."""
@@ -409,7 +409,7 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:
     held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
     return LayerFacts(
         lid=layer.lid,
-        rank=layer.rank,
+        position=layer.position,
         numel=layer.numel,
         gpu_state_bytes=held_bytes
         + sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),

@@ -1,6 +1,6 @@
 """What the optimizer process works on next: a pure state machine over the layers that it owns.
 
-    GradReady ────────────▶ queued, lowest rank first ─▶ next_tile() … tile_done() ─▶ WeightsReady
+    GradReady ────────────▶ queued, in forward order ─▶ next_tile() … tile_done() ─▶ WeightsReady
               ─(Verdict)──▶
     TakeOver ─▶ owned                          owned ─▶ GiveUp
 
@@ -83,7 +83,7 @@ class UpdateQueue:
 
     layers: tuple[Layer, ...]
     tile_numel: int = TILE_NUMEL
-    ranks: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     banks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
     _step: int = -1
@@ -97,7 +97,7 @@ class UpdateQueue:
     _unjudged: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.ranks = [layer.rank for layer in self.layers]
+        self.positions = [layer.position for layer in self.layers]
 
     @property
     def owned(self) -> set[int]:
@@ -124,17 +124,17 @@ class UpdateQueue:
             raise QueueError(f"GiveUp of layer {lid}, which is {'being updated' if lid in self._work else 'not owned'}")
         del self.banks[lid]
 
-    def learn_ranks(self, ranks: tuple[int, ...]) -> None:
+    def learn_positions(self, positions: tuple[int, ...]) -> None:
         """The forward order was observed: from now on priorities follow it."""
-        if len(ranks) != len(self.layers):
-            raise QueueError(f"{len(ranks)} ranks for {len(self.layers)} layers")
-        self.ranks = list(ranks)
+        if len(positions) != len(self.layers):
+            raise QueueError(f"{len(positions)} positions for {len(self.layers)} layers")
+        self.positions = list(positions)
         self._requeue()
 
     def _requeue(self) -> None:
         """What can be worked on: all but what waits for a verdict, or is complete but for it."""
         self._heap = [
-            (self.ranks[lid], lid)
+            (self.positions[lid], lid)
             for lid, work in self._work.items()
             if not work.is_complete and (work.ahead or lid not in self._unjudged)
         ]
@@ -151,11 +151,11 @@ class UpdateQueue:
         self._speculating = self.speculate
 
     def verdict(self, message: Verdict) -> list[WeightsReady]:
-        """What waited is queued, or done already, lowest rank first; of a skipped step all is done, unchanged."""
+        """What waited is queued, or done already, in forward order; of a skipped step all is done, unchanged."""
         if message.step != self._step or not self._awaits_verdict or self._verdict is not None:
             raise QueueError(f"Verdict on step {message.step} in step {self._step}, which awaits none")
         self._verdict, unjudged, self._unjudged = message, self._unjudged, set()
-        found = [self._judged(lid, message) for lid in sorted(unjudged, key=self.ranks.__getitem__)]
+        found = [self._judged(lid, message) for lid in sorted(unjudged, key=self.positions.__getitem__)]
         self._requeue()
         return [done for done in found if done is not None]
 
@@ -208,11 +208,11 @@ class UpdateQueue:
         elif self._verdict is not None and (done := self._judged(lid, self._verdict)) is not None:
             return done
         if work.ahead or lid not in self._unjudged:
-            heapq.heappush(self._heap, (self.ranks[lid], lid))
+            heapq.heappush(self._heap, (self.positions[lid], lid))
         return None
 
     def next_tile(self) -> Tile | None:
-        """The next range to update, of the owed layer with the lowest rank; None when nothing is owed."""
+        """The next range to update, of the owed layer that comes first in forward order; None when nothing is owed."""
         if not self._heap:
             return None
         lid = self._heap[0][1]
@@ -245,7 +245,7 @@ class UpdateQueue:
             work.segment, work.start = work.segment + 1, 0
         if not work.is_complete:
             return None
-        self._heap.remove((self.ranks[tile.lid], tile.lid))
+        self._heap.remove((self.positions[tile.lid], tile.lid))
         heapq.heapify(self._heap)
         return None if tile.lid in self._unjudged else self._finish(tile.lid)
 

@@ -55,4 +55,4 @@ def _typical(layers: Sequence[Layer]) -> Layer:
     [((dtype, grads_dtype), _)] = numels.most_common(1)
     numel = min(TILE_NUMEL, max(layer.numel for layer in layers))
     segment = Segment(name="scratch", numel=numel, dtype=dtype, grads_dtype=grads_dtype, group=0)
-    return Layer(lid=0, rank=0, name="scratch", segments=(segment,))
+    return Layer(lid=0, position=0, name="scratch", segments=(segment,))

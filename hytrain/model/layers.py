@@ -54,14 +54,14 @@ class ModelLayer:
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
 
-    def describe(self, rank: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
+    def describe(self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
         """The layer as the other processes know it. `group_of` maps id(parameter) to its group's index.
 
         `grad_dtype` is for the gradients of float32 parameters; the others' travel in their own.
         """
         return messages.Layer(
             lid=self.lid,
-            rank=rank,
+            position=position,
             name=self.name,
             segments=tuple(
                 messages.Segment(

@@ -165,7 +165,7 @@ class MeasurementBook:
     ) -> None:
         self._awaits_verdict = awaits_verdict
         self._layers: Sequence[LayerFacts] = tuple(layers)
-        self._rank_of = {layer.lid: layer.rank for layer in self._layers}
+        self._position_of = {layer.lid: layer.position for layer in self._layers}
         self._rates = rates or Rates()
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
@@ -278,11 +278,11 @@ class MeasurementBook:
         update_s = sum(gpu_update_s[lid] for lid in gpu_lids)
         self._busy_s.add(max(0.0, step_s - stall_s - middle_s - self._lost_s - update_s))
 
-    def rerank(self, rank_of: Mapping[int, int]) -> None:
-        """Take over newly learned ranks. ValueError unless they name exactly the layers of the book."""
-        if rank_of.keys() != self._rank_of.keys():
-            raise ValueError("new ranks must name every layer of the book and no other")
-        self._rank_of = dict(rank_of)
+    def reorder(self, position_of: Mapping[int, int]) -> None:
+        """Take over a newly learned forward order. ValueError unless it names exactly the layers of the book."""
+        if position_of.keys() != self._position_of.keys():
+            raise ValueError("new positions must name every layer of the book and no other")
+        self._position_of = dict(position_of)
 
     @property
     def cpu_slack(self) -> float:
@@ -309,7 +309,7 @@ class MeasurementBook:
         layers = (
             LayerProfile(
                 lid=layer.lid,
-                rank=self._rank_of[layer.lid],
+                position=self._position_of[layer.lid],
                 numel=layer.numel,
                 gpu_state_bytes=layer.gpu_state_bytes,
                 held_bytes=layer.held_bytes,
@@ -317,7 +317,7 @@ class MeasurementBook:
                 host_bytes=layer.host_bytes,
                 **{role: times[role][layer.lid] for role in ROLES},
             )
-            for layer in sorted(self._layers, key=lambda layer: self._rank_of[layer.lid])
+            for layer in sorted(self._layers, key=lambda layer: self._position_of[layer.lid])
         )
         other_s = max(0.0, (self._busy_s.value or 0.0) - work_s)
         middle_s = self._middle_s.value or 0.0
@@ -335,14 +335,14 @@ class MeasurementBook:
         self._middle_s.check()
         self._contention.check()
         for role in self._roles.values():
-            assert role.means.keys() <= self._rank_of.keys()
+            assert role.means.keys() <= self._position_of.keys()
             assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()
             for mean in role.means.values():
                 mean.check()
                 assert mean.value is not None
 
     def _observe(self, role: str, times: Mapping[int, float]) -> None:
-        if unknown := times.keys() - self._rank_of.keys():
+        if unknown := times.keys() - self._position_of.keys():
             raise ValueError(f"{role} was measured for layer {min(unknown)}, which is not in the layer table")
         self._roles[role].observe(times)
 

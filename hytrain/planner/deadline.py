@@ -53,7 +53,7 @@ def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
 
 
 def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
-    """By rank or large layers first, whichever fills the GPU better; of few layers, the best of all sets."""
+    """In forward order or large layers first, whichever fills the GPU better; of few layers, the best of all sets."""
     by_rank = build_ladder(profile, limits, profile.layers)
     by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
     choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
@@ -101,7 +101,7 @@ def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float)
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
     if target_s <= enough_s and not _saving(profile, target.gpu_lids, best):
         return target
-    why = f"is the best of all sets: steps of {_ms(steps_s[best])}, where the lowest ranks bring {_ms(target_s)}"
+    why = f"is the best of all sets: steps of {_ms(steps_s[best])}, where the first layers bring {_ms(target_s)}"
     return Target(gpu_lids=best, reason=f"k={profile.k_of(best):.2f} {why}")
 
 

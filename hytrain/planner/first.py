@@ -58,7 +58,7 @@ def _assumed(facts: Iterable[LayerFacts], rates: Rates) -> Profile:
         layers=tuple(
             LayerProfile(
                 lid=fact.lid,
-                rank=fact.rank,
+                position=fact.position,
                 numel=fact.numel,
                 forward_s=fact.numel * rates.cpu_update_s / 3,
                 backward_s=fact.numel * rates.cpu_update_s * 2 / 3,
@@ -70,6 +70,6 @@ def _assumed(facts: Iterable[LayerFacts], rates: Rates) -> Profile:
                 held_bytes=fact.held_bytes,
                 host_bytes=fact.host_bytes,
             )
-            for fact in sorted(facts, key=lambda fact: fact.rank)
+            for fact in sorted(facts, key=lambda fact: fact.position)
         )
     )

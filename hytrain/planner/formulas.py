@@ -43,7 +43,7 @@ def deadline_k(profile: Profile) -> float:
     """The least k without stalls, for uniform layers and copies that do not queue. Source: ours.
 
     Between the backward of layer l and its next forward, the CPU must update it and all above it:
-    (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, layers counted by rank from 1. That is linear in l,
+    (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, layers counted in forward order from 1. That is linear in l,
     so the last and the first CPU-owned layer decide. The last gives, n being the number of layers,
     k >= (t_U - (1 - 1/n)(t_B + t_F)) / ((1 + alpha) t_U); it is the first, with no slack of its own,
     that feels the copies: c + d2h + h2d <= k (t_b + t_f + g). What the loop does between backward and
@@ -62,7 +62,7 @@ def deadline_k(profile: Profile) -> float:
 
 
 def prefix_for(k: float, profile: Profile) -> frozenset[int]:
-    """The lowest ranks that hold at least the fraction k of the parameters. ValueError outside [0, 1]."""
+    """The first layers in forward order with at least the fraction k of the parameters. ValueError outside [0, 1]."""
     wanted = _checked(k) * profile.numel
     lids = set()
     for layer in profile.layers:

@@ -1,7 +1,7 @@
 """What fits, and the least of it that is fast.
 
-Owns the search space of the policies. A ladder lists the layers that the GPU can hold, lowest rank first;
-rung j is its first j layers. Without a memory limit the rungs are the prefixes by rank.
+Owns the search space of the policies. A ladder lists the layers that the GPU can hold, in forward order;
+rung j is its first j layers. Without a memory limit the rungs are the prefixes of the forward order.
 
     step time   stalls ╲                ╱ the GPU's own work grows
                          ╲           ╱

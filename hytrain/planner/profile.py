@@ -18,7 +18,7 @@ class LayerFacts:
     """What is known of a layer before anything has run."""
 
     lid: int
-    rank: int
+    position: int
     numel: int
     gpu_state_bytes: int  # on the GPU if it owns the layer, beyond what is resident anyway
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
@@ -31,7 +31,7 @@ class LayerProfile:
     """A layer with its times: seconds for one step, measured while the other work goes on."""
 
     lid: int
-    rank: int
+    position: int
     numel: int
     forward_s: float
     backward_s: float
@@ -64,7 +64,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All trainable layers, lowest rank first. Sums are over all of them, whoever owns them now.
+    """All trainable layers, in forward order. Sums are over all of them, whoever owns them now.
 
     `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
     The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
@@ -87,9 +87,9 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
-        ranks = [layer.rank for layer in self.layers]
-        if any(a >= b for a, b in pairwise(ranks)):
-            raise ValueError(f"layers must come by ascending rank, got {ranks}")
+        positions = [layer.position for layer in self.layers]
+        if any(a >= b for a, b in pairwise(positions)):
+            raise ValueError(f"layers must come by ascending position, got {positions}")
         if len(self.lids) != len(self.layers):
             raise ValueError("two layers have the same lid")
 

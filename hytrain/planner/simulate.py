@@ -4,7 +4,7 @@ Owns the model of the pipeline; the policies ask it how long a step would take i
 
     GPU   ┃ B3 ━━━━━━┳ B2 ━━━━━━┳ B1 ━━━ g1 ━┃ F1 ━━━━━━━━ F2 ━━━ ··stall·· F3 ━━━┃   the GPU owns layer 1
     D2H   ┃          └─ 3 ──┐   └─ 2 ──┐                   ▲                ▲         first in, first out
-    CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         lowest rank first
+    CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         in forward order
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
 
 Between backward and forward lies what else the loop does; other micro-batches of a step come behind the forward. Every
@@ -12,7 +12,7 @@ layer's forward waits for its own update, so when a backward begins, both links 
 same as the one before, and one step is the steady state. Where work beside the CPU's updates takes longer, it is played
 through until what was supposed and what came out are the same.
 
-The CPU looks at its queue after each tile, so a layer of lower rank that arrives meanwhile starts at the
+The CPU looks at its queue after each tile, so a layer earlier in forward order that arrives meanwhile starts at the
 running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
 """
 
@@ -95,9 +95,9 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
-    if profile.speculates:  # what is done by the verdict leaves with it, lowest rank first
+    if profile.speculates:  # what is done by the verdict leaves with it, in forward order
         updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
-        updated.sort(key=lambda done: (done[1], done[0].rank))
+        updated.sort(key=lambda done: (done[1], done[0].position))
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     ready_s = {
         layer.lid: end_s for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
@@ -125,7 +125,7 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
 def _backward(
     profile: Profile, gpu_lids: frozenset[int], events: list[Event]
 ) -> tuple[list[tuple[LayerProfile, float]], float, float]:
-    """From the highest rank down: when each gradient has landed, when backward is over, and when the GPU is done.
+    """From the last layer to the first: when each gradient has landed, when backward is over, and when the GPU is done.
 
     Where updates await a verdict, the GPU's come when backward is over, in no particular order.
     """
@@ -174,7 +174,7 @@ def _cpu(
 
     Between two arrivals only whole tiles run, so there is no need to step through them one by one.
     """
-    queue: list[tuple[int, int]] = []  # (rank, index into landed)
+    queue: list[tuple[int, int]] = []  # (position, index into landed)
     tiles = [max(1, ceil(layer.numel / tile_numel)) for layer, _ in landed]
     tile_s = [layer.cpu_update_s / count for (layer, _), count in zip(landed, tiles, strict=True)]
     done: list[tuple[LayerProfile, float]] = []
@@ -183,7 +183,7 @@ def _cpu(
         if not queue:
             now = max(now, landed[arrived][1])
         while arrived < len(landed) and landed[arrived][1] <= now:
-            heappush(queue, (landed[arrived][0].rank, arrived))
+            heappush(queue, (landed[arrived][0].position, arrived))
             arrived += 1
         index = queue[0][1]
         layer = landed[index][0]

@@ -37,7 +37,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
 from hytrain.step.verdict import Verdicts
-from protocol.messages import Message, Plan, RanksLearned, Reassign, WeightsReady
+from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
 
 FAILURE_GRACE_S: Final = 1.0
 
@@ -152,7 +152,7 @@ class Engine:
         self._boundary.report(ended, self.steps)
         if (positions := self.reads.learned_order()) is not None:
             for role in ("optimizer", "coordinator"):
-                self._link.post(role, RanksLearned(ranks=positions))
+                self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
 

@@ -18,10 +18,10 @@ from helpers import LR, adamw, differing, perceptron, square_loss, state, train,
 from torch import nn
 
 import hytrain
-from hytrain.model.trained import TrainedLayer
-from hytrain.memory.transfer import CudaTransfers
-from hytrain.step.engine import Engine
 from hytrain.memory.clock import HostClock
+from hytrain.memory.transfer import CudaTransfers
+from hytrain.model.trained import TrainedLayer
+from hytrain.step.engine import Engine
 
 
 class Event:

@@ -19,8 +19,8 @@ from torch.nn.utils import prune
 
 import hytrain
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
-from hytrain.model.trained import TrainedLayer
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
+from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
 from hytrain.step.handover import Handover
 

@@ -25,9 +25,9 @@ from helpers import (
     weights,
 )
 
-from hytrain.model.trained import TrainedLayer
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.lifecycle import InvalidTransition
+from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
 from protocol.messages import WeightsReady
 
