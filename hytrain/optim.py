@@ -60,38 +60,53 @@ _optimizers: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose state and update live where the coordinator puts them: in host memory, or on the GPU.
+    """AdamW whose optimizer state is on the GPU or in host memory, layer by layer.
+
+    The GPU updates the layers whose state it holds. A CPU process updates the others while the GPU works. The
+    coordinator process decides which layers are where. Given the same gradients, the result is the same bit for bit.
 
     Args:
-        model: the module to train. Its parameters stay where they are, float32, bfloat16 or float16, on one device.
-        param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
-        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
-        grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loop divides
-            the loss. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
-        accumulate_on: where the sums lie, 4 bytes a parameter: "device", "host" (they come and go over the link, to the
-            same bits), or "auto", which is the device if it has room for them when the first one is made.
-        max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
-        clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
-        on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
-            "raise" does so too, and raises `NonFiniteGradients` in the next backward, `synchronize` or `close`. None
-            trains on, as torch does.
-        speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
-            takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
-        loss_scale: a number, or "dynamic" for what `torch.amp.GradScaler` does: call `opt.scale(loss).backward()`. Norm
-            and update are those of the gradients divided by it; steps that are not finite are skipped, and lower it.
-        k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
-        policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
-        objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
-        overlap: False lets `step()` do everything, layer by layer: the same bits, to compare with and to debug.
-        backend: the CPU's update: "auto", "native", "torch" or "deepspeed".
-        gradient_dtype: the dtype in which gradients of float32 parameters travel; default is theirs.
-        cores, threads, run_dir, host_memory_limit, trace: for the cluster that this call starts when there is none.
+        model: The module to train. Its parameters stay where they are: float32, bfloat16 or float16, on one device.
+        param_groups: Parameter groups as in torch, over parameters of `model`. By default, one group with all
+            parameters that need gradients.
+        lr: Learning rate, as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        grad_accumulation: How many backwards make a step. Their gradients are summed in float32; the loop divides the
+            loss. The updates start in the last backward, or in an earlier `step()`. See `no_sync`.
+        accumulate_on: Where the sums are kept, 4 bytes per parameter: "device"; "host", from where they travel over
+            the link (the same bits); or "auto", the device if it has room when the first sum is made.
+        max_grad_norm: Clip the global norm of the gradients to this, as `torch.nn.utils.clip_grad_norm_` does.
+        clip: "global"; or "per_layer", a different algorithm, which clips the norm of each layer's gradients.
+        on_nonfinite: "skip" skips a step whose gradients are not all finite; no bit of the state changes. "raise" does
+            so too, and raises `NonFiniteGradients` in the next backward, `synchronize` or `close`. None trains on, as
+            torch does.
+        speculate: Whether the CPU updates before the global norm is known, and undoes the update exactly if it was
+            wrong. This needs a second copy of weights and state in host memory; without room for it, the CPU waits.
+            With None, the coordinator decides by measurement.
+        loss_scale: A number, or "dynamic" to do what `torch.amp.GradScaler` does. Call `opt.scale(loss).backward()`.
+            Norm and update are those of the gradients divided by the scale. Steps that are not finite are skipped and
+            lower a dynamic scale.
+        k: Fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
+        policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
+        objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
+        backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
+        gradient_dtype: The dtype in which gradients of float32 parameters are copied. By default their own.
+        overlap: False makes `step()` do every update, layer by layer: the same bits, for comparisons and debugging.
+        cores: The optimizer process's cores. This option and those below are for the processes that this call starts
+            if none are running.
+        threads: The optimizer process's threads.
+        run_dir: The run's folder.
+        host_memory_limit: The most host memory that planes may take, in bytes.
+        trace: Whether to write `trace.json`, the timeline of all processes.
 
     Raises:
-        UnsupportedError: a model or practice that HyTrain refuses, with what to do instead.
-        ConfigError: a setting that cannot be.
-        CapacityError: memory that cannot suffice, with the arithmetic.
-        ClusterError: the other processes did not start, or died.
+        UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
+        ConfigError: A setting is invalid.
+        CapacityError: Memory cannot suffice; the message shows the arithmetic.
+        ClusterError: The other processes did not start, or died.
     """
 
     def __init__(
