@@ -310,10 +310,16 @@ class AdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------ torch.optim.Optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Mark the end of a step. The updates began while backward ran; see "Backward commits" in the README.
+        """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
 
-        A `closure` is called once before that, with gradients on, as `torch.optim.AdamW` does; what it returns, usually
-        the loss, is returned. Raises `UsageError` whenever going on would train something else than asked for.
+        Args:
+            closure: Called once before that, with gradients enabled, as `torch.optim.AdamW` does.
+
+        Returns:
+            What the closure returns, usually the loss; None without a closure.
+
+        Raises:
+            UsageError: Continuing would train something else than asked for.
         """
         loss = None
         if closure is not None:
@@ -332,9 +338,12 @@ class AdamW(torch.optim.Optimizer):
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None, and drop those that were summed for a step that has not come.
+        """Set gradients to None, and drop the sums of a step that has not started its updates.
 
-        The others were consumed in backward, so there is nothing to fill with zeros.
+        All other gradients were consumed in backward.
+
+        Raises:
+            UsageError: `set_to_none` is False, or the step's updates have started.
         """
         if not set_to_none:
             raise UsageError(
@@ -344,9 +353,12 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model, from the next step on; all others go on as they were.
+        """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
 
-        Raises `UsageError` between backward and `step()`, and what the constructor raises.
+        It also raises what the constructor raises.
+
+        Raises:
+            UsageError: Called between backward and `step()`.
         """
         if not hasattr(self, "_engine"):
             super().add_param_group(param_group)
@@ -367,10 +379,11 @@ class AdamW(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
+        """The state in the format of `torch.optim.AdamW`, after waiting for all updates.
 
-        bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder. That of
-        float16 parameters is the master itself (float32). The loss scale's state has a key that torch ignores.
+        Tensors are views of the planes, not copies. bfloat16 parameters have a `remainder` (int16) next to the moments:
+        weights and remainder together are the master. The `remainder` of float16 parameters is the master itself
+        (float32). The loss scale's state has a key that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -384,7 +397,12 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
+        """Load what `state_dict` returned, here or from `torch.optim.AdamW`.
+
+        Raises:
+            ConfigError: The state does not fit.
+            UsageError: Called between backward and `step()`.
+        """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -407,7 +425,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Always empty: see `state_dict`. Raises `UsageError` where torch's would be read, or be written."""
+        """Always empty; see `state_dict`. Reading or writing an entry raises `UsageError`."""
         return self._no_state
 
     @state.setter
@@ -428,29 +446,30 @@ class AdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------ HyTrain's own
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present `loss_scale`, for `opt.scale(loss).backward()`; as it is where there is none.
+        """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.
 
-        Every backward of a step needs it, also those that only sum up: in between the scale does not change.
+        Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
+        The scale does not change between them.
         """
         return self._engine.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only sum their gradients up; the step's updates begin in the first one after it.
+        """A context in which backwards only sum their gradients. The updates start in the first backward after it.
 
-        As `DistributedDataParallel.no_sync`, for loops that know themselves which micro-batch is the last.
+        Like `DistributedDataParallel.no_sync`, for loops that know which micro-batch is the last.
         """
         return self._engine.accumulation.held()
 
     def synchronize(self) -> None:
-        """Return once every update has landed in the parameters: before reading them from outside forward."""
+        """Return when every update has arrived in the parameters. Call it before reading weights outside forward."""
         self._engine.synchronize()
 
     def import_weights(self) -> None:
-        """Take the parameters' present values for masters: after writing them from outside (surgery, EMA)."""
+        """Take the parameters' present values as the masters. Call it after writing weights (surgery, EMA)."""
         self._engine.import_weights()
 
     def save(self, folder: str | Path) -> None:
-        """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
+        """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders."""
         engine = self._engine
         engine.import_written()
         engine.expose_state()
@@ -464,9 +483,11 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after.
+        """Read what `save` wrote. Load the model's weights yourself, before or after.
 
-        Raises `ConfigError`, before anything is changed, if it is not whole or not of this model.
+        Raises:
+            ConfigError: The folder is incomplete, or is another model's. Nothing has changed.
+            UsageError: Called between backward and `step()`.
         """
         self._engine.require_no_update("opt.load()")
         self._engine.expose_state()
@@ -489,16 +510,16 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The last step's global gradient norm before clipping, float32 on the device, shape (); None without one.
+        """The last step's global gradient norm before clipping: float32 on the device, shape (); or None.
 
-        It is taken where a step waits for it: with `on_nonfinite`, with `loss_scale` (which is not in it), or with
+        It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
         return self._engine.clipping.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """What `scale` multiplies by now, float32 on the device, shape (); None without the option of that name.
+        """The present loss scale: float32 on the device, shape (); None without the option `loss_scale`.
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
@@ -507,18 +528,18 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out by `on_nonfinite` or `loss_scale`, as far as they are known.
+        """The number of steps that `on_nonfinite` or `loss_scale` has skipped.
 
-        The last one's verdict may be on its way.
+        The last step may be missing: its norm may not be known yet.
         """
         return self._engine.clipping.skipped
 
     def statistics(self) -> Statistics:
-        """The last finished step: its time, stall, k, and who owns what."""
+        """The last finished step: its time, stall, k, and the layers that the GPU owns."""
         return self._engine.statistics
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        """Role, process ID and cores of each process of the run."""
+        """Role, process ID and cores of each of the run's processes."""
         pids = {
             "trainer": os.getpid(),
             "optimizer": self._cluster.optimizer_pid,
@@ -528,13 +549,15 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder: metrics, logs."""
+        """The run's folder, with metrics and logs."""
         return Path(self._cluster.run_dir)
 
     def close(self) -> None:
-        """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit.
+        """End this optimizer, and the processes that it started. Runs by itself at exit.
 
-        Raises `NonFiniteGradients`, when all is closed, if it is to be raised for the last step.
+        Raises:
+            NonFiniteGradients: The last step's gradients were not finite, with `on_nonfinite="raise"`. Everything is
+                closed.
         """
         self._close()
 
