@@ -1,16 +1,18 @@
 """Every exception that HyTrain raises on purpose.
 
-HyTrainError
-├── ConfigError         (ValueError)    a setting is invalid: recipe, flag, environment, argument
-├── UnsupportedError    (ValueError)    HyTrain refuses a model or practice at construction
-├── UsageError          (RuntimeError)  a call would have trained something else than asked for
-├── StaleReadError      (RuntimeError)  weights were read before their update had reached them
-├── CapacityError       (MemoryError)   something cannot fit into memory; shows the arithmetic
-├── BackendUnavailable  (RuntimeError)  this machine cannot run an update backend
-├── NonFiniteGradients                  gradients had inf or NaN, with on_nonfinite="raise"
-└── ClusterError        (RuntimeError)  the processes of a run
-    ├── WorkerDied                      a process ended; says which, and its last words
-    └── ClusterTimeout                  a process did not answer in time
+`except HyTrainError` catches them all. The built-in base class of each is in parentheses.
+
+    HyTrainError
+    ├── ConfigError         (ValueError)    a setting is invalid: recipe, flag, environment, argument
+    ├── UnsupportedError    (ValueError)    HyTrain refuses a model or practice at construction
+    ├── UsageError          (RuntimeError)  a call would have trained something else than asked for
+    ├── StaleReadError      (RuntimeError)  weights were read before their update had reached them
+    ├── CapacityError       (MemoryError)   something cannot fit into memory; shows the arithmetic
+    ├── BackendUnavailable  (RuntimeError)  this machine cannot run an update backend
+    ├── NonFiniteGradients                  gradients had inf or NaN, with on_nonfinite="raise"
+    └── ClusterError        (RuntimeError)  the processes of a run
+        ├── WorkerDied                      a process ended; says which, and its last words
+        └── ClusterTimeout                  a process did not answer in time
 """
 
 from __future__ import annotations
