@@ -59,7 +59,7 @@ lint: setup
 	$(IN_VENV) -m mypy
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
