@@ -85,7 +85,7 @@ def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _start_build() -> subprocess.Popen[bytes]:
-    program = "from hytrain.kernels.backend import load; load('deepspeed', 1)"
+    program = "from hytrain.kernels.choice import load; load('deepspeed', 1)"
     silent = subprocess.DEVNULL  # the rows' process says it again if it fails
     return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=silent, stderr=silent)
 

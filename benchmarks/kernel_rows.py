@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hytrain.kernels.backend import Backend, Into, load
+from hytrain.kernels.backend import Backend, Into
+from hytrain.kernels.choice import load
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.arena import HostArena

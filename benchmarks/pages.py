@@ -22,7 +22,7 @@ from typing import Final
 
 import torch
 
-from hytrain.kernels.backend import load
+from hytrain.kernels.choice import load
 from hytrain.memory.arena import Mapping
 from hytrain.memory.transfer import CudaTransfers
 from workers import affinity

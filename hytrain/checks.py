@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.errors import ConfigError, UnsupportedError
-from hytrain.kernels import backend as backends
+from hytrain.kernels import choice as backends
 from hytrain.planner.policies import POLICIES
 from protocol.messages import OBJECTIVES
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
-from hytrain.memory.planes import STATE_PLANES, TrainedLayer, TrainedParameter
+from hytrain.memory.planes import STATE_PLANES
+from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.step.scaling import LossScale
+from hytrain.tensors import flat, laid_out, shaped, version
 
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
@@ -201,7 +203,7 @@ class Resting:
         for known in parameters:
             if known.count:
                 planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
-                self._of[known.name] = _Rest(known.parameter, known.count, planes, known.parameter._version)
+                self._of[known.name] = _Rest(known.parameter, known.count, planes, version(known.parameter))
 
     def give(self, parameters: list[TrainedParameter]) -> None:
         """Write what is kept of these into their planes, piece by piece.
@@ -256,15 +258,13 @@ def gather(known: TrainedParameter, plane: str) -> Tensor | None:
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
     if not parts:
         return None
-    flat = parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
-    return flat.as_strided(known.parameter.size(), known.parameter.stride(), flat.storage_offset())
+    return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.parameter)
 
 
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
     """Write a parameter's state in one plane. None writes what it begins as: zeros, or masters of the weights."""
     if value is not None:
-        value = torch.empty_strided(known.parameter.size(), known.parameter.stride(), dtype=value.dtype).copy_(value)
-        value = value.as_strided((value.numel(),), (1,))
+        value = flat(laid_out(value.cpu(), known.parameter))
     for layer, index in known.places:
         part, segment = layer.state(plane)[index], layer.segments[index]
         if part is None:

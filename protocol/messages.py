@@ -18,8 +18,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from protocol.placement import PLACEMENTS, Placement
+
 ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
-OWNERS = ("gpu", "cpu")
 #: Of the weights, each with those that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
@@ -33,6 +34,11 @@ def _require(condition: bool, sentence: str) -> None:
 
 def _require_inbox(name: str) -> None:
     _require(_INBOX.fullmatch(name) is not None, f"{name!r} is no name of an inbox")
+
+
+def _require_placements(placements: tuple[str, ...]) -> None:
+    unknown = [name for name in placements if name not in PLACEMENTS]
+    _require(not unknown, f"unknown placements {unknown}; known: {', '.join(PLACEMENTS)}")
 
 
 # ---------------------------------------------------------------- handshake
@@ -283,11 +289,11 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The coordinator to trainer and optimizer: which layers the GPU is to own from step `step` on, and why."""
+    """The coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why."""
 
     plan_id: int
     step: int
-    gpu_lids: tuple[int, ...]
+    placements: tuple[str, ...]
     k: float
     policy: str
     reason: str
@@ -295,9 +301,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
-        _require(list(self.gpu_lids) == sorted(set(self.gpu_lids)), "layer IDs sorted, each once")
-        _require(min(self.gpu_lids, default=0) >= 0, "layer IDs are not negative")
+        _require_placements(self.placements)
         _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
+
+    def placement(self, lid: int) -> Placement:
+        """The placement of layer `lid`."""
+        return PLACEMENTS[self.placements[lid]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,17 +328,20 @@ class Reassign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanApplied:
-    """The trainer to both: `gpu_lids` are the GPU's from step `step` on, the plan's own step or a later one.
+    """The trainer to both: layers are placed so from step `step` on, the plan's own step or a later one.
 
-    A plan that finds the GPU without room for one of its layers holds for the others. `handover_s` is what the
-    training loop had to wait for it.
+    If the GPU has no room for one of the plan's layers, the placements differ from the plan's. `handover_s` is how
+    long the training loop had to wait.
     """
 
     plan_id: int
     step: int
-    gpu_lids: tuple[int, ...]
+    placements: tuple[str, ...]
     moved: int
     handover_s: float
+
+    def __post_init__(self) -> None:
+        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,9 +406,12 @@ class TrainerReport:
     starved: float
     k: float
     moving: bool
-    gpu_lids: tuple[int, ...]
+    placements: tuple[str, ...]
     gpu_free_bytes: int | None
     layers: tuple[LayerTimes, ...]
+
+    def __post_init__(self) -> None:
+        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,9 +486,12 @@ class Status:
     layer_names: tuple[str, ...]
     layer_numels: tuple[int, ...]
     layer_ranks: tuple[int, ...]
-    gpu_lids: tuple[int, ...]
+    placements: tuple[str, ...]
     policy: str
     reason: str
+
+    def __post_init__(self) -> None:
+        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

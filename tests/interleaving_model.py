@@ -85,10 +85,10 @@ class Optimizer:
             case m.PlanApplied(plan_id=plan_id):
                 self.book.forget(plan_id)
 
-    def require_plan(self, plan_id: int, lid: int, owner: str) -> None:
+    def require_plan(self, plan_id: int, lid: int, updates: str) -> None:
         assert self.book is not None
-        if not self.book.allows(plan_id, lid, owner) or lid not in self.arenas:
-            raise OwnershipError(f"layer {lid} cannot go to the {owner}")
+        if not self.book.allows(plan_id, lid, updates) or lid not in self.arenas:
+            raise OwnershipError(f"layer {lid} cannot go to the {updates}")
 
     def can_work(self) -> bool:
         return self.queue is not None and not self.queue.idle
@@ -143,7 +143,7 @@ class Planner:
     ledger_type = PlanLedger
 
     def __init__(self, world: World) -> None:
-        self.world, self.ledger = world, self.ledger_type()
+        self.world, self.ledger = world, self.ledger_type(("cpu",) * len(world.table.layers))
 
     def handle(self, message: m.Message) -> None:
         match message:
@@ -165,11 +165,11 @@ class Planner:
                     self.propose(step + self.world.rng.choice((0, 1, 2, 2, 3)))
 
     def propose(self, step: int) -> None:
-        lids = tuple(lid for lid in range(len(self.world.table.layers)) if self.world.rng.random() < 0.5)
+        placements = tuple("gpu" if self.world.rng.random() < 0.5 else "cpu" for _ in self.world.table.layers)
         plan = m.Plan(
             plan_id=self.ledger.next_id,
             step=step,
-            gpu_lids=lids,
+            placements=placements,
             k=0.0,
             policy="random",
             reason="",
@@ -254,7 +254,7 @@ class Run:
             require(places == 1, f"I3: the state of layer {life.lid} is in {places} places")
             if queue is not None and life.lid not in self.world.handing:
                 require(
-                    (life.lid in queue.owned) == (life.owner == "cpu"),
+                    (life.lid in queue.owned) == (life.placement.updates == "cpu"),
                     f"I3: layer {life.lid} has two owners or none",
                 )
 

@@ -21,6 +21,7 @@ from interleaving_world import NEVER, Arena, Job, Mark, Stream, Violation, World
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
 from hytrain.run.ownership import PlanBook
 from protocol import messages as m
+from protocol.placement import CPU, GPU, Placement
 
 HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 Waiting = Generator[Callable[[], bool] | None, None, None]
@@ -57,7 +58,7 @@ class Trainer:
 
     def __init__(self, world: World, steps: int) -> None:
         self.world, self.steps = world, steps
-        self.lives = [self.life_type(layer.lid, "gpu") for layer in world.table.layers]
+        self.lives = [self.life_type(layer.lid, GPU) for layer in world.table.layers]
         self.book = PlanBook("trainer", len(self.lives))
         self.compute, self.out, self.into, self.state = (Stream() for _ in range(4))
         self.jobs: deque[Job] = deque()
@@ -199,9 +200,9 @@ class Trainer:
     # ------------------------------------------------------------ plans and handovers
 
     def prepare(self, plan: m.Plan) -> None:
-        owners = ["gpu" if lid in plan.gpu_lids else "cpu" for lid in range(len(self.lives))]
-        leaving = [life.lid for life in self.lives if life.owner == "gpu" and owners[life.lid] == "cpu"]
-        coming = [life.lid for life in self.lives if life.owner == "cpu" and owners[life.lid] == "gpu"]
+        moving = [life.lid for life in self.lives if life.placement is not plan.placement(life.lid)]
+        leaving = [lid for lid in moving if plan.placement(lid) is CPU]
+        coming = [lid for lid in moving if plan.placement(lid) is GPU]
         self.move = Move(plan, leaving, coming)
 
     def can_prepare(self) -> bool:
@@ -259,7 +260,7 @@ class Trainer:
         for tile in range(len(memory.tiles)):
             self.state.run(partial(self.copy_to_cpu, lid, state, arena, arena.master[0], tile))
         self.arenas[lid] = arena
-        self.change_owner(lid, "cpu")
+        self.place(lid, CPU)
         self.take_over(m.TakeOver(plan_id=plan.plan_id, lid=lid, step=step), self.state.mark())
 
     def take_over(self, taking: m.TakeOver, copied: Mark) -> None:
@@ -279,27 +280,27 @@ class Trainer:
         arrival = moving.arrival or Mark()
         self.await_state(arrival)
         memory.master, arena.master = moving.state, None
-        self.change_owner(lid, "gpu")
+        self.place(lid, GPU)
         self.post("optimizer", m.GiveUp(plan_id=plan.plan_id, lid=lid, step=step), after=arrival)
         self.closing.append((arena, arrival))
 
     def await_state(self, arrival: Mark) -> None:
         self.compute.wait(arrival)
 
-    def change_owner(self, lid: int, owner: str) -> None:
-        self.lives[lid].change_owner(owner)
+    def place(self, lid: int, placement: Placement) -> None:
+        self.lives[lid].place(placement)
         self.world.handing.add(lid)
 
     def settle(self, plan: m.Plan, step: int, *, moved: int) -> None:
         self.book.settle()
-        gpu_lids = tuple(life.lid for life in self.lives if life.owner == "gpu")
+        placements = tuple(life.placement.name for life in self.lives)
         for role in ("optimizer", "coordinator"):
             self.post(
                 role,
                 m.PlanApplied(
                     plan_id=plan.plan_id,
                     step=step,
-                    gpu_lids=gpu_lids,
+                    placements=placements,
                     moved=moved,
                     handover_s=0.0,
                 ),
@@ -309,7 +310,7 @@ class Trainer:
         times = tuple(
             m.LayerTimes(lid=life.lid, forward_s=1e-3, backward_s=2e-3, d2h_s=1e-4, h2d_s=1e-4) for life in self.lives
         )
-        gpu_lids = tuple(life.lid for life in self.lives if life.owner == "gpu")
+        placements = tuple(life.placement.name for life in self.lives)
         self.post(
             "coordinator",
             m.TrainerReport(
@@ -323,7 +324,7 @@ class Trainer:
                 starved=0.0,
                 k=0.0,
                 moving=False,
-                gpu_lids=gpu_lids,
+                placements=placements,
                 gpu_free_bytes=None,
                 layers=times,
             ),

@@ -10,11 +10,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from protocol import messages as m
+from protocol.placement import PLACEMENTS
 
 MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
 COUNTS = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
 INBOXES = st.sampled_from(("coordinator-0", "trainer-0-12ab34cd"))
+NAMES = st.lists(st.sampled_from(sorted(PLACEMENTS)), max_size=5).map(tuple)
 SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 #: Where not every value of a field's type can be.
@@ -35,7 +37,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Verdict, "scale"): st.floats(0, 2**20),
     (m.WeightsReady, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple),
-    (m.Plan, "gpu_lids"): st.sets(COUNTS, max_size=5).map(sorted).map(tuple),
+    **{(cls, "placements"): NAMES for cls in (m.Plan, m.PlanApplied, m.TrainerReport, m.Status)},
     (m.Plan, "k"): st.floats(0, 1),
 }
 

@@ -23,6 +23,14 @@ from workers.records import LOG_PATIENCE_STEPS
 LAYERS = 4
 
 
+def on_gpu(placements: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(lid for lid, name in enumerate(placements) if name == "gpu")
+
+
+def placed(gpu_lids: tuple[int, ...], layers: int = LAYERS) -> tuple[str, ...]:
+    return tuple("gpu" if lid in gpu_lids else "cpu" for lid in range(layers))
+
+
 class Driver:
     """Feeds a coordinator's state and sorts what comes out; its `check()` runs after every event."""
 
@@ -90,7 +98,7 @@ class Driver:
     def next_plan(self, first_step: int = 0, steps: int = 30) -> m.Plan | None:
         """Report steps until a plan is proposed, and see that both get it."""
         for step in range(first_step, first_step + steps):
-            sent = self.sent(report(step, self.status().gpu_lids))
+            sent = self.sent(report(step, on_gpu(self.status().placements)))
             if sent:
                 (trainer, plan), (optimizer, same) = sent
                 assert (trainer, optimizer) == ("trainer", "optimizer") and plan is same
@@ -136,7 +144,7 @@ def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None, moved: int = 
     return m.PlanApplied(
         plan_id=plan.plan_id,
         step=plan.step,
-        gpu_lids=plan.gpu_lids if gpu_lids is None else gpu_lids,
+        placements=plan.placements if gpu_lids is None else placed(gpu_lids),
         moved=moved,
         handover_s=0.25,
     )
@@ -155,7 +163,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), *, number: int | None = No
         "starved": 0.0,
         "k": len(gpu_lids) / LAYERS,
         "moving": False,
-        "gpu_lids": gpu_lids,
+        "placements": placed(gpu_lids),
         "gpu_free_bytes": None,
         "layers": times,
     }
@@ -230,7 +238,7 @@ def test_the_first_plan_waits_for_both_calibrations(
     assert driver.sent(order[0]) == []
     (_, plan), _ = sent = driver.sent(order[1])
     assert sent == [("trainer", plan), ("optimizer", plan)] and isinstance(plan, m.Plan)
-    assert (plan.plan_id, plan.step, plan.gpu_lids, plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
+    assert (plan.plan_id, plan.step, on_gpu(plan.placements), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
 
 
 def test_calibration_decides_the_first_k() -> None:
@@ -243,14 +251,14 @@ def test_calibration_decides_the_first_k() -> None:
         driver.sent(OPTIMIZERS)
         plan = driver.sent(m.Calibration(role="trainer", d2h_s=link_s, h2d_s=link_s, gpu_update_s=1e-12))[0][1]
         assert isinstance(plan, m.Plan)
-        chosen[link_s] = len(plan.gpu_lids)
+        chosen[link_s] = len(on_gpu(plan.placements))
     assert 0 < chosen[1e-12] < chosen[5e-10]
 
 
 def test_the_objective_counts_from_the_first_plan_on(driver: Driver) -> None:
-    assert driver.first_plan(policy="deadline", objective="gpu-memory", gpu_bytes=1 << 40).gpu_lids == ()
+    assert "gpu" not in driver.first_plan(policy="deadline", objective="gpu-memory", gpu_bytes=1 << 40).placements
     driver = Driver()
-    assert len(driver.first_plan(policy="deadline", objective="host-memory", gpu_bytes=1 << 40).gpu_lids) == LAYERS
+    assert "cpu" not in driver.first_plan(policy="deadline", objective="host-memory", gpu_bytes=1 << 40).placements
 
 
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
@@ -270,7 +278,7 @@ def test_a_plan_is_agreed_on_applied_and_told(driver: Driver) -> None:
     plan = driver.start(k=0.5, policy="fixed")
     assert driver.notes == "plan 0 holds from step 0 on: 0 layers, the loop waited 250.0 ms"
     status = driver.status()
-    assert status.gpu_lids == plan.gpu_lids == (0, 1)
+    assert on_gpu(status.placements) == on_gpu(plan.placements) == (0, 1)
     assert status.layer_names == tuple(f"block {lid}" for lid in range(LAYERS))
 
 
@@ -281,7 +289,7 @@ def test_the_first_measured_step_is_planned_from_at_once() -> None:
     for step in range(WARM_UP_STEPS):
         assert driver.sent(report(step)) == [], "warming up"
     plan = driver.sent(report(WARM_UP_STEPS))[0][1]
-    assert isinstance(plan, m.Plan) and plan.step == WARM_UP_STEPS + 2 and len(plan.gpu_lids) > 1
+    assert isinstance(plan, m.Plan) and plan.step == WARM_UP_STEPS + 2 and len(on_gpu(plan.placements)) > 1
 
 
 def test_steps_in_which_layers_moved_are_not_planned_from() -> None:
@@ -294,10 +302,10 @@ def test_steps_in_which_layers_moved_are_not_planned_from() -> None:
     driver.handle(applied(plan))
     before = driver.state._planning._book.profile()  # type: ignore[union-attr]
     slow = tuple(m.LayerTimes(lid=lid, forward_s=1.2e-3, backward_s=2.4e-3) for lid in range(LAYERS))
-    driver.handle(report(plan.step, plan.gpu_lids, layers=slow, step_s=9.0))
+    driver.handle(report(plan.step, on_gpu(plan.placements), layers=slow, step_s=9.0))
     driver.handle(cpu_report(plan.step, 99.0))
     assert driver.state._planning._book.profile() == before  # type: ignore[union-attr]
-    driver.handle(report(plan.step + 1, plan.gpu_lids, layers=slow, step_s=9.0))
+    driver.handle(report(plan.step + 1, on_gpu(plan.placements), layers=slow, step_s=9.0))
     assert driver.state._planning._book.profile() != before  # type: ignore[union-attr]
 
 
@@ -346,7 +354,7 @@ def test_layers_that_move_at_random_are_dirty_too(driver: Driver) -> None:
     driver.handle(applied(plan))
     book = driver.state._planning._book  # type: ignore[union-attr]
     before = book.profile()
-    driver.handle(report(plan.step, plan.gpu_lids, step_s=0.6))
+    driver.handle(report(plan.step, on_gpu(plan.placements), step_s=0.6))
     assert book.profile() == before
 
 
@@ -366,7 +374,7 @@ def test_a_plan_that_was_cut_short_is_predicted_as_it_is(driver: Driver) -> None
     driver.start(policy="deadline", k=None)
     driver.handle(cpu_report(1, 10.0, lids=(0, 1, 2, 3)))
     plan = driver.sent(report(1))[0][1]
-    assert isinstance(plan, m.Plan) and len(plan.gpu_lids) == LAYERS and plan.predicted_step_s is not None
+    assert isinstance(plan, m.Plan) and len(on_gpu(plan.placements)) == LAYERS and plan.predicted_step_s is not None
     planning = driver.state._planning
     assert planning is not None and planning.predicted_step_s is not None
     all_on_cpu_s = planning.predicted_step_s
@@ -380,7 +388,7 @@ def test_old_steps_are_forgotten() -> None:
     driver.start(policy="random")
     for step in range(60):
         driver.handle(m.Command(name="threads", value=str(1 + step % 2)))
-        for _, message in driver.sent(report(step, driver.status().gpu_lids)):
+        for _, message in driver.sent(report(step, on_gpu(driver.status().placements))):
             if isinstance(message, m.Plan):
                 plan = message
         if driver.state._planning._ledger.busy:  # type: ignore[union-attr]
@@ -408,7 +416,7 @@ def test_the_owners_are_those_that_the_trainer_names(driver: Driver) -> None:
     assert plan is not None
     driver.agree(plan)
     driver.handle(applied(plan, gpu_lids=(3,)))
-    assert driver.status().gpu_lids == (3,)
+    assert on_gpu(driver.status().placements) == (3,)
 
 
 def test_while_a_plan_is_under_way_there_is_no_other(driver: Driver) -> None:
@@ -446,7 +454,7 @@ def test_plans_come_every_so_many_steps_and_only_where_they_change_something() -
         ok=True, text="k=1.0 from the next plan on"
     )
     plan = driver.next_plan(30)
-    assert plan is not None and plan.gpu_lids == (0, 1, 2, 3) and plan.policy == "fixed"
+    assert plan is not None and on_gpu(plan.placements) == (0, 1, 2, 3) and plan.policy == "fixed"
 
 
 def test_what_fits_no_longer_is_noted(driver: Driver) -> None:
@@ -462,7 +470,7 @@ def test_ranks_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> Non
     driver.start(policy="fixed", k=0.25)
     driver.handle(m.RanksLearned(ranks=(3, 2, 1, 0)))
     plan = driver.next_plan()
-    assert plan is not None and plan.gpu_lids == (3,)
+    assert plan is not None and on_gpu(plan.placements) == (3,)
     with pytest.raises(ValueError, match="every layer"):
         driver.handle(m.RanksLearned(ranks=(0, 1)))
 
@@ -503,7 +511,7 @@ def test_the_mode_follows_the_share_of_clipped_steps(driver: Driver) -> None:
 def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
     """To wait for verdicts while all layers are the CPU's would take longer than to be ahead in vain now and then."""
     driver.start(policy="deadline", awaits_verdict=True, speculate=None)
-    owned: tuple[int, ...] = driver.status().gpu_lids
+    owned: tuple[int, ...] = on_gpu(driver.status().placements)
     for step in range(40):
         driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
         driver.handle(m.Verdict(step=step, scale=0.5 if step >= 10 else 1.0, skipped=False))
@@ -514,7 +522,7 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
         assert isinstance(plan, m.Plan), "no SetMode yet"
         driver.agree(plan)
         after = driver.sent(applied(plan))
-        owned = plan.gpu_lids
+        owned = on_gpu(plan.placements)
         if after:
             break
     assert step >= 10 and after == [("optimizer", m.SetMode(speculate=False))] and len(owned) > 1
@@ -526,14 +534,14 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
 def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver, accepted: bool) -> None:
     """Nor does one that was refused, once clipping is over and another plan holds."""
     driver.start(policy="deadline", awaits_verdict=True, speculate=None)
-    owned: tuple[int, ...] = driver.status().gpu_lids
+    owned: tuple[int, ...] = on_gpu(driver.status().placements)
     for step in range(40):
         driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
         driver.handle(m.Verdict(step=step, scale=0.5 if step >= 10 else 1.0, skipped=False))
         if plans := [message for _, message in driver.sent(long_step(step, owned))]:
             break
     plan = plans[0]
-    assert isinstance(plan, m.Plan) and plan.gpu_lids != owned
+    assert isinstance(plan, m.Plan) and on_gpu(plan.placements) != owned
     if accepted:
         driver.agree(plan)
         assert driver.sent(applied(plan, owned, moved=0)) == []
@@ -544,7 +552,7 @@ def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver, accept
         driver.handle(m.Verdict(step=later, scale=1.0, skipped=False))
     driver.answer(m.Command(name="k", value="0.5"))
     other = driver.sent(long_step(later, owned))[0][1]
-    assert isinstance(other, m.Plan) and len(other.gpu_lids) == 2
+    assert isinstance(other, m.Plan) and len(on_gpu(other.placements)) == 2
     driver.agree(other)
     assert driver.sent(applied(other)) == []
 
@@ -573,7 +581,7 @@ def test_a_mode_that_was_asked_for_is_kept(driver: Driver, changes: dict[str, An
     if changes:
         driver.handle(m.Verdict(step=0, scale=0.5, skipped=False))
     for step in range(30):
-        sent = driver.sent(report(step, driver.status().gpu_lids))
+        sent = driver.sent(report(step, on_gpu(driver.status().placements)))
         assert not any(isinstance(message, m.SetMode) for _, message in sent)
     driver.handle(m.Log(step=30, numbers={}))
     assert driver.records[-1]["mode"] == mode
@@ -583,7 +591,7 @@ def test_at_random_the_mode_changes_as_the_layers_do(driver: Driver) -> None:
     driver.start(policy="random", awaits_verdict=True, speculate=None)
     told = []
     for step in range(40):
-        owned = driver.status().gpu_lids
+        owned = on_gpu(driver.status().placements)
         driver.handle(cpu_report(step, 0.9, lids=tuple({0, 1, 2, 3} - set(owned))))
         messages = [message for _, message in driver.sent(long_step(step, owned))]
         told += [message.speculate for message in messages if isinstance(message, m.SetMode)]
@@ -652,7 +660,7 @@ def test_policy_and_objective_are_commands(driver: Driver, objective: str, gpu_l
             ok=True, text=f"{name}={value} from the next plan on"
         )
     plan = driver.next_plan(1)
-    assert plan is not None and plan.policy == "deadline" and plan.gpu_lids == gpu_lids
+    assert plan is not None and plan.policy == "deadline" and on_gpu(plan.placements) == gpu_lids
     driver.handle(m.Log(step=2, numbers={}))
     assert driver.records[-1]["objective"] == objective and driver.records[-1]["policy"] == "deadline"
 
@@ -663,7 +671,7 @@ def test_a_command_does_not_wait_for_the_next_look() -> None:
     assert driver.next_plan(0, 5) is None
     driver.handle(m.Command(name="k", value="1.0"))
     plan = driver.next_plan(5, 1)
-    assert plan is not None and plan.step == 7 and len(plan.gpu_lids) == LAYERS
+    assert plan is not None and plan.step == 7 and len(on_gpu(plan.placements)) == LAYERS
 
 
 def test_fewer_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> None:
@@ -698,7 +706,7 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(told: bool) -
     if told:
         driver.handle(slow)
         plan = driver.sent(report(3))[0][1]
-        assert isinstance(plan, m.Plan) and len(plan.gpu_lids) > 0
+        assert isinstance(plan, m.Plan) and len(on_gpu(plan.placements)) > 0
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
         assert waited == [[]] * CPU_PATIENCE_STEPS

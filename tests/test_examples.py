@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hytrain.step.life import TRANSITIONS, Event, Refusal, State
+
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN_SCRIPT = ROOT / "examples/plain_script.py"
+#: What happens to a step, in the order of the rows in docs/architecture.md; BREAK is told below the table.
+EVENTS = [event for event in Event if event is not Event.BREAK]
 PACKAGES = ("hytrain", "workers", "protocol")
 PAGES = (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md")))
 
@@ -57,6 +61,20 @@ def test_tree_has_every_module() -> None:
     named = set(tree_paths((ROOT / "docs/tree.md").read_text(encoding="utf-8")))
     modules = {str(path.relative_to(ROOT)) for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
     assert {module for module in modules - named if not module.endswith("__init__.py")} == set()
+
+
+def test_architecture_has_the_steps_table() -> None:
+    """docs/architecture.md shows the next state, or the refusal, that life.py has for each state and event."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.partition("| event | IDLE")[2].split("\n\n")[0].splitlines()]
+    shown = {event: row[1:] for event, row in zip(EVENTS, rows[2:], strict=True)}
+    assert shown == {event: [outcome(TRANSITIONS.get((state, event))) for state in State] for event in EVENTS}
+
+
+def outcome(after: State | Refusal | None) -> str:
+    if isinstance(after, Refusal):
+        return "fatal" if after.fatal else "refused"
+    return "–" if after is None else after.name
 
 
 def tree_paths(page: str) -> list[str]:

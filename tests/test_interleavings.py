@@ -19,6 +19,7 @@ from interleaving_world import Job, Mark, Violation
 from hytrain.model.lifecycle import Command, Event, InvalidTransition, LayerLife, State
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol import messages as m
+from protocol.placement import Placement
 from workers.update_queue import Tile, UpdateQueue
 
 EXAMPLES = 250
@@ -224,8 +225,8 @@ class ClosesArenasEarly(Trainer):
 
 
 class NeverRefusesAHandover(LayerLife):
-    def change_owner(self, owner: str) -> None:
-        self.owner, self.state = owner, State.CURRENT
+    def place(self, placement: Placement) -> None:
+        self.placement, self.state = placement, State.CURRENT
 
 
 class HandsOverWhileUpdatingUnguarded(HandsOverWhileUpdating):
@@ -255,8 +256,8 @@ class HastyPlanner(Planner):
 class OnlyTheLastPlan(PlanBook):
     """Judges a handover by the newest plan, which may not be the one that it belongs to."""
 
-    def allows(self, plan_id: int, lid: int, owner: str) -> bool:
-        return self.plan is not None and (lid in self.plan.gpu_lids) == (owner == "gpu")
+    def allows(self, plan_id: int, lid: int, updates: str) -> bool:
+        return self.plan is not None and self.plan.placement(lid).updates == updates
 
 
 class ForgetfulOptimizer(Optimizer):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hytrain.kernels import backend as backends
+from hytrain.kernels import choice as backends
 from hytrain.kernels.backend import DTYPES, Backend, Into
 from hytrain.kernels.build import find_compiler
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
@@ -479,7 +479,7 @@ def test_steps_count_from_one() -> None:
 @pytest.mark.spawns
 def test_native_brings_no_torch() -> None:
     """The optimizer process pins its cores first; and it is up sooner."""
-    check = "import sys; from hytrain.kernels.backend import load; load('native', 1); print('torch' in sys.modules)"
+    check = "import sys; from hytrain.kernels.choice import load; load('native', 1); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=240, check=True)
     assert result.stdout.strip() == "False"
 
@@ -487,7 +487,8 @@ def test_native_brings_no_torch() -> None:
 # Updates planes that end where the memory does: what is behind them may not be touched.
 UP_TO_THE_END = """
 import ctypes, mmap
-from hytrain.kernels.backend import DTYPES, load
+from hytrain.kernels.backend import DTYPES
+from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, scalars
 libc = ctypes.CDLL(None, use_errno=True)
 backend, _ = load("native", 2)
@@ -518,7 +519,7 @@ def test_native_prefetches_beyond_the_end_without_a_fault() -> None:
 # Prints this process's number of threads after updates by 1, 4 and 2 of them. Those let go end by themselves.
 COUNT_THREADS = """
 import ctypes, mmap, os, sys, time
-from hytrain.kernels.backend import load
+from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, scalars
 numel = 1 << 20
 memory = mmap.mmap(-1, 16 * numel)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernel, kernel_rows
-from hytrain.kernels.backend import load
+from hytrain.kernels.choice import load
 from protocol.handles import PLANES
 from workers.update_queue import TILE_NUMEL
 

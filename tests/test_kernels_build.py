@@ -13,7 +13,8 @@ import pytest
 
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels import build as builder
-from hytrain.kernels.backend import DTYPES, load
+from hytrain.kernels.backend import DTYPES
+from hytrain.kernels.choice import load
 from hytrain.kernels.build import build, cache_folder, find_compiler
 from hytrain.kernels.native import SOURCE, NativeBackend
 

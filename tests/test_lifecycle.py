@@ -1,4 +1,4 @@
-"""The life of a gradient: every (owner, state, event), those that happen and those that are refused."""
+"""The life of a gradient: every (who updates, state, event), those that happen and those that are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.model.lifecycle import TRANSITIONS, Command, Event, InvalidTransition, LayerLife, State
+from protocol.placement import CPU, GPU, PLACEMENTS, Placement
 
 TRIP = [
     (Event.FILLED, State.LEAVING, Command.COPY_GRADIENTS),
@@ -18,10 +19,10 @@ TRIP = [
 ]
 
 
-def life_in(state: State, owner: str = "cpu", step: int = 5) -> LayerLife:
+def life_in(state: State, placement: Placement = CPU, step: int = 5) -> LayerLife:
     """A layer whose update of `step` has come as far as `state`, or is over."""
-    life = LayerLife(3, owner)
-    if owner == "gpu":
+    life = LayerLife(3, placement)
+    if placement.updates == "gpu":
         life.on(Event.FILLED, step)
         return life
     for event, after, _ in TRIP:
@@ -32,7 +33,7 @@ def life_in(state: State, owner: str = "cpu", step: int = 5) -> LayerLife:
 
 
 def test_a_gradient_makes_its_trip() -> None:
-    life = LayerLife(3, "cpu")
+    life = LayerLife(3, CPU)
     for step in (0, 1, 4):
         for event, state, command in TRIP:
             assert life.on(event, step) is command
@@ -41,7 +42,7 @@ def test_a_gradient_makes_its_trip() -> None:
 
 
 def test_the_gpus_update_takes_no_trip() -> None:
-    life = LayerLife(3, "gpu")
+    life = LayerLife(3, GPU)
     for step in (0, 1, 4):
         assert life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE
         assert life.is_current and life.updated == step
@@ -49,25 +50,26 @@ def test_the_gpus_update_takes_no_trip() -> None:
 
 
 @pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize(("owner", "state"), [*itertools.product(["cpu"], State), ("gpu", State.CURRENT)])
-def test_the_table_is_all_there_is(owner: str, state: State, event: Event) -> None:
-    life = life_in(state, owner)
+@pytest.mark.parametrize(("placement", "state"), [*itertools.product([CPU], State), (GPU, State.CURRENT)])
+def test_the_table_is_all_there_is(placement: Placement, state: State, event: Event) -> None:
+    life = life_in(state, placement)
     step = 6 if event is Event.FILLED else 5
-    if (owner, state, event) in TRANSITIONS:
-        after, command = TRANSITIONS[owner, state, event]
+    if (placement.updates, state, event) in TRANSITIONS:
+        after, command = TRANSITIONS[placement.updates, state, event]
         assert life.on(event, step) is command
         assert life.state is after
     else:
-        with pytest.raises(InvalidTransition, match=f"layer 3, owned by {owner}: {event.name} of step {step} while"):
+        said = f"layer 3, placed on {placement.name}: {event.name} of step {step} while"
+        with pytest.raises(InvalidTransition, match=said):
             life.on(event, step)
         assert (life.state, life.updated) == (state, 5)
     life.check()
 
 
-@pytest.mark.parametrize("owner", ["cpu", "gpu"])
+@pytest.mark.parametrize("placement", PLACEMENTS.values())
 @pytest.mark.parametrize("step", [5, 4, 0])
-def test_a_second_gradient_of_a_step_is_refused(owner: str, step: int) -> None:
-    life = life_in(State.CURRENT, owner)
+def test_a_second_gradient_of_a_step_is_refused(placement: Placement, step: int) -> None:
+    life = life_in(State.CURRENT, placement)
     with pytest.raises(InvalidTransition, match=f"a second gradient of step {step}"):
         life.on(Event.FILLED, step)
     assert life.updated == 5 and life.is_current
@@ -93,20 +95,20 @@ def test_news_of_another_steps_update_are_refused(state: State, event: Event, st
 def test_a_handover_only_between_updates(state: State) -> None:
     life = life_in(state)
     if state is State.CURRENT:
-        life.change_owner("gpu")
-        assert life.owner == "gpu"
+        life.place(GPU)
+        assert life.placement is GPU
         assert life.on(Event.FILLED, 6) is Command.UPDATE_ON_DEVICE
-        life.change_owner("cpu")
+        life.place(CPU)
         assert life.on(Event.FILLED, 7) is Command.COPY_GRADIENTS
     else:
         with pytest.raises(InvalidTransition, match=f"handover to gpu while {state.name}"):
-            life.change_owner("gpu")
-        assert life.owner == "cpu"
+            life.place(GPU)
+        assert life.placement is CPU
     life.check()
 
 
 def test_a_refusal_tells_the_story_but_not_all_of_it() -> None:
-    life = LayerLife(3, "cpu")
+    life = LayerLife(3, CPU)
     with pytest.raises(InvalidTransition, match="before: nothing"):
         life.on(Event.COPIED, 0)
     for step in range(10):
@@ -121,29 +123,26 @@ def test_a_refusal_tells_the_story_but_not_all_of_it() -> None:
 
 def test_check_finds_what_cannot_be() -> None:
     life = life_in(State.UPDATING)
-    life.owner = "gpu"
+    life.placement = GPU
     with pytest.raises(AssertionError, match="no trip"):
         life.check()
-    life.owner = "disk"
-    with pytest.raises(AssertionError, match="disk"):
-        life.check()
 
 
-@given(st.lists(st.tuples(st.sampled_from([*Event, "gpu", "cpu"]), st.integers(0, 3)), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from([*Event, GPU, CPU]), st.integers(0, 3)), max_size=30))
 @settings(deadline=None)
-def test_any_events(events: list[tuple[Event | str, int]]) -> None:
+def test_any_events(events: list[tuple[Event | Placement, int]]) -> None:
     """What is refused changes nothing; an update begins once for each step, and each step of it comes in its turn."""
-    life, began = LayerLife(0, "cpu"), list[int]()
+    life, began = LayerLife(0, CPU), list[int]()
     for event, step in events:
-        before = (life.owner, life.state, life.updated)
+        before = (life.placement, life.state, life.updated)
         try:
-            if isinstance(event, str):
-                life.change_owner(event)
+            if isinstance(event, Placement):
+                life.place(event)
             else:
                 life.on(event, step)
                 if event is Event.FILLED:
                     began.append(step)
         except InvalidTransition:
-            assert (life.owner, life.state, life.updated) == before
+            assert (life.placement, life.state, life.updated) == before
         life.check()
     assert began == sorted(set(began))

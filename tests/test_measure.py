@@ -13,7 +13,8 @@ import pytest
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step import measure
-from hytrain.step.measure import HostClock, Meter, Span
+from hytrain.memory.clock import HostClock, Span
+from hytrain.step.measure import Meter
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.

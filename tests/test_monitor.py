@@ -227,7 +227,7 @@ def status(**changed: Any) -> m.Status:
         "layer_names": ("a", "b"),
         "layer_numels": (1, 3),
         "layer_ranks": (0, 1),
-        "gpu_lids": (0,),
+        "placements": ("gpu", "cpu"),
         "policy": "deadline",
         "reason": "[k] is in time",
     }
@@ -297,5 +297,7 @@ def test_the_table_says_who_owns_what_and_why() -> None:
 
 def test_the_table_before_the_first_step() -> None:
     pytest.importorskip("rich")
-    text = view.as_text(Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_ranks=(), gpu_lids=()), ()))
+    text = view.as_text(
+        Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_ranks=(), placements=()), ())
+    )
     assert "no step has ended yet" in text and "layers" not in text

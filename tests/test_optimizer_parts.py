@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.kernels import backend as backends
+from hytrain.kernels import choice as backends
 from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter

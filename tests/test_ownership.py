@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger, fraction
+from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
+from protocol.placement import PLACEMENTS, Placement, gpu_fraction
+
+ON_CPU = ("cpu",) * 3
+
+
+def on_gpu(*lids: int) -> tuple[str, ...]:
+    return tuple("gpu" if lid in lids else "cpu" for lid in range(3))
 
 
 def plan(plan_id: int = 0, step: int = 5, gpu_lids: tuple[int, ...] = (0, 2)) -> Plan:
-    return Plan(plan_id=plan_id, step=step, gpu_lids=gpu_lids, k=0.5, policy="fixed", reason="", predicted_step_s=None)
+    placements = on_gpu(*gpu_lids)
+    return Plan(
+        plan_id=plan_id, step=step, placements=placements, k=0.5, policy="fixed", reason="", predicted_step_s=None
+    )
 
 
 def ack(role: str, plan_id: int = 0, accepted: bool = True) -> PlanAck:
@@ -21,7 +32,7 @@ def ack(role: str, plan_id: int = 0, accepted: bool = True) -> PlanAck:
 
 
 def applied(plan_id: int = 0, gpu_lids: tuple[int, ...] = (0, 2)) -> PlanApplied:
-    return PlanApplied(plan_id=plan_id, step=5, gpu_lids=gpu_lids, moved=1, handover_s=0.0)
+    return PlanApplied(plan_id=plan_id, step=5, placements=on_gpu(*gpu_lids), moved=1, handover_s=0.0)
 
 
 @pytest.fixture
@@ -31,12 +42,12 @@ def book() -> PlanBook:
 
 @pytest.fixture
 def ledger() -> PlanLedger:
-    return PlanLedger()
+    return PlanLedger(ON_CPU)
 
 
-def test_fraction() -> None:
-    assert fraction((0, 2), [10, 20, 70]) == 0.8
-    assert fraction(frozenset(), [10]) == 0.0
+def test_gpu_fraction() -> None:
+    assert gpu_fraction(on_gpu(0, 2), [10, 20, 70]) == 0.8
+    assert gpu_fraction(("cpu",), [10]) == 0.0
 
 
 # ---------------------------------------------------------------- one party's book
@@ -62,6 +73,13 @@ def test_a_handover_belongs_to_a_plan_that_was_acknowledged(book: PlanBook, lid:
     assert book.allows(0, lid, "gpu") == (lid in (0, 2))
     assert book.allows(0, lid, "cpu") == (lid == 1)
     assert not book.allows(1, lid, "gpu") and not book.allows(1, lid, "cpu")
+
+
+def test_another_placement_needs_no_more_than_its_row(book: PlanBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACEMENTS, "visit", Placement("visit", state="host", updates="gpu"))
+    book.on_plan(replace(plan(), placements=("visit", "cpu", "gpu")))
+    assert [book.allows(0, lid, "gpu") for lid in range(3)] == [True, False, True]
+    assert gpu_fraction(("visit", "cpu", "gpu"), [10, 20, 70]) == 0.7
 
 
 def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(book: PlanBook) -> None:
@@ -94,7 +112,7 @@ def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> Non
 @pytest.mark.parametrize(
     ("proposal", "reason"),
     [
-        (plan(1, gpu_lids=(0, 3)), "layer 3 is unknown"),
+        (replace(plan(1), placements=(*ON_CPU, "gpu")), "4 placements for 3 layers"),
         (plan(1), "the last plan is not applied yet"),
     ],
 )
@@ -140,7 +158,7 @@ def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: 
     assert ledger.on_ack(ack(order[1])) is None
     ledger.check()
     ledger.on_applied(applied())
-    assert ledger.gpu_lids == (0, 2) and not ledger.busy
+    assert ledger.placements == on_gpu(0, 2) and not ledger.busy
     ledger.check()
 
 
@@ -149,7 +167,7 @@ def test_the_owners_are_those_that_the_trainer_names(ledger: PlanLedger) -> None
     ledger.on_ack(ack("trainer"))
     ledger.on_ack(ack("optimizer"))
     ledger.on_applied(applied(gpu_lids=(1,)))
-    assert ledger.gpu_lids == (1,) and not ledger.busy
+    assert ledger.placements == on_gpu(1) and not ledger.busy
     ledger.propose(plan(1))
 
 
@@ -194,7 +212,7 @@ def test_what_was_not_committed_cannot_have_been_applied(ledger: PlanLedger, ack
         ledger.on_ack(ack(role))
     with pytest.raises(OwnershipError, match="was not committed"):
         ledger.on_applied(applied())
-    assert ledger.gpu_lids == ()
+    assert ledger.placements == ON_CPU
 
 
 def test_another_plan_than_the_committed_one_cannot_have_been_applied(ledger: PlanLedger) -> None:
@@ -203,6 +221,8 @@ def test_another_plan_than_the_committed_one_cannot_have_been_applied(ledger: Pl
     ledger.on_ack(ack("optimizer"))
     with pytest.raises(OwnershipError, match=r"PlanApplied\(1\)"):
         ledger.on_applied(applied(1))
+    with pytest.raises(OwnershipError, match="1 placements for 3 layers"):
+        ledger.on_applied(replace(applied(), placements=("gpu",)))
 
 
 EVENTS = st.one_of(
@@ -216,7 +236,7 @@ EVENTS = st.one_of(
 @settings(deadline=None)
 def test_any_events(events: list[tuple[Any, ...]]) -> None:
     """A plan is committed at most once, after both have accepted it, and only then applied."""
-    ledger = PlanLedger()
+    ledger = PlanLedger(ON_CPU)
     accepted: dict[int, set[str]] = {}
     committed: list[int] = []
     for name, *arguments in events:

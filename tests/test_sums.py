@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hytrain.memory.planes import TrainedParameter
+from hytrain.model.trained import TrainedParameter
 from hytrain.memory.transfer import Copy, HostTransfers, Room, Transfer
 from hytrain.step import sums
 from hytrain.step.accumulation import choose_sums
-from hytrain.step.measure import HostClock
+from hytrain.memory.clock import HostClock
 from hytrain.step.sums import DeviceSums, HostSums
 
 NUMEL = 8

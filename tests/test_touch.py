@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hytrain.kernels import backend as backends
+from hytrain.kernels import choice as backends
 from hytrain.kernels.native import SMALL_CALLS, NativeBackend
 from hytrain.memory.arena import HUGE_PAGE_BYTES, Mapping
 

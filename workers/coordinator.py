@@ -141,11 +141,11 @@ def _draw(trace: TraceWriter, message: m.Message, commands: Sequence[Command], n
     """What the timeline shows of a message and of what followed from it: steps, and the life of plans."""
     for command in commands:
         if isinstance(command, Send) and command.role == "trainer" and isinstance(plan := command.message, m.Plan):
-            facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s", "gpu_lids")}
+            facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s", "placements")}
             trace.instant("plans", f"plan {plan.plan_id} proposed", now_s, step=plan.step, **facts)
     match message:
         case m.PlanApplied():
-            facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "gpu_lids")}
+            facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "placements")}
             trace.instant("plans", f"plan {message.plan_id} holds", now_s, **facts)
         case m.TrainerReport():
             trace.counter("k", message.at_s, k=message.k)

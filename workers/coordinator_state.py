@@ -157,7 +157,7 @@ class CoordinatorState:
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
             layer_ranks=tuple(planning.ranks) if planning is not None else (),
-            gpu_lids=planning.gpu_lids if planning is not None else (),
+            placements=planning.placements if planning is not None else (),
             policy=planning.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",
         )

@@ -1,7 +1,7 @@
 """What `monitor` shows: a status and what its processes use, as JSON, as a line, as a table.
 
     record of metrics.jsonl ─┬─▶ line              --follow
-    layers, owners, reason ──┼─▶ as_json           --once --json
+    layers, places, reason ──┼─▶ as_json           --once --json
     processes, their use ────┴─▶ table ─▶ as_text  --once; `live` draws it over and over
 
 It reads no clock, file or socket. Only the table needs rich.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
 from protocol import messages as m
+from protocol.placement import PLACEMENTS
 from workers.affinity import format_cores, format_threads
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-OWNER_STYLES: Final = {"gpu": "green", "cpu": "blue"}
-OWNER_MARKS: Final = {"gpu": "█", "cpu": "░"}
+#: Of each placement, in the table's order.
+STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan"), strict=False))
+MARKS: Final = dict(zip(PLACEMENTS, "█░▒", strict=False))
 #: What the CPU does until the norm of a step that may be clipped is known.
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 TEXT_COLUMNS: Final = 140
@@ -53,23 +55,17 @@ def recorded_at_s(status: m.Status) -> float:
     return float(json.loads(status.record).get("at_s", 0.0))
 
 
-def owners(status: m.Status) -> list[str]:
-    """The owner of each layer."""
-    gpu_lids = set(status.gpu_lids)
-    return ["gpu" if lid in gpu_lids else "cpu" for lid in range(len(status.layer_names))]
-
-
 def as_json(snapshot: Snapshot) -> str:
-    """The newest record of metrics.jsonl, and around it the run, its layers with their owners, its processes."""
+    """The newest record of metrics.jsonl, and around it the run, its layers and where they are, its processes."""
     status = snapshot.status
-    layers = zip(status.layer_names, status.layer_numels, owners(status), strict=True)
+    layers = zip(status.layer_names, status.layer_numels, status.placements, strict=True)
     described: dict[str, Any] = {
         **json.loads(status.record),
         "run_name": status.run_name,
         "run_dir": status.run_dir,
         "policy": status.policy,
         "reason": status.reason,
-        "layers": [{"name": name, "numel": numel, "owner": owner} for name, numel, owner in layers],
+        "layers": [{"name": name, "numel": numel, "owner": placed} for name, numel, placed in layers],
         "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
     }
     return json.dumps(described)
@@ -166,16 +162,16 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
 
 
 def _strip(status: m.Status) -> Text:
-    """A mark for each layer by rank, then who owns how much of the parameters."""
+    """A mark for each layer in forward order, then how much of the parameters has which placement."""
     from rich.text import Text
 
-    strip, of_each, numels = Text(), owners(status), status.layer_numels
-    for _, owner in sorted(zip(status.layer_ranks, of_each, strict=True)):
-        strip.append(OWNER_MARKS[owner], OWNER_STYLES[owner])
-    for owner, mark in OWNER_MARKS.items():
-        numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == owner)
-        strip.append(f"   {mark} ", OWNER_STYLES[owner])
-        strip.append(f"{owner.upper()} {of_each.count(owner)} layers, {numel / sum(numels):.0%}")
+    strip, of_each, numels = Text(), status.placements, status.layer_numels
+    for _, name in sorted(zip(status.layer_ranks, of_each, strict=True)):
+        strip.append(MARKS[name], STYLES[name])
+    for name, mark in MARKS.items():
+        numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == name)
+        strip.append(f"   {mark} ", STYLES[name])
+        strip.append(f"{name.upper()} {of_each.count(name)} layers, {numel / sum(numels):.0%}")
     return strip
 
 

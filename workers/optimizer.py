@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout
-from hytrain.kernels.backend import Backend, load
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 from hytrain.memory.arena import allow_descriptors
 from hytrain.run.ownership import OwnershipError, PlanBook
@@ -231,11 +232,11 @@ class Session:
             case _:
                 raise TypeError(f"an optimizer has no use for {type(message).__name__}")
 
-    def _require_plan(self, handover: m.TakeOver | m.GiveUp, owner: str) -> None:
+    def _require_plan(self, handover: m.TakeOver | m.GiveUp, updates: str) -> None:
         """Raise `OwnershipError` unless an acknowledged plan has this handover, before the step that comes next."""
         lid = handover.lid
-        if not self._plans.allows(handover.plan_id, lid, owner) or lid not in self._arenas:
-            raise OwnershipError(f"layer {lid} cannot go to the {owner}: no plan says so, or it has no planes")
+        if not self._plans.allows(handover.plan_id, lid, updates) or lid not in self._arenas:
+            raise OwnershipError(f"layer {lid} cannot go to the {updates}: no plan says so, or it has no planes")
         if handover.step != self._queue.step + 1:
             raise OwnershipError(f"a handover before step {handover.step}, after step {self._queue.step}")
 

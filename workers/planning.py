@@ -12,7 +12,7 @@ in which the CPU got other threads counts for its layers, not as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -35,9 +35,10 @@ from hytrain.planner import (
     is_worth_it,
     simulate,
 )
-from hytrain.run.ownership import PlanLedger, fraction
+from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.handles import layout
+from protocol.placement import CPU, GPU, PLACEMENTS, gpu_fraction
 from workers.effects import Command, Note, Send
 
 #: Steps whose times are those of warming up: they are recorded, and not planned from.
@@ -55,7 +56,7 @@ TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
 
 
 class Planning:
-    """One trainer's layers: who owns them, what was measured, what is wanted."""
+    """One trainer's layers: where they are placed, what was measured, what is wanted."""
 
     def __init__(self, table: m.LayerTable, *, replan_every: int) -> None:
         self.table = table
@@ -74,12 +75,12 @@ class Planning:
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
-        self._ledger = PlanLedger()
+        self._ledger = PlanLedger((CPU.name,) * len(table.layers))
         self._uncalibrated = {"trainer", "optimizer"}
         self._step = -1
         self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
         self._plan: m.Plan | None = None
-        self._steps: dict[int, tuple[float, tuple[int, ...]]] = {}  # duration, owners
+        self._steps: dict[int, tuple[float, frozenset[int]]] = {}  # duration, layers on the GPU
         self._cpu_busy_s: dict[int, float] = {}  # by step
         self._moved_in: set[int] = set()  # steps in which a plan moved layers or worked on their memory
         self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
@@ -87,8 +88,8 @@ class Planning:
         self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
 
     @property
-    def gpu_lids(self) -> tuple[int, ...]:
-        return self._ledger.gpu_lids
+    def placements(self) -> tuple[str, ...]:
+        return self._ledger.placements
 
     # ------------------------------------------------------------ before the first step
 
@@ -113,7 +114,7 @@ class Planning:
         except Infeasible as error:
             failure = m.Failure(role="coordinator", rank=0, step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send("trainer", failure)]
-        return self._propose(tuple(sorted(lids)), 0, "the first plan, before a step is measured", None)
+        return self._propose(lids, 0, "the first plan, before a step is measured", None)
 
     # ------------------------------------------------------------ measurements
 
@@ -124,14 +125,14 @@ class Planning:
     def on_trainer(self, report: m.TrainerReport) -> list[Command]:
         """A step is over; what was measured in it or in one before is taken in."""
         self._step = report.step
-        self._steps[report.step] = report.step_s, report.gpu_lids
+        self._steps[report.step] = report.step_s, _gpu_lids(report.placements)
         if report.moving:
             self._moved_in.add(report.step)
         self._forget(through=report.step - OPEN_STEPS)
         if report.measured is not None and self._counts(report.measured):
             self._measure(report, report.measured)
         if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
-            owned = sum(self._facts[lid].gpu_state_bytes for lid in report.gpu_lids)
+            owned = sum(self._facts[lid].gpu_state_bytes for lid in _gpu_lids(report.placements))
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
         return self._replan()
 
@@ -140,7 +141,7 @@ class Planning:
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in TIMES
         }
-        duration_s, gpu_lids = self._steps.get(measured, (None, ()))
+        duration_s, gpu_lids = self._steps.get(measured, (None, frozenset()))
         if duration_s is None or measured in self._commanded_in:
             self._book.observe_trainer(**times)
             return
@@ -189,7 +190,7 @@ class Planning:
         if profile is None or self._awaits_cpu_times():
             return []
         self._planned_at = self._step
-        current = frozenset(self.gpu_lids)
+        current = _gpu_lids(self.placements)
         plan = partial(
             decide,
             self.policy,
@@ -215,8 +216,7 @@ class Planning:
         self.predicted_step_s = simulate(self._in_mode(profile, self.speculates), current).step_s
         self.reason = decision.reason
         if decision.changed:
-            lids = tuple(sorted(decision.gpu_lids))
-            commands += self._propose(lids, self._step + 2, decision.reason, decision.predicted_step_s)
+            commands += self._propose(decision.gpu_lids, self._step + 2, decision.reason, decision.predicted_step_s)
         return commands
 
     def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], Decision]) -> tuple[bool, str]:
@@ -254,17 +254,18 @@ class Planning:
 
     def _awaits_cpu_times(self) -> bool:
         """Threads were changed a moment ago: what the CPU does with them is known better when it has been seen."""
-        if self._new_threads is None or len(self.gpu_lids) == len(self._facts):
+        if self._new_threads is None or len(_gpu_lids(self.placements)) == len(self._facts):
             return False
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
-    def _propose(self, gpu_lids: tuple[int, ...], step: int, reason: str, predicted_s: float | None) -> list[Command]:
+    def _propose(self, gpu_lids: frozenset[int], step: int, reason: str, predicted_s: float | None) -> list[Command]:
+        placements = _placements(gpu_lids, len(self._facts))
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
                 step=step,
-                gpu_lids=gpu_lids,
-                k=fraction(gpu_lids, self._numels),
+                placements=placements,
+                k=gpu_fraction(placements, self._numels),
                 policy=self.policy,
                 reason=reason,
                 predicted_step_s=predicted_s,
@@ -288,19 +289,19 @@ class Planning:
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
         note = Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")
         why, self._waits_from_plan = self._waits_from_plan, None
-        whole = self._plan is not None and applied.gpu_lids == self._plan.gpu_lids  # else the GPU had no room for it
-        mode = self._set_mode(False, why) if why is not None and whole else []
-        self.predicted_step_s = self._predicted(applied.gpu_lids)
+        as_planned = self._plan is not None and applied.placements == self._plan.placements  # the GPU had room for it
+        mode = self._set_mode(False, why) if why is not None and as_planned else []
+        self.predicted_step_s = self._predicted(applied.placements)
         return [note, *mode]
 
-    def _predicted(self, gpu_lids: tuple[int, ...]) -> float | None:
-        """A step with the owners that the trainer named; a GPU without room did not take all of the plan."""
-        if self._plan is not None and gpu_lids == self._plan.gpu_lids:
+    def _predicted(self, placements: tuple[str, ...]) -> float | None:
+        """A step with the placements that the trainer named; a GPU without room did not take all of the plan."""
+        if self._plan is not None and placements == self._plan.placements:
             return self._plan.predicted_step_s
         profile = self._book.profile()
         if profile is None:
             return None
-        return simulate(self._in_mode(profile, self.speculates), frozenset(gpu_lids)).step_s
+        return simulate(self._in_mode(profile, self.speculates), _gpu_lids(placements)).step_s
 
     # ------------------------------------------------------------ commands
 
@@ -367,7 +368,7 @@ class Planning:
             "cpu_busy_s": self._cpu_busy_s.get(report.step - 1, 0.0),
             "threads": self.threads,
             "k": report.k,
-            "gpu_layers": len(report.gpu_lids),
+            "gpu_layers": len(_gpu_lids(report.placements)),
             "moved": self.moved,
             "policy": self.policy,
             "objective": self.objective,
@@ -391,6 +392,16 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
     "objective": Planning._set_objective,
     "threads": Planning._set_threads,
 }
+
+
+def _gpu_lids(placements: Iterable[str]) -> frozenset[int]:
+    """The layers whose state is held by the GPU: what the planner reckons with."""
+    return frozenset(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu")
+
+
+def _placements(gpu_lids: frozenset[int], layers: int) -> tuple[str, ...]:
+    """What the planner has decided, as messages say it."""
+    return tuple(GPU.name if lid in gpu_lids else CPU.name for lid in range(layers))
 
 
 def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:

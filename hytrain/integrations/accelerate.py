@@ -75,7 +75,7 @@ class AdamW(hytrain.AdamW):
 
     def follow(self, gradients: accelerate.state.GradientState) -> None:
         """Let Accelerate say which backwards only sum up, which may be more or fewer than `grad_accumulation`."""
-        self._engine.accumulation.ask(lambda: not gradients.sync_gradients)
+        self._session.accumulation.ask(lambda: not gradients.sync_gradients)
 
     def unhook_with(self, unhook: Callable[[], object]) -> None:
         """`close` calls this, too."""

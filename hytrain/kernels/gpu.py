@@ -21,6 +21,7 @@ from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import check_dtypes
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS
+from hytrain.tensors import address
 
 BLOCK = 1024  # elements a program
 
@@ -75,7 +76,7 @@ def update(
     )
     judge, judged = exp_avg if verdict is None else verdict, verdict is not None
     grid = (numel + BLOCK - 1) // BLOCK
-    aligned = tuple(plane.data_ptr() % ALIGNMENT == 0 for plane in (*planes, judge))
+    aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
     kind = (weights.device, weights.dtype, grads.dtype, judged, aligned)
     if (compiled := _compiled.get(kind)) is not None:
         compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, BLOCK)

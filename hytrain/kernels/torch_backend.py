@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from hytrain.kernels.backend import Into, check_dtypes
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
+from hytrain.tensors import address
 
 WIDTH = 128  # elements; what the operators' vector loops divide into, with room to spare
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, a core's own cache
@@ -142,7 +143,7 @@ def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> lis
     """Elements [begin, end) of the planes that are written, with the values of those that are read."""
     chunks = []
     for read, written in planes:
-        if read.data_ptr() != written.data_ptr():
+        if address(read) != address(written):
             written[begin:end].copy_(read[begin:end])
         chunks.append(written[begin:end])
     return chunks

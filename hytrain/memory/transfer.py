@@ -18,7 +18,8 @@ from typing import Final, Protocol
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.step.measure import Clock, CudaClock, HostClock, Span
+from hytrain.memory.clock import Clock, CudaClock, HostClock, Span
+from hytrain.tensors import address, count_write
 
 #: Memory is pinned in pieces of this size. The driver takes 2 ms for one, and launches nothing meanwhile.
 PIECE_BYTES: Final = 32 << 20
@@ -26,8 +27,8 @@ PIECE_BYTES: Final = 32 << 20
 Copy = tuple[torch.Tensor, torch.Tensor]
 #: A stream of work on a device; None on a CPU, where everything has been done when it was called.
 Stream = torch.cuda.Stream | None
-#: From when on memory that the current stream has allocated may be written by another one.
-Room = torch.cuda.Event | None
+#: An event from which on another stream may write memory that the current stream has allocated.
+Fence = torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class Transfers(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None: ...
+    def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None: ...
 
-    def unpin(self, address: int, nbytes: int) -> None: ...
+    def unpin(self, start: int, nbytes: int) -> None: ...
 
     def stream(self) -> Stream: ...
 
@@ -62,15 +63,15 @@ class Transfers(Protocol):
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer: ...
 
-    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer: ...
+    def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer: ...
 
-    def room(self) -> Room: ...
+    def fence(self) -> Fence: ...
 
-    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer: ...
+    def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer: ...
 
     def land(self, transfer: Transfer) -> None: ...
 
-    def settle(self) -> None: ...
+    def drain(self) -> None: ...
 
 
 class HostTransfers:
@@ -79,10 +80,10 @@ class HostTransfers:
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
 
-    def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None:
+    def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Nothing to pin: no DMA engine reads host memory here."""
 
-    def unpin(self, address: int, nbytes: int) -> None:
+    def unpin(self, start: int, nbytes: int) -> None:
         """Nothing was pinned."""
 
     def stream(self) -> Stream:
@@ -100,19 +101,19 @@ class HostTransfers:
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         transfer = self._move(copies)
         for destination, _ in copies:
-            torch.autograd.graph.increment_version(destination)
+            count_write(destination)
         return transfer
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
         return self._move(copies)
 
-    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer:
+    def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
         return self._move(copies)
 
-    def room(self) -> Room:
+    def fence(self) -> Fence:
         return None
 
-    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer:
+    def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
         return self._move(copies)
 
     def land(self, transfer: Transfer) -> None:
@@ -123,10 +124,10 @@ class HostTransfers:
         began = self.clock.mark()
         for destination, source in copies:
             assert destination.dtype == source.dtype, "bytes are copied, not values"
-            ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
+            ctypes.memmove(address(destination), address(source), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Everything has happened when it was called."""
 
 
@@ -141,18 +142,18 @@ class CudaTransfers:
         self._device = device
         self._out, self._in, self._state = (torch.cuda.Stream(device) for _ in range(3))
 
-    def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None:
+    def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
 
         Meanwhile the driver launches nothing: 0.17 s for 1.75 GiB at once. So it is done in pieces, and `gently`,
         while training goes on, with as long a pause after each. No copy may cross from one piece to the next.
         """
-        for start, stop in cut(address, nbytes):
+        for first, stop in cut(start, nbytes):
             began_s = time.monotonic()
             with torch.cuda.device(self._device):
-                code = int(torch.cuda.cudart().cudaHostRegister(start, stop - start, 1))
+                code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 1))
             if code != 0:
-                self.unpin(address, start - address)
+                self.unpin(start, first - start)
                 raise CapacityError(
                     f"CUDA refused to pin {nbytes / 1e9:.2f} GB of host memory (error {code}): "
                     "raise the limit of locked memory (ulimit -l), or free host memory"
@@ -160,10 +161,10 @@ class CudaTransfers:
             if gently:
                 time.sleep(time.monotonic() - began_s)
 
-    def unpin(self, address: int, nbytes: int) -> None:
+    def unpin(self, start: int, nbytes: int) -> None:
         """Before the pages are given back: DMA into pages that were returned hits stale memory."""
-        for start, _ in cut(address, nbytes):
-            torch.cuda.cudart().cudaHostUnregister(start)
+        for first, _ in cut(start, nbytes):
+            torch.cuda.cudart().cudaHostUnregister(first)
 
     def stream(self) -> Stream:
         """The current one: autograd runs a gradient's hook on the stream on which it made the gradient."""
@@ -193,7 +194,7 @@ class CudaTransfers:
         """
         transfer = self._copy(self._in, copies)
         for destination, _ in copies:
-            torch.autograd.graph.increment_version(destination)
+            count_write(destination)
         return transfer
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
@@ -201,26 +202,26 @@ class CudaTransfers:
         self._state.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._state, copies, keep=[source for _, source in copies])
 
-    def sums_in(self, copies: Sequence[Copy], room: Room, *, after: Transfer) -> Transfer:
-        """Copy pinned memory, which `after` has written, into memory that was allocated before `room`."""
-        assert room is not None and after.done is not None, "made by room() and gradients_out()"
-        self._in.wait_event(room)
+    def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
+        """Copy pinned memory, which `after` has written, into memory that was allocated before `fence`."""
+        assert fence is not None and after.done is not None, "made by fence() and gradients_out()"
+        self._in.wait_event(fence)
         self._in.wait_event(after.done)
         return self._copy(self._in, copies)
 
-    def room(self) -> Room:
+    def fence(self) -> Fence:
         """What was allocated may have been freed with work still ahead of it, on the current stream or the default."""
         current, default = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
         if current != default:
             current.wait_stream(default)
-        room = torch.cuda.Event()
-        room.record(current)
-        return room
+        fence = torch.cuda.Event()
+        fence.record(current)
+        return fence
 
-    def state_in(self, copies: Sequence[Copy], room: Room) -> Transfer:
-        """Copy pinned planes into memory that was allocated before `room`."""
-        assert room is not None, "made by room()"
-        self._state.wait_event(room)
+    def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
+        """Copy pinned planes into memory that was allocated before `fence`."""
+        assert fence is not None, "made by fence()"
+        self._state.wait_event(fence)
         self._state.wait_stream(self._in)  # the planes are given up when this copy is over: so are those before it
         return self._copy(self._state, copies)
 
@@ -232,7 +233,7 @@ class CudaTransfers:
         sources: list[torch.Tensor] = []
         for destination, source in copies:
             on_host, width = source if destination.is_cuda else destination, destination.element_size()
-            numels = [(stop - start) // width for start, stop in cut(on_host.data_ptr(), on_host.nbytes)]
+            numels = [(stop - start) // width for start, stop in cut(address(on_host), on_host.nbytes)]
             # `data` has a version counter of its own: however many pieces, a transfer is one write.
             destinations += destination.data.split(numels)
             sources += source.split(numels)
@@ -250,14 +251,14 @@ class CudaTransfers:
         if transfer.done is not None:
             transfer.done.wait(torch.cuda.current_stream(self._device))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until every stream has done what it was given: before state that any of them wrote is moved."""
         torch.cuda.synchronize(self._device)
 
 
-def cut(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+def cut(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """The range of memory in pieces that end at multiples of `PIECE_BYTES`: first and last address of each."""
-    start, end = address, address + nbytes
+    end = start + nbytes
     while start < end:
         stop = min((start // PIECE_BYTES + 1) * PIECE_BYTES, end)
         yield start, stop

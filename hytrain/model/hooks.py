@@ -14,7 +14,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -22,80 +22,89 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from hytrain.memory.planes import Gate, TrainedParameter
+    from hytrain.model.trained import Gate, TrainedParameter
 
 
-class Engine(Protocol):
-    """What hooks call."""
+class Reads(Protocol):
+    """What hooks call of `step.reads`."""
 
-    def before_forward(self, gate: Gate) -> None: ...
+    def enter(self, gate: Gate) -> None: ...
 
-    def before_root(self) -> None: ...
+    def read(self, parameter: TrainedParameter) -> None: ...
 
-    def before_read(self, parameter: TrainedParameter) -> None: ...
+
+class Backward(Protocol):
+    """What hooks call of `step.backward`."""
 
     def on_gradient(self, parameter: TrainedParameter) -> None: ...
 
+
+class Engine(Protocol):
+    """What hooks call of `step.engine`."""
+
+    def before_root(self) -> None: ...
+
     def synchronize(self) -> None: ...
 
-    def require_no_update(self, what: str) -> None: ...
+    def before_load(self, what: str) -> None: ...
 
     def weights_were_written(self) -> None: ...
 
 
-class _Hook:
-    """A callable that outlives neither its engine nor a copy of its module."""
+T = TypeVar("T", bound="Reads | Backward | Engine")
 
-    def __init__(self, engine: Engine | None) -> None:
-        self._engine = weakref.ref(engine) if engine is not None else None
+
+class _Hook(Generic[T]):
+    """A callable that outlives neither what it calls nor a copy of its module."""
+
+    def __init__(self, target: T | None) -> None:
+        self._target = weakref.ref(target) if target is not None else None
 
     def release(self) -> None:
         """Do nothing from now on, also if the module is just running its hooks."""
-        self._engine = None
+        self._target = None
 
     @property
-    def engine(self) -> Engine | None:
-        return self._engine() if self._engine is not None else None
+    def target(self) -> T | None:
+        return self._target() if self._target is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if (engine := self.engine) is not None:
-            engine.synchronize()
         return type(self), (None,)
 
 
-class BeforeForward(_Hook):
+class BeforeForward(_Hook[Reads]):
     """Forward pre-hook: waits for the layers that the module is about to read."""
 
-    def __init__(self, engine: Engine | None, gate: Gate | None = None) -> None:
-        super().__init__(engine)
+    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
+        super().__init__(reads)
         self._gate = gate
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
-        engine = self.engine
-        if engine is not None and self._gate is not None:
-            engine.before_forward(self._gate)
+        reads = self.target
+        if reads is not None and self._gate is not None:
+            reads.enter(self._gate)
 
 
-class BeforeRoot(_Hook):
+class BeforeRoot(_Hook[Engine]):
     """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if (engine := self.engine) is not None:
+        if (engine := self.target) is not None:
             engine.before_root()
 
 
-class BeforeRead(_Hook):
+class BeforeRead(_Hook[Reads]):
     """Called with a parameter whose last update nobody has waited for, when it is taken out of its module."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, parameter: TrainedParameter) -> None:
-        if (engine := self.engine) is not None:
-            engine.before_read(parameter)
+        if (reads := self.target) is not None:
+            reads.read(parameter)
 
 
 class GuardedParameters(dict[str, "nn.Parameter | None"]):
@@ -128,41 +137,45 @@ class GuardedParameters(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self),)
 
 
-class OnGradient(_Hook):
+class OnGradient(_Hook[Backward]):
     """Post-accumulate-grad hook: takes the gradient away."""
 
-    def __init__(self, engine: Engine | None, parameter: TrainedParameter | None = None) -> None:
-        super().__init__(engine)
+    def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:
+        super().__init__(backward)
         self._parameter = parameter
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        engine = self.engine
-        if engine is not None and self._parameter is not None:
-            engine.on_gradient(self._parameter)
+        backward = self.target
+        if backward is not None and self._parameter is not None:
+            backward.on_gradient(self._parameter)
 
 
-class BeforeStateDict(_Hook):
-    """State-dict pre-hook: lets every update land first."""
+class BeforeStateDict(_Hook[Engine]):
+    """State-dict pre-hook: lets every update land first. So does `torch.save(model)`, which saves this hook too."""
 
     def __call__(self, *args: Any) -> None:
-        if (engine := self.engine) is not None:
+        if (engine := self.target) is not None:
             engine.synchronize()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        self()
+        return super().__reduce__()
 
-class BeforeLoadStateDict(_Hook):
+
+class BeforeLoadStateDict(_Hook[Engine]):
     """Load-state-dict pre-hook: lets every update land first."""
 
     def __call__(self, *args: Any) -> None:
-        if (engine := self.engine) is not None:
-            engine.require_no_update("model.load_state_dict()")
+        if (engine := self.target) is not None:
+            engine.before_load("model.load_state_dict()")
             engine.synchronize()
 
 
-class AfterLoadStateDict(_Hook):
+class AfterLoadStateDict(_Hook[Engine]):
     """Load-state-dict post-hook: what was loaded becomes the master weights."""
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if (engine := self.engine) is not None:
+        if (engine := self.target) is not None:
             engine.weights_were_written()
 
 
@@ -192,25 +205,31 @@ def _plain_deepcopy() -> None:
 
 
 def attach(
-    engine: Engine, model: nn.Module, gates: list[tuple[nn.Module, Gate]], parameters: list[TrainedParameter]
+    model: nn.Module,
+    gates: list[tuple[nn.Module, Gate]],
+    parameters: list[TrainedParameter],
+    *,
+    engine: Engine,
+    reads: Reads,
+    backward: Backward,
 ) -> Callable[[], None]:
     """Register all hooks; returns what removes them."""
     if "torch._dynamo" in sys.modules:  # what was compiled before calls the hooks that there were then
         torch.compiler.reset()
-    hooks: list[_Hook] = []
+    hooks: list[_Hook[Any]] = []
     handles: list[RemovableHandle] = []
 
-    def hang(register: Callable[..., RemovableHandle], hook: _Hook, **options: Any) -> None:
+    def hang(register: Callable[..., RemovableHandle], hook: _Hook[Any], **options: Any) -> None:
         hooks.append(hook)
         handles.append(register(hook, **options))
 
     # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm); the root's first of all.
     for module, gate in gates:
-        hang(module.register_forward_pre_hook, BeforeForward(engine, gate), prepend=True)
+        hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
     for known in parameters:
-        hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine, known))
-    trained, before_read = {id(known.parameter): known for known in parameters}, BeforeRead(engine)
+        hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
+    trained, before_read = {id(known.parameter): known for known in parameters}, BeforeRead(reads)
     hooks.append(before_read)
     guarded = [module for module in model.modules() if vars(module).get("_parameters")]
     for module in guarded:

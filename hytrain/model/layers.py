@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.tensors import is_dense, is_plain
 from protocol import messages
 from protocol.handles import ALIGN_ELEMENTS
 
@@ -124,21 +125,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [child for child in largest.children() if any(True for _ in child.parameters())]
 
 
-def storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as its elements in storage order, shape (numel,); shares memory and version counter."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill one stretch of memory, each once, in whatever order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _grads_dtype(parameter: nn.Parameter, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and parameter.dtype is torch.float32 else parameter.dtype
 
@@ -149,7 +135,7 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} has dtype {parameter.dtype}: HyTrain trains float32, bfloat16 and float16 parameters; "
             "convert the model with model.to(torch.bfloat16) first"
         )
-    if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+    if not is_plain(parameter):
         raise UnsupportedError(f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now")
     if not is_dense(parameter):
         raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")

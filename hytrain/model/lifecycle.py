@@ -1,16 +1,16 @@
 """The life of a gradient on the trainer's side: a pure state machine for each layer.
 
-                      ┌───────────── owner gpu: UpdateOnDevice ─────────────┐
+                      ┌────────── the GPU updates: UpdateOnDevice ──────────┐
                       │                                                     ▼
     CURRENT ──Filled──┤                                                  CURRENT
-                      └─ owner cpu: CopyGradients ─▶ LEAVING ──Copied: SendGradReady─▶ UPDATING
+                      └─ the CPU: CopyGradients ───▶ LEAVING ──Copied: SendGradReady─▶ UPDATING
                                                                                           │
                    CURRENT ◀──Awaited── LANDING ◀──CopyWeights :WeightsReady──────────────┘
 
 CURRENT: forward may read the weights. LEAVING: gradients are being copied out. UPDATING: the optimizer has
-them. LANDING: the new weights are on their way in, and nobody has been made to wait for them yet. A layer that
-has an owner's update behind it can be read only once it is CURRENT again (I1), and its planes are touched only
-by whoever the state says (I2). The engine feeds events and carries the commands out; nothing here knows how.
+them. LANDING: the new weights are on their way in, and nobody has been made to wait for them yet. After an
+update a layer can be read only once it is CURRENT again (I1), and its planes are touched only by whoever the state
+says (I2). The engine feeds events and carries the commands out; nothing here knows how.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
+
+from protocol.placement import Placement
 
 
 class State(Enum):
@@ -45,7 +47,7 @@ class InvalidTransition(RuntimeError):
     """An event that a layer's state does not allow, with the layer's recent story."""
 
 
-#: (owner, state, event) -> (next state, command)
+#: (who updates, state, event) -> (next state, command)
 TRANSITIONS: Final[dict[tuple[str, State, Event], tuple[State, Command | None]]] = {
     ("gpu", State.CURRENT, Event.FILLED): (State.CURRENT, Command.UPDATE_ON_DEVICE),
     ("cpu", State.CURRENT, Event.FILLED): (State.LEAVING, Command.COPY_GRADIENTS),
@@ -69,8 +71,8 @@ class LayerLife:
 
     STORY_LENGTH: Final = 12
 
-    def __init__(self, lid: int, owner: str) -> None:
-        self.lid, self.owner = lid, owner
+    def __init__(self, lid: int, placement: Placement) -> None:
+        self.lid, self.placement = lid, placement
         self.state = State.CURRENT
         self.updated = -1
         self._story: list[Chapter] = []
@@ -81,7 +83,7 @@ class LayerLife:
 
     def on(self, event: Event, step: int) -> Command | None:
         """Let `event` of step `step` happen. Raises `InvalidTransition` if it cannot, changing nothing."""
-        after = TRANSITIONS.get((self.owner, self.state, event))
+        after = TRANSITIONS.get((self.placement.updates, self.state, event))
         if after is None:
             raise InvalidTransition(self._tell(f"{event.name} of step {step} while {self.state.name}"))
         if event is Event.FILLED:
@@ -94,16 +96,15 @@ class LayerLife:
         self._story = [*self._story[1 - self.STORY_LENGTH :], Chapter(step, event, self.state)]
         return command
 
-    def change_owner(self, owner: str) -> None:
-        """Hand the layer over. Only between updates: raises `InvalidTransition` otherwise (I3)."""
+    def place(self, placement: Placement) -> None:
+        """Change the layer's placement. Only between updates: raises `InvalidTransition` otherwise (I3)."""
         if self.state is not State.CURRENT:
-            raise InvalidTransition(self._tell(f"handover to {owner} while {self.state.name}"))
-        self.owner = owner
+            raise InvalidTransition(self._tell(f"handover to {placement.name} while {self.state.name}"))
+        self.placement = placement
 
     def check(self) -> None:
-        assert self.owner in ("gpu", "cpu"), self.owner
-        assert self.owner == "cpu" or self.state is State.CURRENT, "the GPU's updates take no trip"
+        assert self.placement.updates == "cpu" or self.state is State.CURRENT, "the GPU's updates take no trip"
 
     def _tell(self, what: str) -> str:
         story = ", ".join(f"{c.event.name}@{c.step}→{c.state.name}" for c in self._story) or "nothing"
-        return f"layer {self.lid}, owned by {self.owner}: {what}; before: {story}"
+        return f"layer {self.lid}, placed on {self.placement.name}: {what}; before: {story}"

@@ -15,11 +15,10 @@ from statistics import median
 from typing import Final
 
 import torch
-from torch import nn
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.memory.planes import DTYPES, DevicePlanes, TrainedParameter, TrainedSegment
+from hytrain.memory.planes import DTYPES, DevicePlanes
 from hytrain.memory.transfer import Transfers
 from protocol.messages import Calibration, Layer, Segment
 
@@ -59,19 +58,18 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
 
 def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: Backend | None) -> float:
     weights = torch.zeros(spec.numel, dtype=DTYPES[spec.dtype], device=device)
-    segment = TrainedSegment(spec, TrainedParameter("scratch", nn.Parameter(weights), 0), 0, weights)
     grads = torch.zeros(spec.numel, dtype=DTYPES[spec.grads_dtype], device=device)
-    planes = DevicePlanes([segment])
-    return _seconds(lambda: planes.update(0, segment, grads, scalars(_HYPER, 1), host), transfers)
+    planes = DevicePlanes([spec], [weights])
+    return _seconds(lambda: planes.update(0, grads, scalars(_HYPER, 1), host), transfers)
 
 
 def _seconds(run: Callable[[], object], transfers: Transfers) -> float:
     """The median of some tries after one that warms up."""
     took_s = []
     for _ in range(TRIES + 1):
-        transfers.settle()
+        transfers.drain()
         began_s = time.perf_counter()
         run()
-        transfers.settle()
+        transfers.drain()
         took_s.append(time.perf_counter() - began_s)
     return median(took_s[1:])

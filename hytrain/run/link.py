@@ -1,10 +1,10 @@
 """The trainer's two I/O threads: nothing in forward or backward waits for a message or a copy to leave.
 
-    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ outbox
-    receiver   inbox, deaths ──▶ the listener's on_message / on_failure
+    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
+    receiver   inbox, deaths ──▶ the listener's on_message, on_failure
 
-Each socket belongs to one of the threads. A job's event, then its message: in that order, so a GradReady never
-overtakes its gradient, and whatever is posted later leaves later.
+Each socket belongs to one of the threads. The sender waits for a copy's event before it sends what was posted with it,
+so a GradReady never overtakes its gradient, and whatever is posted later leaves later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -39,8 +38,17 @@ _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
 
 
+class Draft:
+    """What is posted in place of a message whose content is known only when its copy has finished."""
+
+    __slots__ = ()
+
+
 class Listener(Protocol):
-    """Who hears of what arrives. Called on the link's threads."""
+    """Who hears of what leaves and arrives. Called on the link's threads."""
+
+    def on_departure(self, draft: Draft) -> Message:
+        """The draft's copy has finished: the message to send now."""
 
     def on_message(self, message: Message) -> None: ...
 
@@ -50,9 +58,8 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Job:
     to: str
-    message: Message | Callable[[], Message]
+    what: Message | Draft
     after: Transfer | None
-    before_sending: Callable[[], object] | None
 
 
 class Link:
@@ -71,6 +78,7 @@ class Link:
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()
         self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def join(self) -> None:
         """Shake hands with coordinator and optimizer. Raises `ClusterError` if one is dead or does not answer."""
@@ -83,9 +91,8 @@ class Link:
         except PeerDied as death:
             raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
 
-    def agree(self, table: LayerTable, calibration: Calibration) -> Plan:
-        """Send the layer table and what was measured; acknowledge the first plan that the coordinator makes of it."""
-        book = PlanBook("trainer", len(table.layers))
+    def agree(self, table: LayerTable, calibration: Calibration, book: PlanBook) -> Plan:
+        """Send the layer table and what was measured; agree in `book` on the first plan that is made of them."""
         try:
             self._arenas.settimeout(self._timeout_s)
             self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
@@ -124,19 +131,9 @@ class Link:
         """Tell the coordinator that construction has succeeded."""
         self.post("coordinator", self._handshake.ready(detail))
 
-    def post(
-        self,
-        to: str,
-        message: Message | Callable[[], Message],
-        *,
-        after: Transfer | None = None,
-        before_sending: Callable[[], object] | None = None,
-    ) -> None:
-        """Send `message` to role `to` once `after` has finished. `before_sending` then runs on the sender thread.
-
-        A message that is known only then is given as a function.
-        """
-        self._jobs.put(_Job(to, message, after, before_sending))
+    def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
+        """Send a message to role `to` once `after` has finished; of a draft, what `on_departure` makes of it."""
+        self._jobs.put(_Job(to, what, after))
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile:
         """The next arena from the optimizer. Raises `ClusterError` if it does not come, or is not as agreed."""
@@ -149,8 +146,9 @@ class Link:
 
     def close(self) -> None:
         """Say goodbye and stop the threads. In a forked child this does nothing: the link is its parent's."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._closed:
             return
+        self._closed = True
         for role, outbox in self._outboxes.items():
             if self._threads:
                 self.post(role, Goodbye(role="trainer", rank=0))
@@ -174,9 +172,7 @@ class Link:
             while (job := self._jobs.get()) is not None:
                 if job.after is not None:
                     job.after.synchronize()
-                if job.before_sending is not None:
-                    job.before_sending()
-                message = job.message() if callable(job.message) else job.message
+                message = listener.on_departure(job.what) if isinstance(job.what, Draft) else job.what
                 self._outboxes[job.to].send(message)
                 del job
         except Exception as error:

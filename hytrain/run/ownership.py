@@ -1,4 +1,4 @@
-"""Who owns which layer, and how that changes: three pure state machines around one agreement.
+"""How the placement of layers changes: three pure state machines around one agreement.
 
     coordinator (PlanLedger)        trainer (PlanBook)             optimizer (PlanBook)
       propose ── Plan ─────────────────▶ acknowledge ◀── Plan ──────── acknowledge
@@ -26,11 +26,6 @@ class OwnershipError(RuntimeError):
     """A plan, or a handover, that the agreement does not allow."""
 
 
-def fraction(gpu_lids: tuple[int, ...] | frozenset[int], numels: list[int]) -> float:
-    """k: the fraction of the parameters in the layers `gpu_lids`."""
-    return sum(numels[lid] for lid in gpu_lids) / sum(numels)
-
-
 @dataclass(slots=True)
 class PlanBook:
     """One party's side of the agreement: the plan it acknowledged last, and whether it holds.
@@ -48,8 +43,8 @@ class PlanBook:
     def on_plan(self, plan: Plan) -> PlanAck:
         """Acknowledge a proposal, or refuse it with a reason. A newer proposal replaces one that does not hold."""
         reason = ""
-        if plan.gpu_lids and plan.gpu_lids[-1] >= self.layers:
-            reason = f"layer {plan.gpu_lids[-1]} is unknown"
+        if len(plan.placements) != self.layers:
+            reason = f"{len(plan.placements)} placements for {self.layers} layers"
         elif self.holds:
             reason = "the last plan is not applied yet"
         elif self.plan is not None and plan.plan_id <= self.plan.plan_id:
@@ -80,10 +75,10 @@ class PlanBook:
         """The plan has been applied or has lapsed, and with it those before it."""
         self._acknowledged = {known: plan for known, plan in self._acknowledged.items() if known > plan_id}
 
-    def allows(self, plan_id: int, lid: int, owner: str) -> bool:
-        """Whether the plan was acknowledged, has not been applied yet, and gives layer `lid` to `owner`."""
+    def allows(self, plan_id: int, lid: int, updates: str) -> bool:
+        """Whether an acknowledged plan that is not applied yet gives layer `lid` to an updater, "cpu" or "gpu"."""
         plan = self._acknowledged.get(plan_id)
-        return plan is not None and (lid in plan.gpu_lids) == (owner == "gpu")
+        return plan is not None and plan.placement(lid).updates == updates
 
     def check(self) -> None:
         assert not self.holds or self.plan is not None, "what holds is a plan"
@@ -91,9 +86,9 @@ class PlanBook:
 
 @dataclass(slots=True)
 class PlanLedger:
-    """The coordinator's side: at most one proposal under way."""
+    """The coordinator's side: at most one proposal under way. `placements` are those of the plan applied last."""
 
-    gpu_lids: tuple[int, ...] = ()
+    placements: tuple[str, ...]
     _next_id: int = 0
     _open: Plan | None = None
     _acks: set[str] = field(default_factory=set)
@@ -132,7 +127,9 @@ class PlanLedger:
         """The trainer has applied the committed plan. Raises `OwnershipError` for any other."""
         if self._open is None or not self._committed or applied.plan_id != self._open.plan_id:
             raise OwnershipError(f"PlanApplied({applied.plan_id}) of a plan that was not committed")
-        self.gpu_lids = applied.gpu_lids
+        if len(applied.placements) != len(self.placements):
+            raise OwnershipError(f"{len(applied.placements)} placements for {len(self.placements)} layers")
+        self.placements = applied.placements
         self._open = None
 
     def check(self) -> None:

@@ -16,36 +16,42 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from hytrain.memory.planes import TrainedParameter
 from hytrain.memory.transfer import Transfers
+from hytrain.model.trained import TrainedParameter
 from hytrain.step.sums import DeviceSums, HostSums, Sums
 
 _log = logging.getLogger(__name__)
 
 
 class Accumulation:
-    """One model's. `is_last` says of the backward that runs, or ran last, whether the step's updates begin in it."""
+    """One optimizer's: which backward is a step's last, and the sums of those before it.
 
-    def __init__(self, backwards: int, choose: Callable[[], Sums]) -> None:
-        """`choose` says where sums are to lie, when the first one is made."""
-        self.backwards = backwards
-        self.is_last = True
-        self._done = 0  # of this step
+    `has_sums`: there has been a sum; until then `take` has nothing to add.
+    """
+
+    def __init__(self, backwards: int) -> None:
+        self._backwards = backwards
         self._held = False
         self._goes_on: Callable[[], bool] = lambda: False
+        self.begin_anew(DeviceSums)
+
+    def begin_anew(self, choose: Callable[[], Sums]) -> None:
+        """Sum up over other layers from now on. `choose` says where sums are to lie, when the first one is made."""
         self._choose = choose
         self._sums: Sums = DeviceSums()
-        self._has_chosen = False
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no backward of the step has ended yet."""
-        return self._done == 0
+        self.has_sums = False
 
     @property
     def pending(self) -> list[TrainedParameter]:
         """Parameters with a sum that has not been taken."""
         return self._sums.waiting()
+
+    @property
+    def advice(self) -> str:
+        """When to call `step()`."""
+        if self._backwards == 1:
+            return "call opt.step() after each backward, or pass grad_accumulation=n"
+        return f"with grad_accumulation={self._backwards}, call opt.step() after so many"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -60,23 +66,19 @@ class Accumulation:
         """Let a loop say whether more backwards follow. Once they did, only it knows, whatever their number."""
         self._goes_on = goes_on
 
-    def begin(self) -> None:
-        """A backward begins."""
+    def begin(self, ended: int) -> bool:
+        """A backward begins, after `ended` others of the step; whether it is the last."""
         if goes_on := self._goes_on():
-            self.backwards = 1
-        self.is_last = not (self._held or goes_on) and self._done + 1 >= self.backwards
+            self._backwards = 1
         self._sums.begin()
-
-    def end(self) -> None:
-        """It has ended well."""
-        self._done += 1
+        return not (self._held or goes_on) and ended + 1 >= self._backwards
 
     def add(self, parameter: TrainedParameter) -> None:
         """Take the parameter's gradient away, into its sum."""
         gradient = parameter.gradient()
         parameter.parameter.grad = None  # so that autograd does not add to it, or keep it
-        if not self._has_chosen:
-            self._sums, self._has_chosen = self._choose(), True
+        if not self.has_sums:
+            self._sums, self.has_sums = self._choose(), True
         total = self._sums.take(parameter)
         self._sums.put(parameter, gradient.float() if total is None else total.add_(gradient))
 
@@ -89,14 +91,13 @@ class Accumulation:
             total.add_(parameter.gradient())
         return total.to(parameter.parameter.dtype)
 
-    def reset(self) -> None:
-        """The step is over, or its gradients are not wanted."""
+    def drop(self) -> None:
+        """The sums are not wanted."""
         self._sums.clear()
-        self._done, self.is_last = 0, True
 
     def close(self) -> None:
         """Give the memory of sums up, once no copy is under way."""
-        self.reset()
+        self._sums.clear()
         self._sums.close()
 
 

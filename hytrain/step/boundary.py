@@ -1,6 +1,6 @@
-"""What happens between two steps: the report to the coordinator, the forward order, and plans that have come due.
+"""What happens between two steps: the report to the coordinator, and plans that have come due.
 
-engine.step ─▶ TrainerReport ─▶ (once) RanksLearned ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
+engine.step ─▶ TrainerReport ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
 first gradient ─▶ they finish ─▶ PlanApplied
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hytrain.memory.planes import Gate, TrainedLayer
+from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Link
-from hytrain.run.ownership import PlanBook, fraction
+from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
-from protocol.messages import Plan, PlanApplied, RanksLearned, Reassign, TrainerReport
+from protocol.messages import Plan, PlanApplied, Reassign, TrainerReport
+from protocol.placement import PLACEMENTS, gpu_fraction
 
 
 class Boundary:
@@ -28,31 +29,31 @@ class Boundary:
         link: Link,
         handover: Handover,
         meter: Meter,
+        plans: PlanBook,
         free_gpu_bytes: Callable[[], int | None],
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._free_gpu_bytes = meter, free_gpu_bytes
         self._numels = [layer.spec.numel for layer in layers]
-        self._plans = PlanBook("trainer", len(layers))
-        self._entered: dict[int, None] | None = {}
+        self._plans = plans
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
 
     @property
-    def gpu_lids(self) -> tuple[int, ...]:
-        return tuple(layer.lid for layer in self._layers if layer.life.owner == "gpu")
+    def placements(self) -> tuple[str, ...]:
+        return tuple(layer.life.placement.name for layer in self._layers)
 
     def report(self, step: int, number: int) -> None:
         """Step `step`, the user's step number `number`, is over: tell the coordinator how it went."""
         times = self._meter.end_step(step)
-        now_s, gpu_lids = time.monotonic(), self.gpu_lids
+        now_s, placements = time.monotonic(), self.placements
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
             stall_s=self._meter.stall_s,
-            k=fraction(gpu_lids, self._numels),
-            gpu_layers=gpu_lids,
+            k=gpu_fraction(placements, self._numels),
+            gpu_layers=tuple(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu"),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )
@@ -68,43 +69,19 @@ class Boundary:
             starved=self._meter.starved,
             k=self.statistics.k,
             moving=self.statistics.moving,
-            gpu_lids=gpu_lids,
+            placements=placements,
             gpu_free_bytes=self._free_gpu_bytes(),
             layers=times,
         )
         self._link.post("coordinator", report)
 
-    # ------------------------------------------------------------ the forward order
-
-    def entered(self, gate: Gate) -> None:
-        """The first forwards tell the order in which layers are needed."""
-        if self._entered is not None:
-            self._entered.update(dict.fromkeys(layer.lid for layer in gate.layers))
-
-    def learn_ranks(self, root: Gate) -> None:
-        """After the first step: order the layers as forward entered them, those that the root waits for first.
-
-        Layers that were not entered keep the table's order, after the others.
-        """
-        if self._entered is None:
-            return
-        place = {lid: index for index, lid in enumerate(self._entered)}
-        place.update((layer.lid, -1) for layer in root.layers)
-        self._entered = None
-        order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
-        ranks = [0] * len(order)
-        for rank, lid in enumerate(order):
-            ranks[lid] = rank
-        for role in ("optimizer", "coordinator"):
-            self._link.post(role, RanksLearned(ranks=tuple(ranks)))
-
     # ------------------------------------------------------------ plans
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first owner. Raises `ClusterError`, `CapacityError`."""
-        self._plans.plan = plan
+        """Give every layer its first placement, as agreed. Raises `ClusterError`, `CapacityError`."""
         began_s = time.monotonic()
         self._handover.start(plan)
+        self._plans.settle()
         self._applied(plan, step=0, moved=0, handover_s=time.monotonic() - began_s)
 
     def on_plan(self, plan: Plan) -> None:
@@ -124,10 +101,10 @@ class Boundary:
             self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
-    def finish_plan(self, step: int, await_update: Callable[[TrainedLayer], None]) -> None:
+    def finish_plan(self, step: int) -> None:
         """Before the first gradient of `step`: end what `begin_plan` began."""
         began_s = time.monotonic()
-        done = self._handover.finish(step, await_update)
+        done = self._handover.finish(step)
         if done is None:
             return
         plan, moved = done
@@ -139,7 +116,7 @@ class Boundary:
         message = PlanApplied(
             plan_id=plan.plan_id,
             step=step,
-            gpu_lids=self.gpu_lids,
+            placements=self.placements,
             moved=moved,
             handover_s=handover_s,
         )

@@ -1,9 +1,9 @@
-"""Moves layers between owners, state and all, while training goes on.
+"""Moves layers from one placement to another, state and all, while training goes on.
 
-    agreed      a thread: arenas are made, mapped and pinned; room on the device; state planes that are left are pinned
-    boundary    to the CPU   weights, state ─▶ arena ─(there)─▶ TakeOver          its owner from now on
-                to the GPU   state ◀─ arena, once the optimizer is done with the last update
-    backward    to the GPU   its owner from now on ─(there)─▶ GiveUp              before the step's first gradient
+    agreed      a thread: arenas are made, mapped and pinned; memory on the device; state planes to be left are pinned
+    boundary    to the host   weights, state ─▶ arena ─(there)─▶ TakeOver        placed there from now on
+                to the GPU    state ◀─ arena, once the optimizer is done with the last update
+    backward    to the GPU    placed there from now on ─(there)─▶ GiveUp         before the step's first gradient
     later       a thread: arenas are closed, state planes unpinned
 
 What moves is every bit of a layer's state, so the result of training does not depend on it. Copies have a stream of
@@ -14,7 +14,7 @@ for neither.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -23,18 +23,12 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError
-from hytrain.kernels.split import clear_remainder, fit_remainder
-from hytrain.memory.planes import (
-    STATE_PLANES,
-    ArenaPlanes,
-    DevicePlanes,
-    Moving,
-    TrainedLayer,
-    TrainedParameter,
-)
+from hytrain.memory.planes import HOST_PLANES, STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
+from hytrain.step.reads import Reads
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
 
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -42,8 +36,10 @@ CLOSE_TIMEOUT_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Move:
-    """One plan's handovers. `arenas` and `devices` are there and not yet their layers', `copies` those to the CPU,
-    `closing` the arenas that layers have left.
+    """One plan's handovers: `leaving` layers go to host memory, `coming` ones to the GPU.
+
+    `arenas` and `devices` have been made and are not yet their layers'. `copies` go to arenas; layers have left the
+    arenas in `closing`.
     """
 
     plan: Plan
@@ -60,43 +56,48 @@ class _Move:
 class Handover:
     """Moves layers of one model over one link, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers, health: Health) -> None:
-        self._layers, self._link, self._transfers, self._health = layers, link, transfers, health
+    def __init__(
+        self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers, health: Health, reads: Reads
+    ) -> None:
+        self._layers, self._link, self._transfers = layers, link, transfers
+        self._health, self._reads = health, reads
         self._move: _Move | None = None
-        self._settling: list[tuple[ArenaPlanes, Transfer]] = []
+        self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
         # Plans arrive on the link's thread: a move and the thread that works on it are seen together or not at all.
         self._lock = threading.Lock()
         self._worked = False
 
     def start(self, plan: Plan) -> None:
-        """First owners: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
+        """First placements: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
+        hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
-            if layer.lid in plan.gpu_lids:
-                layer.planes = DevicePlanes(layer.segments)
-        for layer, arena in self._allocate([layer for layer in self._layers if layer.lid not in plan.gpu_lids]):
+            if layer not in hosted:
+                layer.planes = layer.device_planes()
+                self._place(layer, plan, step=0)
+        for layer, arena in self._allocate(hosted, plan):
             layer.planes = arena
-            self._give(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
+            self._place(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
 
     # ------------------------------------------------------------ before: memory
 
     def prepare(self, plan: Plan) -> None:
         """Make ready what the plan needs, on a thread. The last plan's handovers have finished."""
-        gpu = frozenset(plan.gpu_lids)
-        leaving = [layer for layer in self._layers if layer.life.owner == "gpu" and layer.lid not in gpu]
-        coming = [layer for layer in self._layers if layer.life.owner == "cpu" and layer.lid in gpu]
+        moving = [layer for layer in self._layers if layer.life.placement is not plan.placement(layer.lid)]
+        leaving = [layer for layer in moving if plan.placement(layer.lid).state == "host"]
+        coming = [layer for layer in moving if layer not in leaving]
         with self._lock:
             self._move = _Move(plan, leaving, coming)
             self._run(partial(self._prepare, self._move))
 
     def _prepare(self, move: _Move) -> None:
         """A GPU without room for a layer leaves it and those after it where they are."""
-        for layer, arena in self._allocate(move.leaving, gently=True):
+        for layer, arena in self._allocate(move.leaving, move.plan, gently=True):
             move.arenas[layer.lid] = arena
             arena.pin_state()
         for index, layer in enumerate(move.coming):
             try:
-                move.devices[layer.lid] = DevicePlanes(layer.segments, fresh=False)
+                move.devices[layer.lid] = layer.device_planes(fresh=False)
             except torch.OutOfMemoryError:
                 del move.coming[index:]
                 break
@@ -104,15 +105,16 @@ class Handover:
         move.prepared = True
 
     def _allocate(
-        self, layers: list[TrainedLayer], *, gently: bool = False
-    ) -> Iterable[tuple[TrainedLayer, ArenaPlanes]]:
+        self, layers: list[TrainedLayer], plan: Plan, *, gently: bool = False
+    ) -> Iterator[tuple[TrainedLayer, ArenaPlanes]]:
         """Ask for the layers' arenas; yields each layer once its own is there, mapped and pinned."""
         awaited = {layer.lid: layer for layer in layers}
         for layer in layers:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
         while awaited:
             file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers, gently=gently)
+            layer = awaited.pop(file.layout.lid)
+            yield layer, HOST_PLANES[plan.placement(layer.lid).name](file, self._transfers, gently=gently)
 
     @property
     def is_prepared(self) -> bool:
@@ -127,16 +129,17 @@ class Handover:
         move.begun = True
         for layer in move.leaving:
             arena = move.arenas[layer.lid]
-            copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.device)]
+            assert layer.planes is not None, "a layer that takes part has a placement"
+            copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.planes)]
             departure = self._transfers.state_out(copies)
             layer.planes = move.arenas.pop(layer.lid)
-            self._give(layer, move.plan, step, after=departure)
+            self._place(layer, move.plan, step, after=departure)
             # Who sends TakeOver keeps what is being copied until it is there; then the device's memory is free.
             move.copies.append((arena, replace(departure, keep=())))
-        room = self._transfers.room()
+        fence = self._transfers.fence()
         for layer in move.coming:
             with self._health.changed:
-                layer.moving = Moving(move.devices.pop(layer.lid), room)
+                layer.moving = Moving(move.devices.pop(layer.lid), fence)
                 if layer.landing is not None or layer.life.is_current:
                     self.state_in(layer)
 
@@ -144,38 +147,33 @@ class Handover:
         """The optimizer is done with a layer whose state is expected here: start the copy. Holds `health.changed`."""
         assert layer.moving is not None
         copies = _state_copies(layer.moving.device, layer.arena)
-        layer.moving.arrival = self._transfers.state_in(copies, layer.moving.room)
+        layer.moving.arrival = self._transfers.state_in(copies, layer.moving.fence)
 
-    # ------------------------------------------------------------ before the first gradient: owners
+    # ------------------------------------------------------------ before the first gradient: placements
 
-    def finish(self, step: int, await_update: Callable[[TrainedLayer], None]) -> tuple[Plan, int] | None:
-        """Make the GPU the owner of what is on its way there; the plan and how many layers moved, if one was begun.
-
-        `await_update` makes a layer CURRENT, should its weights not have been needed in this step's forward.
-        """
+    def finish(self, step: int) -> tuple[Plan, int] | None:
+        """Place what is on its way to the GPU; the plan and how many layers moved, if one was begun."""
         move = self._move
         if move is None or not move.begun:
             return None
         for layer in move.coming:
-            await_update(layer)
+            self._reads.wait_for(layer)  # its weights may not have been needed in this step's forward
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             self._transfers.land(moving.arrival)
             arena, layer.planes = layer.arena, moving.device
             move.closing.append((arena, moving.arrival))
-            layer.life.change_owner("gpu")
-            giving = GiveUp(plan_id=move.plan.plan_id, lid=layer.lid, step=step)
-            self._link.post("optimizer", giving, after=moving.arrival)
+            self._place(layer, move.plan, step, after=moving.arrival)
         with self._lock:
-            self._move, self._settling = None, move.copies
+            self._move, self._departing = None, move.copies
             self._run(partial(_clear_up, move.copies, move.closing))
         return move.plan, len(move.leaving) + len(move.coming)
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Return once planes that were handed over can be read. `finish` comes first."""
-        for _, departure in self._settling:
+        for _, departure in self._departing:
             departure.synchronize()
-        self._settling = []
+        self._departing = []
 
     def expose_state(self) -> None:
         """The state planes of layers are about to be read and written by others, with copies of any size.
@@ -204,19 +202,6 @@ class Handover:
 
     # ------------------------------------------------------------
 
-    def import_weights(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
-        """The values of `parameters` become the masters: exactly, or with the remainders that belong to them."""
-        self._transfers.settle()
-        copies: list[Copy] = []
-        for known in parameters:
-            for layer, index in known.places:
-                segment, remainder = layer.segments[index], layer.state("remainder")[index]
-                if remainder is not None:
-                    (fit_remainder if keep_remainder else clear_remainder)(remainder, segment.weights)
-                if isinstance(layer.planes, ArenaPlanes):
-                    copies.append((_present(layer.planes.weights[index]), segment.weights))
-        self._transfers.state_out(copies).synchronize()
-
     def close(self) -> None:
         """Give up what was prepared and no layer has got, and what layers have left. The link is closed already."""
         self.wait(CLOSE_TIMEOUT_S)
@@ -227,9 +212,15 @@ class Handover:
             self._move.closing.clear()
             self._move.devices.clear()
 
-    def _give(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
-        layer.life.change_owner("cpu")
-        self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
+    def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
+        """The layer is placed as planned from now on; the optimizer hears of it when its state has moved."""
+        before, now = layer.life.placement, plan.placement(layer.lid)
+        layer.life.place(now)
+        if now.updates == "cpu":
+            self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
+        elif before.updates == "cpu":
+            layer.came = step
+            self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
 
     def _run(self, task: Callable[[], None]) -> None:
         """Run a task on a thread of its own, after the one before; what it raises, training raises. Holds the lock."""
@@ -269,16 +260,16 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
 
 
 def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
-    return [(_present(plane), s.weights) for s, plane in zip(layer.segments, arena.weights, strict=True)]
+    return list(zip(arena.weights, layer.weights, strict=True))
 
 
-def _state_copies(into: ArenaPlanes | DevicePlanes, out_of: ArenaPlanes | DevicePlanes) -> list[Copy]:
+def _state_copies(into: Planes, out_of: Planes) -> list[Copy]:
     pairs: list[tuple[Tensor | None, Tensor | None]] = []
     for plane in STATE_PLANES:
         pairs += zip(into.state(plane), out_of.state(plane), strict=True)
     return [(destination, source) for destination, source in pairs if destination is not None and source is not None]
 
 
-def _present(plane: Tensor | None) -> Tensor:
-    assert plane is not None, "weights exist for every segment, masters for float16"
-    return plane
+def _present(master: Tensor | None) -> Tensor:
+    assert master is not None, "a float16 segment has a master"
+    return master

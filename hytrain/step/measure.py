@@ -14,26 +14,18 @@ Marks that were given to a `Meter` are its own: it leaves them to the clock to b
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-import torch
-
+from hytrain.memory.clock import Clock, Mark, Span
 from hytrain.run.trace import TraceWriter
 from protocol.messages import LayerTimes
 
-Mark = Any
-Span = tuple[Mark, Mark]
 #: Steps whose marks may still be in flight before their measurement is given up.
 MAX_OPEN_STEPS: Final = 8
-#: The device's clock drifts against the host's by some 10 us a second.
-ANCHOR_EVERY_S: Final = 1.0
-ANCHOR_TRIES: Final = 4
-ANCHOR_PATIENCE_S: Final = 2e-4
 #: A new anchor moves the device's times by less than this.
 MAX_JUMP_S: Final = 1e-4
 #: Two marks without any work in between are not a stall.
@@ -47,118 +39,6 @@ TRACKS: Final = {
     "d2h_s": ("D2H", "D2H"),
     "h2d_s": ("H2D", "H2D"),
 }
-
-
-class Clock(Protocol):
-    def mark(self) -> Mark: ...
-
-    def passed(self, mark: Mark) -> bool: ...
-
-    def runs_dry(self, mark: Mark) -> bool:
-        """Whether the device has done all that was launched up to the mark, and waits for launches."""
-
-    def seconds(self, span: Span) -> float: ...
-
-    def anchor(self) -> None:
-        """Tie marks to the monotonic clock, now and then, without waiting for work under way."""
-
-    def at(self, mark: Mark) -> float:
-        """When a mark was passed, in seconds of the monotonic clock."""
-
-    def recycle(self, marks: Iterable[Mark]) -> None:
-        """Nobody will ask about these marks again."""
-
-
-class HostClock:
-    """Marks are readings of the monotonic clock, in seconds."""
-
-    def mark(self) -> Mark:
-        return time.monotonic()
-
-    def passed(self, mark: Mark) -> bool:
-        return True
-
-    def runs_dry(self, mark: Mark) -> bool:
-        return False  # nothing is launched ahead here
-
-    def seconds(self, span: Span) -> float:
-        return float(span[1] - span[0])
-
-    def anchor(self) -> None:
-        """Marks are on the monotonic clock already."""
-
-    def at(self, mark: Mark) -> float:
-        return float(mark)
-
-    def recycle(self, marks: Iterable[Mark]) -> None:
-        """Numbers need no pool."""
-
-
-class CudaClock:
-    """Marks are timing events on the device's current stream, from a pool: no allocation in steady state."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: deque[Mark] = deque()
-        self._idle: torch.cuda.Stream | None = None
-        self._anchor: tuple[Mark, float] | None = None
-
-    def mark(self) -> Mark:
-        event = self._event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, mark: Mark) -> bool:
-        return bool(mark.query())
-
-    def runs_dry(self, mark: Mark) -> bool:
-        return self.passed(mark)
-
-    def seconds(self, span: Span) -> float:
-        return float(span[0].elapsed_time(span[1])) / 1e3
-
-    def recycle(self, marks: Iterable[Mark]) -> None:
-        self._pool.extend(marks)
-
-    def _event(self) -> Mark:
-        try:
-            return self._pool.pop()
-        except IndexError:  # asked for by two threads, so not looked at before
-            return torch.cuda.Event(enable_timing=True)
-
-    def anchor(self) -> None:
-        """An event on a stream with no work of its own is passed at once: between two readings of the host's clock.
-
-        The narrowest of some tries counts. If none is passed in time, the last anchor stays.
-        """
-        if self._anchor is not None and time.monotonic() - self._anchor[1] < ANCHOR_EVERY_S:
-            return
-        self._idle = self._idle or torch.cuda.Stream(self._device)
-        tries = [found for _ in range(ANCHOR_TRIES) if (found := self._try_anchor(self._idle)) is not None]
-        if tries:
-            _, event, at_s = min(tries, key=lambda found: found[0])
-            self._pool.extend(other for _, other, _ in tries if other is not event)
-            if self._anchor is not None:
-                self._pool.append(self._anchor[0])
-            self._anchor = event, at_s
-
-    def _try_anchor(self, idle: torch.cuda.Stream) -> tuple[float, Mark, float] | None:
-        """The width of the bracket, the event and the bracket's middle."""
-        event = self._event()
-        event.record(idle)  # the first record of an event makes it, which takes longer
-        before_s = time.monotonic()
-        event.record(idle)
-        while not event.query():
-            if time.monotonic() - before_s > ANCHOR_PATIENCE_S:
-                self._pool.append(event)
-                return None
-        after_s = time.monotonic()
-        return after_s - before_s, event, (before_s + after_s) / 2
-
-    def at(self, mark: Mark) -> float:
-        assert self._anchor is not None, "anchor() comes first"
-        event, at_s = self._anchor
-        return at_s + self.seconds((event, mark))
 
 
 @dataclass(slots=True)
@@ -216,7 +96,6 @@ class Meter:
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # copies are reported by another thread
-        self._left_in: dict[int, int] = {}
         self._drawn_until: dict[str, float] = {}
         self.stall_s = self.middle_s = self.starved = 0.0
         self.measured: int | None = None  # the step of the last times
@@ -246,17 +125,16 @@ class Meter:
     def backward(self, lid: int) -> None:
         now = self._now
         before = now.backward[-1][1] if now.backward else now.forward[-1][1][1] if now.forward else None
-        now.starved += before is not None and self._clock.runs_dry(before)
+        if self._clock.runs_ahead and before is not None:
+            now.starved += self._clock.passed(before)
         now.backward.append((lid, self._clock.mark()))
 
-    def span(self, kind: str, lid: int, span: Span) -> None:
-        """A copy or a device update of a layer; `kind` names the field of `LayerTimes`."""
+    def span(self, kind: str, lid: int, step: int, span: Span) -> None:
+        """A copy or a device update of a layer for `step`; `kind` names the field of `LayerTimes`.
+
+        The weights of a step may come back when the next one has begun.
+        """
         with self._turning:
-            step = self._now.step
-            if kind == "d2h_s":
-                self._left_in[lid] = step
-            elif kind == "h2d_s":  # weights come back when the next step may have begun
-                step = self._left_in.get(lid, step)
             self._now.spans.append((kind, lid, step, span))
 
     def end_step(self, step: int) -> tuple[LayerTimes, ...]:

@@ -3,7 +3,7 @@
     opt.scale(loss) ─▶ backward ─▶ gradients times the scale ─▶ their norm ─▶ verdict, with 1/scale in it ─▶ updates
                                                                   └─ finite, or not ─▶ the next step's scale
 
-`clipping` owns it. Its numbers stay on the device, where they are made: nobody waits for them.
+`verdict` owns it. Its numbers stay on the device, where they are made: nobody waits for them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ class LossScale:
         self._is_dynamic = wanted == "dynamic"
         self.value = torch.full((), INITIAL if self._is_dynamic else float(wanted), device=device, dtype=torch.float32)
         self._good_steps = torch.zeros((), device=device, dtype=torch.int32)
+        self._scaled = 0  # losses of this step that no backward has begun from
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the present scale."""
+        self._scaled += 1
+        return loss * self.value
+
+    def claim(self) -> bool:
+        """A backward begins: whether a loss was scaled for it."""
+        self._scaled -= 1
+        return self._scaled >= 0
+
+    def end_step(self) -> None:
+        """What was scaled and not gone backward from is no part of the next step."""
+        self._scaled = 0
 
     @property
     def inverse(self) -> Tensor:

@@ -21,8 +21,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hytrain.memory.planes import TrainedParameter
 from hytrain.memory.transfer import Transfer, Transfers
+from hytrain.model.trained import TrainedParameter
 
 #: Device memory for sums on their way in, and as much for those on their way out.
 WINDOW_BYTES: Final = 512 << 20
@@ -137,7 +137,7 @@ class HostSums:
     def _fetch(self, parameter: TrainedParameter) -> None:
         departure, host = self._left.pop(parameter), self._host(parameter)
         total = torch.empty_like(host, device=parameter.parameter.device)
-        arrival = self._transfers.sums_in([(total, host)], self._transfers.room(), after=departure)
+        arrival = self._transfers.sums_in([(total, host)], self._transfers.fence(), after=departure)
         self._coming[parameter] = total, arrival
 
     def _host(self, parameter: TrainedParameter) -> Tensor:

@@ -8,7 +8,7 @@ Global:
 
 The norms are computed where gradients appear, whoever owns the layer, and summed up in the parameters' order: as
 `torch.nn.utils.clip_grad_norm_` does it, but in float32 for any gradient, and for a parameter in pieces piece by
-piece. So scale and verdict do not depend on k. Nothing here waits for the device but `settle`. The norm so far is
+piece. So scale and verdict do not depend on k. Nothing here waits for the device but `count_last`. The norm so far is
 summed up as layers come; it tells an optimizer that updates ahead of the verdict when that has become pointless.
 
 With a scaled loss, gradients are scaled as well: their norm is divided by the loss's scale, and the step's own scale
@@ -20,7 +20,7 @@ Nobody waits for a verdict.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -28,10 +28,11 @@ from torch import Tensor
 
 from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
-from hytrain.memory.planes import TrainedLayer, TrainedParameter
 from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.run.link import Draft
 from hytrain.step.scaling import LossScale
-from protocol.messages import GradReady, Verdict
+from protocol.messages import Verdict
 
 #: As in torch.nn.utils.clip_grad_norm_.
 NORM_EPS: Final = 1e-6
@@ -42,7 +43,7 @@ MARGIN: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(Draft):
     """What was decided about a step, on its way to the host."""
 
     step: int
@@ -71,15 +72,14 @@ class NormSoFar:
         """Whether the step will be clipped or skipped, once the copy has landed. NaN exceeds any limit."""
         return not float(self.copy[0][0]) <= self._limit
 
-    def told_with(self, ready: GradReady) -> GradReady:
-        """The message of the gradient that it was copied beside."""
-        return replace(ready, exceeds=self.exceeds())
 
+class Verdicts:
+    """One model's norms and verdicts.
 
-class Clipping:
-    """One model's norms. `grad_norm` is the last step's, `scale` what its gradients are multiplied by: float32
-    scalars on the device. `skipped` counts the steps that were left out. With `hints` there is a `norm_so_far`.
-    `loss_scale` is None where losses are not scaled.
+    `takes_norms` says that layers' gradients are to be shown to `add`, `awaited` that steps wait for a verdict.
+    `grad_norm` is the last step's norm and `scale` what its gradients are multiplied by: float32, shape (), on the
+    device. `skipped` counts the steps that were left out. `loss_scale` is None where losses are not scaled.
+    With `hints` there is a `norm_so_far`.
     """
 
     def __init__(
@@ -88,14 +88,15 @@ class Clipping:
         self._parameters, self._transfers = parameters, transfers
         self._max_norm = options.max_grad_norm if options.clip == "global" else None
         self._max_layer_norm = options.max_grad_norm if options.clip == "per_layer" else None
-        self._on_nonfinite, self._is_wanted = options.on_nonfinite, options.awaits_verdict
+        self._on_nonfinite, self.awaited = options.on_nonfinite, options.awaits_verdict
         self._skips = options.skips_nonfinite
+        self.takes_norms = self.awaited or self._max_layer_norm is not None
         self.loss_scale: LossScale | None = None
         if options.loss_scale is not None:
             self.loss_scale = LossScale(options.loss_scale, parameters[0].parameter.device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
-        self._hints = hints and self.is_wanted
+        self._hints = hints and self.awaited
         self._so_far: list[Tensor] = []
         self._so_far_on_host: dict[int, Tensor] = {}
         self._last: Judgement | None = None
@@ -103,19 +104,12 @@ class Clipping:
         self.scale: Tensor | None = None
         self.skipped = 0
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether steps wait for a verdict."""
-        return self._is_wanted
-
     def add(self, layer: TrainedLayer) -> None:
         """The layer's gradients are complete, in `filled`."""
-        if not self.is_wanted and self._max_layer_norm is None:
-            return
         norms = {
             index: torch.linalg.vector_norm(gradient, dtype=torch.float32) for index, gradient in layer.filled.items()
         }
-        if self.is_wanted:
+        if self.awaited:
             for index, norm in norms.items():
                 segment = layer.segments[index]
                 self._norms[self._order[id(segment.owner)], segment.start] = norm
@@ -140,7 +134,7 @@ class Clipping:
     def judge(self, step: int) -> Judgement:
         """All gradients of `step` are there: decide on the device, and send the decision to the host.
 
-        The last one was settled before.
+        The last one was counted before.
         """
         norm = self._unscaled(
             torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
@@ -169,7 +163,7 @@ class Clipping:
         scale = 1.0 if self.scale is None else float(self.scale)
         return None if scale == SKIPPED else scale
 
-    def succeed(self, before: Clipping) -> None:
+    def continue_from(self, before: Verdicts) -> None:
         """Go on where another one has ended."""
         self.skipped, self.loss_scale = before.skipped, before.loss_scale
 
@@ -178,7 +172,7 @@ class Clipping:
         self._norms.clear()
         self._so_far.clear()
 
-    def settle(self) -> None:
+    def count_last(self) -> None:
         """Count the last step, once its verdict is known; a skipped one counts for no parameter.
 
         Raises `NonFiniteGradients`, once, for a skipped step if it is to raise.

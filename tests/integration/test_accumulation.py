@@ -106,17 +106,17 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
     """Nothing leaves before it, and everything has left when it returns."""
     model, sent = perceptron(), list[m.Message]()
     with adamw(model, grad_accumulation=2, k=0.0) as opt:
-        post = opt._engine._link.post
+        post = opt._session._link.post
 
         def listen(to: str, message: m.Message, **conditions: Any) -> None:
             sent.append(message)
             post(to, message, **conditions)
 
-        monkeypatch.setattr(opt._engine._link, "post", listen)
+        monkeypatch.setattr(opt._session._link, "post", listen)
         square_loss(model, 0).backward()
         assert sent == [] and all(parameter.grad is None for parameter in model.parameters())
         square_loss(model, 1).backward()
-        assert sum(isinstance(message, m.GradReady) for message in sent) == len(opt._layers)
+        assert sum(isinstance(message, m.GradReady) for message in sent) == len(opt._session.layers)
         opt.step()
 
 
@@ -132,7 +132,7 @@ def test_sums_lie_where_they_were_asked_to(
     model = perceptron()
     with adamw(model, grad_accumulation=2, accumulate_on=place, k=0.5) as opt:
         square_loss(model, 0).backward()
-        assert isinstance(opt._engine.accumulation._sums, kind)
+        assert isinstance(opt._session.accumulation._sums, kind)
         opt.step()
 
 

@@ -68,7 +68,7 @@ def make(dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> Planted:
 
 def banks(opt: hytrain.AdamW) -> set[int]:
     """The banks that hold the layers of the CPU now."""
-    planes = [layer.planes for layer in opt._layers]
+    planes = [layer.planes for layer in opt._session.layers]
     return {bank for known in planes if isinstance(known, ArenaPlanes) for bank in known.banks}
 
 
@@ -254,16 +254,16 @@ def test_whatever_reads_and_writes_finds_the_bank_that_holds(tmp_path: Path) -> 
 def test_without_room_for_a_second_bank_updates_wait(caplog: pytest.LogCaptureFixture) -> None:
     model = perceptron()
     with adamw(model, max_grad_norm=100.0, k=0.0) as opt:
-        one, two = (sum(layout(layer.spec, banks).nbytes for layer in opt._layers) for banks in (1, 2))
-        assert sum(layer.layout.nbytes for layer in opt._layers) == two and not caplog.records
+        one, two = (sum(layout(layer.spec, banks).nbytes for layer in opt._session.layers) for banks in (1, 2))
+        assert sum(layer.layout.nbytes for layer in opt._session.layers) == two and not caplog.records
     with caplog.at_level(logging.WARNING), adamw(model, max_grad_norm=100.0, k=0.0, host_memory_limit=two - 1) as opt:
-        assert sum(layer.layout.nbytes for layer in opt._layers) == one
+        assert sum(layer.layout.nbytes for layer in opt._session.layers) == one
         train(model, opt, range(2), square_loss)
         opt.synchronize()
         assert banks(opt) == {0}
     assert "updates wait for the norm of all gradients" in caplog.text
     with adamw(model, max_grad_norm=100.0, k=0.0, objective="host-memory") as opt:
-        assert sum(layer.layout.nbytes for layer in opt._layers) == one
+        assert sum(layer.layout.nbytes for layer in opt._session.layers) == one
 
 
 def test_a_norm_that_is_above_its_limit_is_told_before_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_a_norm_that_is_above_its_limit_is_told_before_the_verdict(monkeypatch: 
     last = len(list(perceptron().parameters())) - 2  # the first whose gradient comes
     model = make(torch.float32, {1: (last, math.inf), 2: (0, math.nan)})
     with adamw(model, max_grad_norm=100.0, on_nonfinite="skip", k=0.0) as opt:
-        layers = len(opt._layers)
+        layers = len(opt._session.layers)
         for step in range(3):
             model.step = step
             train(model, opt, [step], square_loss)
@@ -311,7 +311,7 @@ def test_each_layer_by_itself(options: dict[str, Any], accumulate: int) -> None:
             reference.step()
             reference.zero_grad()
         opt.synchronize()
-        assert opt.grad_norm is None and len(opt._layers) == len(theirs)
+        assert opt.grad_norm is None and len(opt._session.layers) == len(theirs)
         assert differing(weights(ours), weights(theirs)) == []
     assert 0 < sum(clipped) < len(clipped)
 

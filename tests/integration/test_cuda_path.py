@@ -18,10 +18,10 @@ from helpers import LR, adamw, differing, perceptron, square_loss, state, train,
 from torch import nn
 
 import hytrain
-from hytrain.memory.planes import TrainedLayer
+from hytrain.model.trained import TrainedLayer
 from hytrain.memory.transfer import CudaTransfers
 from hytrain.step.engine import Engine
-from hytrain.step.measure import HostClock
+from hytrain.memory.clock import HostClock
 
 
 class Event:
@@ -84,7 +84,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr("hytrain.optim.transfers_for", OverHostMemory)
+    monkeypatch.setattr("hytrain.session.transfers_for", OverHostMemory)
     return current
 
 
@@ -180,7 +180,7 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
     with adamw(model, k=k) as opt:
         train(model, opt, range(2), square_loss)
-        assert len(dispatched) == 2 * len(opt._layers)
+        assert len(dispatched) == 2 * len(opt._session.layers)
 
 
 def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -> None:
@@ -188,7 +188,7 @@ def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -
     model = perceptron()
     first, second = current.streams
     with adamw(model, k=0.0) as opt:
-        layer = next(layer for layer in opt._layers if layer.name.startswith("0"))
+        layer = next(layer for layer in opt._session.layers if layer.name.startswith("0"))
         for number in range(3):
             x = torch.randn(8, model[0][0].in_features)
             current.stream = first

@@ -153,7 +153,7 @@ def test_the_bits_and_the_scales_of_torchs_gradscaler(max_norm: float | None, dt
     reference = Reference(theirs, max_norm)
     with adamw(ours, loss_scale="dynamic", max_grad_norm=max_norm, k=0.5) as opt:
         assert opt.loss_scale is not None and float(opt.loss_scale) == 2.0**16
-        assert {layer.layout.banks for layer in opt._layers} == {1}, "nothing is updated ahead of its verdict"
+        assert {layer.layout.banks for layer in opt._session.layers} == {1}, "nothing is updated ahead of its verdict"
         for step in range(30):
             assert train_scaled(ours, opt, [step]) == train_scaled(theirs, reference, [step])
             assert opt.grad_norm is not None

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 
 import hytrain
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
-from hytrain.memory.planes import TrainedLayer
+from hytrain.model.trained import TrainedLayer
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.step.engine import Engine
 from hytrain.step.handover import Handover
@@ -292,7 +292,7 @@ def test_a_failed_construction_and_an_interrupted_close_leave_room_for_the_next(
 
     model = perceptron()
     with monkeypatch.context() as patch:
-        patch.setattr("hytrain.optim.calibrate", fails)
+        patch.setattr("hytrain.session.calibrate", fails)
         with pytest.raises(torch.OutOfMemoryError):
             hytrain.AdamW(model)
     opt = hytrain.AdamW(model, lr=LR)

@@ -164,7 +164,7 @@ def test_a_forked_child_has_an_ordinary_model() -> None:
     with adamw(model, k=0.0) as opt:
         train(model, opt, range(3), square_loss)
         opt.synchronize()
-        planes = [plane for layer in opt._engine.layers for plane in layer.arena.grads if plane is not None]
+        planes = [plane for layer in opt._session.layers for plane in layer.arena.grads if plane is not None]
         before = [plane.clone() for plane in planes]
         with forked() as is_child:
             if is_child:

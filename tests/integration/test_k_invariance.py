@@ -89,9 +89,9 @@ def test_without_overlap_gradients_wait_for_step() -> None:
     with adamw(model, k=0.5, overlap=False) as opt:
         before = weights(model)
         square_loss(model, 0).backward()
-        assert all(not layer.landing and layer.life.is_current for layer in opt._engine.layers)
+        assert all(not layer.landing and layer.life.is_current for layer in opt._session.layers)
         assert differing(weights(model), before) == []
         opt.step()
-        assert all(layer.life.is_current for layer in opt._engine.layers)
+        assert all(layer.life.is_current for layer in opt._session.layers)
         assert len(differing(weights(model), before)) == len(before)
         opt.zero_grad()

@@ -104,7 +104,7 @@ def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch
     """With a k of its own, only the rest of the layers had to fit when training began."""
     model = perceptron()
     room = 16 * sum(parameter.numel() for parameter in model.parameters()) // 2
-    monkeypatch.setattr("hytrain.optim.host_bound", lambda limit: room)
+    monkeypatch.setattr("hytrain.memory.capacity.host_bound", lambda limit: room)
     with adamw(model, k=0.8) as opt:
         train(model, opt, range(4), square_loss)
         assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
@@ -240,7 +240,7 @@ def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.
         def refuse(*args: Any) -> None:
             raise CapacityError("too much")
 
-        monkeypatch.setattr("hytrain.optim.require_host_memory", refuse)
+        monkeypatch.setattr("hytrain.session.require_host_memory", refuse)
         model[2:].requires_grad_(True)
         with pytest.raises(CapacityError, match="too much"):
             square_loss(model, 2)

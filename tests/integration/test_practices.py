@@ -189,7 +189,7 @@ def test_an_exception_at_the_end_of_backward_ends_training(k: float, monkeypatch
     model = perceptron()
     with adamw(model, k=k, max_grad_norm=1.0) as opt:
         train(model, opt, range(3), square_loss)
-        monkeypatch.setattr("hytrain.step.verdict.Clipping.judge", without_memory)
+        monkeypatch.setattr("hytrain.step.verdict.Verdicts.judge", without_memory)
         with pytest.raises(torch.OutOfMemoryError):
             square_loss(model, 3).backward()
         for go_on in (opt.step, opt.synchronize, lambda: square_loss(model, 4)):
@@ -201,7 +201,7 @@ def test_an_exception_in_a_step_that_updates_ends_training(monkeypatch: pytest.M
     model = perceptron()
     with adamw(model, k=0.5, grad_accumulation=2, max_grad_norm=1.0) as opt:
         square_loss(model, 0).backward()
-        monkeypatch.setattr("hytrain.step.verdict.Clipping.judge", without_memory)
+        monkeypatch.setattr("hytrain.step.verdict.Verdicts.judge", without_memory)
         with pytest.raises(torch.OutOfMemoryError):
             opt.step()
         for go_on in (opt.step, opt.synchronize, lambda: square_loss(model, 1)):

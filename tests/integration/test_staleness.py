@@ -25,7 +25,7 @@ from helpers import (
     weights,
 )
 
-from hytrain.memory.planes import TrainedLayer
+from hytrain.model.trained import TrainedLayer
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.lifecycle import InvalidTransition
 from hytrain.step.engine import Engine

@@ -63,7 +63,7 @@ class Timeline(list[Event]):
         """From which step on the GPU owned which layers, as the coordinator heard it."""
         for event in self:
             if event.process == "coordinator-0" and event.name.endswith("holds"):
-                yield event.args["step"], set(event.args["gpu_lids"])
+                yield event.args["step"], {lid for lid, name in enumerate(event.args["placements"]) if name == "gpu"}
 
 
 @pytest.fixture

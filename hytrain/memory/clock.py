@@ -1,0 +1,129 @@
+"""Marks in the device's work, and the time between them: nothing here waits for the device.
+
+A mark is a CUDA timing event on the current stream, or a reading of the host's clock on device "cpu". `transfer`
+leaves marks around copies, `step.measure` around layers; a later step reads them, when the device has passed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+import torch
+
+Mark = Any
+Span = tuple[Mark, Mark]
+#: The device's clock drifts from the host's by some 10 us per second, so the two are compared now and then.
+ANCHOR_EVERY_S: Final = 1.0
+ANCHOR_TRIES: Final = 4
+ANCHOR_PATIENCE_S: Final = 2e-4
+
+
+class Clock(Protocol):
+    #: Whether work is launched ahead of a device, which may run out of it.
+    runs_ahead: bool
+
+    def mark(self) -> Mark: ...
+
+    def passed(self, mark: Mark) -> bool: ...
+
+    def seconds(self, span: Span) -> float: ...
+
+    def anchor(self) -> None:
+        """Tie marks to the monotonic clock, now and then, without waiting for work under way."""
+
+    def at(self, mark: Mark) -> float:
+        """When a mark was passed, in seconds of the monotonic clock."""
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        """Nobody will ask about these marks again."""
+
+
+class HostClock:
+    """Marks are readings of the monotonic clock, in seconds."""
+
+    runs_ahead = False
+    mark = staticmethod(time.monotonic)
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def seconds(self, span: Span) -> float:
+        return float(span[1] - span[0])
+
+    def anchor(self) -> None:
+        """Marks are on the monotonic clock already."""
+
+    def at(self, mark: Mark) -> float:
+        return float(mark)
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        """Numbers need no pool."""
+
+
+class CudaClock:
+    """Marks are timing events on the device's current stream, from a pool: no allocation in steady state."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: deque[Mark] = deque()
+        self._idle: torch.cuda.Stream | None = None
+        self._anchor: tuple[Mark, float] | None = None
+
+    def mark(self) -> Mark:
+        event = self._event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def seconds(self, span: Span) -> float:
+        return float(span[0].elapsed_time(span[1])) / 1e3
+
+    def recycle(self, marks: Iterable[Mark]) -> None:
+        self._pool.extend(marks)
+
+    def _event(self) -> Mark:
+        try:
+            return self._pool.pop()
+        except IndexError:  # asked for by two threads, so not looked at before
+            return torch.cuda.Event(enable_timing=True)
+
+    def anchor(self) -> None:
+        """An event on a stream with no work of its own is passed at once: between two readings of the host's clock.
+
+        The narrowest of some tries counts. If none is passed in time, the last anchor stays.
+        """
+        if self._anchor is not None and time.monotonic() - self._anchor[1] < ANCHOR_EVERY_S:
+            return
+        self._idle = self._idle or torch.cuda.Stream(self._device)
+        tries = [found for _ in range(ANCHOR_TRIES) if (found := self._try_anchor(self._idle)) is not None]
+        if tries:
+            _, event, at_s = min(tries, key=lambda found: found[0])
+            self._pool.extend(other for _, other, _ in tries if other is not event)
+            if self._anchor is not None:
+                self._pool.append(self._anchor[0])
+            self._anchor = event, at_s
+
+    def _try_anchor(self, idle: torch.cuda.Stream) -> tuple[float, Mark, float] | None:
+        """The width of the bracket, the event and the bracket's middle."""
+        event = self._event()
+        event.record(idle)  # the first record of an event makes it, which takes longer
+        before_s = time.monotonic()
+        event.record(idle)
+        while not event.query():
+            if time.monotonic() - before_s > ANCHOR_PATIENCE_S:
+                self._pool.append(event)
+                return None
+        after_s = time.monotonic()
+        return after_s - before_s, event, (before_s + after_s) / 2
+
+    def at(self, mark: Mark) -> float:
+        assert self._anchor is not None, "anchor() comes first"
+        event, at_s = self._anchor
+        return at_s + self.seconds((event, mark))

@@ -1,0 +1,281 @@
+"""Layers and parameters as they are trained: what a step needs to know of each.
+
+TrainedParameter   one parameter: its step count, whether it may be read, its consumed-gradient marker
+TrainedSegment     one piece of it inside a layer, as a 1-D view in storage order
+TrainedLayer       what moves as one: its life, its placement, its planes, this step's gradients
+Gate               a module that reads layers when it is called
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.errors import UnsupportedError
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes, Updater
+from hytrain.memory.transfer import Copy, Stream, Transfer
+from hytrain.model.consumed import ConsumedGradient
+from hytrain.model.layers import ModelLayer
+from hytrain.model.lifecycle import Command, Event, LayerLife, State
+from hytrain.tensors import address, count_write, flat, laid_out, version
+from protocol.handles import ArenaLayout, layout
+from protocol.messages import Layer, Segment
+from protocol.placement import GPU
+
+
+class TrainedParameter:
+    """One parameter that HyTrain trains.
+
+    `count` is its own number of updates, `step` the last step in which it had a gradient, `backward` the last backward.
+    `awaited` says that its last update has been waited for, so that it may be read.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
+        self.name, self.parameter, self.group = name, parameter, group
+        self.count = 0
+        self.step = self.backward = -1
+        self.awaited = False
+        self.address = address(parameter)
+        self.found = version(parameter)  # autograd's counter when this was built
+        #: What the counter must show as long as nobody else writes the parameter; None where others share it.
+        self.version: int | None = self.found
+        self.consumed = ConsumedGradient(parameter)
+        self.places: list[tuple[TrainedLayer, int]] = []
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameter has the storage that it had when this was built."""
+        return address(self.parameter) == self.address
+
+    def was_written(self) -> bool:
+        """Whether somebody else has written the parameter since the last update."""
+        return self.version is not None and version(self.parameter) != self.version
+
+    def note_write(self) -> None:
+        if self.version is not None:
+            self.version += 1
+
+    def note_all_writes(self) -> None:
+        if self.version is not None:
+            self.version = version(self.parameter)
+
+    def drop_consumed(self) -> None:
+        """Nobody will ever clear the marker: no later gradient, of whatever optimizer, is to meet it."""
+        if self.parameter.grad is self.consumed:
+            self.parameter.grad = None
+
+    def gradient(self) -> Tensor:
+        """The gradient in the parameter's storage order, shape (numel,)."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient.is_contiguous() and self.parameter.is_contiguous():
+            return gradient.view(-1)
+        return flat(laid_out(gradient, self.parameter))
+
+    def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
+        """Give the step's gradient, made on `stream`, to the layers; those that have all of theirs now.
+
+        `total` is the sum of several backwards, shape (numel,); None takes the gradient that is there.
+        """
+        gradient = self.gradient() if total is None else total
+        self.step, self.awaited = step, False
+        self.count += 1
+        for layer, index in self.places:
+            layer.filled[index] = layer.segments[index].part(gradient)
+            layer.streams.add(stream)
+        return [layer for layer, _ in self.places if len(layer.filled) == len(layer.segments)]
+
+
+@dataclass(slots=True)
+class TrainedSegment:
+    """One segment: its description, its parameter, and the parameter's elements as a 1-D view, shape (numel,)."""
+
+    spec: Segment
+    owner: TrainedParameter
+    start: int
+    weights: Tensor
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This segment's elements of a tensor in the parameter's storage order."""
+        if self.spec.numel == whole.numel():
+            return whole
+        return whole[self.start : self.start + self.spec.numel]
+
+
+@dataclass(slots=True, eq=False)
+class TrainedLayer:
+    """One layer.
+
+    `filled` holds this step's gradients by segment until they leave, `streams` those that they were made on. `sent` are
+    the step counts of the update under way, `landing` the copy of the last one's weights, `moving` its state on the way
+    to the GPU. `came` is the step in which the GPU took the layer's updates over from the CPU, if it ever did.
+    """
+
+    lid: int
+    name: str
+    spec: Layer
+    layout: ArenaLayout
+    segments: list[TrainedSegment]
+    life: LayerLife
+    planes: Planes | None = None
+    landing: Transfer | None = None
+    filled: dict[int, Tensor] = field(default_factory=dict)
+    streams: set[Stream] = field(default_factory=set)
+    sent: tuple[int, ...] = ()
+    moving: Moving | None = None
+    came: int = -1
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The segments' elements in the parameters, each of shape (numel,)."""
+        return [segment.weights for segment in self.segments]
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether its weights' copies are being started right now."""
+        return self.life.state is State.LANDING and self.landing is None
+
+    def state(self, plane: str) -> list[Tensor | None]:
+        """One of `STATE_PLANES`, by segment, wherever its placement holds it."""
+        assert self.planes is not None, "a layer that takes part has a placement"
+        return self.planes.state(plane)
+
+    def device_planes(self, *, fresh: bool = True) -> DevicePlanes:
+        """Memory for the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
+        return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)
+
+    # ------------------------------------------------------------ a gradient leaves, weights come back
+
+    def depart(self, step: int, *, awaits_verdict: bool) -> tuple[dict[int, Tensor], list[Copy] | None]:
+        """An update begins: its gradients by segment, and their copies into the `grads` plane if the CPU makes it.
+
+        `sent` are its step counts from now on.
+
+        The CPU's update writes the weights from now on, unless it awaits a verdict. That is counted here: whoever in
+        this backward still reads a weight that was saved for it (`W`, `W.detach()` in one graph) is told by autograd.
+        """
+        self.sent = tuple(s.owner.count if index in self.filled else 0 for index, s in enumerate(self.segments))
+        command = self.life.on(Event.FILLED, step)
+        gradients, self.filled, self.landing = self.filled, {}, None
+        self.streams.clear()
+        if command is Command.UPDATE_ON_DEVICE:
+            return gradients, None
+        if not awaits_verdict:
+            count_write([segment.weights for segment, count in zip(self.segments, self.sent, strict=True) if count])
+            self.note_writes()
+        grads = self.arena.grads
+        return gradients, [(grads[index], gradient) for index, gradient in sorted(gradients.items())]
+
+    def note_writes(self) -> None:
+        """The update under way writes the parameters that had a gradient: one version each."""
+        for segment, count in zip(self.segments, self.sent, strict=True):
+            if count:
+                segment.owner.note_write()
+
+    def incoming(self) -> list[Copy]:
+        """The segments that the update under way has changed, on their way out of the `weights` plane."""
+        planes = self.arena.weights
+        return [(s.weights, planes[index]) for index, s in enumerate(self.segments) if self.sent[index]]
+
+    @property
+    def arena(self) -> ArenaPlanes:
+        assert isinstance(self.planes, ArenaPlanes), f"the state of layer {self.lid} is not in host memory"
+        return self.planes
+
+    @property
+    def updater(self) -> Updater:
+        assert isinstance(self.planes, Updater), f"layer {self.lid} is not updated by the GPU"
+        return self.planes
+
+    def close(self) -> None:
+        """Give the planes up, and gradients."""
+        self.filled.clear()
+        if self.planes is not None:
+            self.planes.close()
+        self.planes = self.moving = None
+
+
+class Gate:
+    """A module before whose forward layers must have landed, and the parameters that may be read then."""
+
+    def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
+        self.layers: list[TrainedLayer] = []
+        self.parameters: list[TrainedParameter] = []
+        for layer in layers:
+            self.add(layer)
+
+    def add(self, layer: TrainedLayer) -> None:
+        """Let the gate wait for one layer more."""
+        self.layers.append(layer)
+        self.parameters += [segment.owner for segment in layer.segments]
+
+
+# ---------------------------------------------------------------- building
+
+
+def build_layers(
+    layers: list[ModelLayer],
+    groups: list[list[nn.Parameter]],
+    grad_dtype: torch.dtype | None,
+    before: Sequence[TrainedParameter] = (),
+) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
+    """The trainer's side of each layer, and of each parameter in them. No layer has a placement yet.
+
+    `before` are those of the build that this one replaces.
+    """
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+    owners: dict[int, TrainedParameter] = {}
+    built: list[TrainedLayer] = []
+    for layer in layers:
+        spec = layer.describe(layer.lid, group_of, grad_dtype)
+        trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
+        for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
+            owner = owners.setdefault(
+                id(piece.parameter),
+                TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)]),
+            )
+            weights = flat(piece.parameter.detach())[piece.start : piece.start + piece.numel]
+            trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
+            owner.places.append((trained, index))
+        built.append(trained)
+    parameters = list(owners.values())
+    _check_memory(parameters, before)
+    return built, parameters
+
+
+def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:
+    """A gate for each module that reads layers. It covers those of their parameters that the module has."""
+    read: dict[int, tuple[nn.Module, list[TrainedLayer]]] = {}
+    for layer, part in zip(layers, parts, strict=True):
+        for module in part.modules:
+            read.setdefault(id(module), (module, []))[1].append(layer)
+    gates = []
+    for module, waited in read.values():
+        gate, own = Gate(waited), {id(parameter) for parameter in module.parameters()}
+        gate.parameters = [known for known in gate.parameters if id(known.parameter) in own]
+        gates.append((module, gate))
+    return gates
+
+
+def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
+    """Refuse parameters over the same memory; leave those alone that share a version counter with others.
+
+    Who shares is found by counting a write on all of them, but for those that were known `before`: a graph may be
+    waiting for its backward, and a write would spoil it.
+    """
+    by_address = sorted(parameters, key=lambda known: known.address)
+    for first, second in zip(by_address, by_address[1:], strict=False):
+        if first.address + first.parameter.nbytes > second.address:
+            raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")
+    shares = {id(known.parameter): known.version is None for known in before}
+    new = [known for known in parameters if id(known.parameter) not in shares]
+    versions = [version(known.parameter) for known in new]
+    count_write([known.parameter for known in new])
+    for known, counted in zip(new, versions, strict=True):
+        known.version = counted + 1 if version(known.parameter) == counted + 1 else None
+    for known in parameters:
+        if shares.get(id(known.parameter)):
+            known.version = None

@@ -1,0 +1,353 @@
+"""One optimizer's part in a run: the processes it joined or started, the engine over its layers, and their end.
+
+    AdamW ─▶ Session ─▶ build: layers ─▶ Link.join ─▶ the first plan ─▶ hooks ─▶ READY
+                    └─▶ rebuild, when parameters join: the old engine ends, the state moves on, to the bit
+                    └─▶ close, by itself when nobody holds the AdamW any more
+
+A parameter is trained by one session at a time. `optim` is the face of it as a torch optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from hytrain import saving
+from hytrain.checks import Options, check_free, check_model
+from hytrain.config import ClusterConfig
+from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
+from hytrain.kernels import choice
+from hytrain.kernels.backend import Backend
+from hytrain.memory.arena import allow_descriptors
+from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
+from hytrain.memory.transfer import transfers_for
+from hytrain.model import hooks
+from hytrain.model.layers import split_layers
+from hytrain.model.trained import TrainedLayer, TrainedParameter, build_gates, build_layers
+from hytrain.run.calibration import calibrate
+from hytrain.run.cluster import find_or_start
+from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.run.ownership import PlanBook
+from hytrain.run.trace import TraceWriter
+from hytrain.step.accumulation import Accumulation
+from hytrain.step.backward import Groups
+from hytrain.step.engine import Engine
+from protocol.handles import layout
+from protocol.messages import LayerTable, Log
+
+ANSWER_TIMEOUT_S: Final = 120.0
+
+_log = logging.getLogger(__name__)
+
+#: Parameters that some session trains: no second one may.
+_managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+#: Those of this process.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """The processes, layers and engine of one `hytrain.AdamW`.
+
+    `groups` gives its parameter groups as they are now, `read_groups` their hyperparameters, checked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        config: ClusterConfig,
+        *,
+        groups: Callable[[], list[dict[str, Any]]],
+        read_groups: Callable[[], Groups],
+    ) -> None:
+        """Raises what `hytrain.AdamW` raises."""
+        self._pid = os.getpid()
+        self._model, self._options, self._device = model, options, check_model(model)
+        self._groups, self._read_groups = groups, read_groups
+        self.accumulation = Accumulation(options.grad_accumulation)
+        self.resting = saving.Resting()
+        self.parameters: list[TrainedParameter] = []
+        self.layers: list[TrainedLayer] = []
+        self._engine: Engine | None = None
+        self._others: list[Tensor] = []  # in the groups, and not trained: frozen
+        self._unhook: Callable[[], None] = lambda: None
+        self._closed = False
+        self._cluster, self._place = find_or_start(config)
+        try:
+            self._build()
+        except BaseException:
+            self._place.close()
+            raise
+        _sessions.add(self)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "built in the constructor"
+        return self._engine
+
+    # ------------------------------------------------------------ building
+
+    def _build(self, before_start: Callable[[], None] = lambda: None) -> None:
+        """Layers over all parameters that need gradients now, an engine over them, and the first plan.
+
+        `before_start` is called once it is known that this can be, and before anything is started.
+        """
+        theirs = set(_managed) - self._own()
+        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
+        parts = split_layers(self._model, {id(parameter) for group in groups for parameter in group})
+        if not parts:
+            raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
+        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters)
+        limit = self._cluster.host_memory_limit
+        require_host_memory([layer.layout for layer in layers], self._options.k or 0.0, limit)
+        if self._options.may_speculate:
+            self._add_banks(layers)
+        before_start()
+        continues = self._engine is not None
+        self.layers, self.parameters = layers, parameters
+        self._start(continues=continues)
+        detach = hooks.attach(
+            self._model,
+            build_gates(layers, parts),
+            parameters,
+            engine=self.engine,
+            reads=self.engine.reads,
+            backward=self.engine.backward,
+        )
+        _managed.update((id(known.parameter), known.parameter) for known in parameters)
+        given = [p for group in self._groups() for p in group["params"]]
+        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # an empty one never changes
+
+        def unhook() -> None:
+            """The model is an ordinary one from now on."""
+            detach()
+            for known in parameters:
+                known.drop_consumed()
+                _managed.pop(id(known.parameter), None)
+
+        self._unhook = unhook
+        renew = weakref.WeakMethod(self._renew)
+        self.engine.watch(lambda: (method := renew()) is not None and method())
+        self._link.ready(f"{len(layers)} layers on {self._device}")
+
+    def _own(self) -> set[int]:
+        return {id(known.parameter) for known in self.parameters}
+
+    def _add_banks(self, layers: list[TrainedLayer]) -> None:
+        """Let the CPU be ahead of the norm, if the host's memory allows."""
+        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k or 0.0
+        if second_bank_fits(double, k, self._cluster.host_memory_limit):
+            for layer, placed in zip(layers, double, strict=True):
+                layer.layout = placed
+            return
+        _log.warning(
+            "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
+            "takes %.2f GB of host memory, which are not there",
+            host_bytes(double) * (1.0 - k) / 1e9,
+        )
+
+    def _start(self, *, continues: bool) -> None:
+        """Join the processes and agree on the first plan; an engine carries it out."""
+        options, cluster = self._options, self._cluster
+        if options.backend == "auto" and (reason := choice.why_not_native()):
+            _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
+        memory = GpuMemory(self._device)
+        transfers = transfers_for(self._device)
+        host = _host_backend(options.backend) if self._device.type == "cpu" else None
+        plans = PlanBook("trainer", len(self.layers))
+        self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
+        engine = self._engine = Engine(
+            self.layers,
+            self.parameters,
+            link=self._link,
+            plans=plans,
+            transfers=transfers,
+            host=host,
+            read_groups=self._read_groups,
+            free_gpu_bytes=memory.free_bytes,
+            accumulation=self.accumulation,
+            options=options,
+            trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
+        )
+        layers = tuple(layer.spec for layer in self.layers)
+        try:
+            calibration = calibrate(layers, self._device, transfers, host)
+            self._link.join()
+            allow_descriptors(len(layers))
+            table = LayerTable(
+                layers=layers,
+                inbox=self._link.name,
+                device=self._device.type,
+                policy=options.policy,
+                objective=options.objective,
+                awaits_verdict=options.awaits_verdict,
+                speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
+                k=options.k,
+                backend=options.backend,
+                gpu_bytes=memory.for_state_bytes(),
+                # With "auto", the planes of all layers fit. With a number, those of the rest; a command may change it.
+                host_bytes=cluster.host_memory_limit if options.k is None else host_bound(cluster.host_memory_limit),
+                continues=continues,
+            )
+            plan = self._link.agree(table, calibration, plans)
+            self._link.start(engine)
+            engine.start(plan)
+        except BaseException:
+            self._link.close()
+            engine.release()
+            raise
+
+    # ------------------------------------------------------------ parameters join
+
+    def rebuild(self) -> None:
+        """Begin anew over the parameters that need gradients now; what was trained so far stays, to the bit.
+
+        For a moment host memory holds the old state and the new one.
+        """
+        before, left = self.engine, False
+        check_model(self._model)
+        before.settle_writes()
+        before.expose_state()
+        self.resting.take(self.parameters)
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            self._leave()
+
+        try:
+            self._build(leave)
+            self.engine.continue_from(before)
+            self.engine.expose_state()
+            self.resting.give(self.parameters)
+        except BaseException as error:
+            if left:  # what was trained is not where it belongs
+                self.engine.on_failure(UsageError(f"beginning anew was interrupted by {type(error).__name__}: {error}"))
+                self.close()
+            else:
+                self.resting.drop(self.parameters)
+            raise
+
+    def _renew(self) -> bool:
+        """The model is entered between two steps: train what is not frozen any more. True if another engine does."""
+        if not self._any_thawed():
+            return False
+        self.rebuild()
+        self.engine.before_root()
+        return True
+
+    def _any_thawed(self) -> bool:
+        """Whether a parameter needs a gradient now that nobody trains, and the model has all of its own in place.
+
+        `torch.func.functional_call` calls it with others in theirs.
+        """
+        if not any(p.requires_grad and id(p) not in _managed for p in self._others):
+            return False
+        present = {id(parameter) for parameter in self._model.parameters()}
+        return all(id(p) in present for group in self._groups() for p in group["params"])
+
+    def require_free(self, parameters: list[Tensor]) -> None:
+        """Raise `UnsupportedError` if another session trains one of these."""
+        check_free(parameters, set(_managed) - self._own())
+
+    def require_all_seen(self) -> None:
+        """Raise `UsageError` if a parameter has a gradient that came before the model was called with it unfrozen."""
+        if any(parameter.grad is not None and id(parameter) not in _managed for parameter in self._others):
+            raise UsageError(
+                "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
+                "between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this one)"
+            )
+
+    # ------------------------------------------------------------ from outside
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Add the loop's own numbers to the record of step `step`, counted from 1."""
+        self._link.post("coordinator", Log(step=step, numbers=numbers))
+
+    def processes(self) -> list[tuple[str, int, list[int]]]:
+        """Role, process ID and cores of each process of the run."""
+        cluster = self._cluster
+        pids = {"trainer": os.getpid(), "optimizer": cluster.optimizer_pid, "coordinator": cluster.coordinator_pid}
+        return [(role, pid, _cores(pid)) for role, pid in pids.items()]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self._cluster.run_dir)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """End the engine, and the processes if they are this session's own. In a forked child this does nothing.
+
+        Raises `NonFiniteGradients`, when all is closed, if it is to be raised for the last step.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return
+        if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector runs on whatever thread
+            threading.Thread(target=self.close, name="hytrain-close").start()
+            return
+        self._closed = True
+        try:
+            self._leave()
+        finally:  # Ctrl-C while the last updates land
+            self._place.close()
+
+    def _leave(self) -> None:
+        """End the engine: the run's processes are free for another."""
+        unhook, self._unhook = self._unhook, lambda: None
+        try:
+            self.engine.close()
+        finally:
+            unhook()
+
+    def end_in_child(self) -> None:
+        """This process was forked from the one that trains."""
+        if self.engine.end_in_child():
+            self._unhook()
+
+
+def managed() -> set[int]:
+    """The ids of all parameters that some session trains."""
+    return set(_managed)
+
+
+def _host_backend(name: str) -> Backend:
+    """The update of the trainer's own layers on device "cpu". Raises `BackendUnavailable`.
+
+    The native one gets a single thread: a second pool of OpenMP threads beside torch's would fight it for the cores.
+    """
+    if name in ("auto", "native"):
+        try:
+            return choice.load("native", 1)[0]
+        except BackendUnavailable:
+            if name == "native":
+                raise
+    return choice.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
+
+
+def _cores(pid: int) -> list[int]:
+    """The cores of all threads of a process: OpenMP binds each to its own, the main thread among them."""
+    cores: set[int] = set()
+    for thread in psutil.Process(pid).threads():
+        with contextlib.suppress(ProcessLookupError):
+            cores.update(os.sched_getaffinity(thread.id))
+    return sorted(cores)
+
+
+def _end_in_child() -> None:
+    """A forked child, a worker of a DataLoader say, has a copy of the model, and no part in its training."""
+    for session in list(_sessions):
+        session.end_in_child()
+
+
+os.register_at_fork(after_in_child=_end_in_child)

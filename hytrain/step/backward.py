@@ -1,0 +1,312 @@
+"""A gradient's way on the trainer's side: from its hook to the optimizer or the GPU's update, and its weights back.
+
+    on_gradient ─ layer full ─ _send ─┬─ the CPU updates: gradients_out ─ on_departure: GradReady ─▶ optimizer
+                                      └─ the GPU updates: on the device, now
+    optimizer ─ WeightsReady ─▶ on_weights_ready: weights_in ─▶ `reads` waits for exactly this
+
+Where a step awaits its verdict, the GPU's updates are held until backward is over. `hooks` call in from autograd's
+threads, `link` from its own two.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from hytrain.errors import NonFiniteGradients, UsageError
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.memory.transfer import Stream, Transfers
+from hytrain.model.lifecycle import Event as LayerEvent
+from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.run.link import Draft, Link
+from hytrain.step.accumulation import Accumulation
+from hytrain.step.boundary import Boundary
+from hytrain.step.handover import Handover
+from hytrain.step.health import Health
+from hytrain.step.life import IN_BACKWARD, Event, State
+from hytrain.step.masters import Masters
+from hytrain.step.measure import Meter
+from hytrain.step.reads import Reads, in_backward
+from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
+from hytrain.tensors import address
+from protocol.messages import GradReady, GroupHyper, Message, StepBegin, WeightsReady
+
+Groups = tuple[GroupHyper, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Departure(Draft):
+    """A layer's gradients on their way to the host, maybe beside the norm of the step's gradients so far."""
+
+    layer: TrainedLayer
+    step: int
+    counts: tuple[int, ...]
+    norm: NormSoFar | None
+
+    def grad_ready(self) -> GradReady:
+        """The message, once the copy is there."""
+        exceeds = self.norm is not None and self.norm.exceeds()
+        return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts, exceeds=exceeds)
+
+
+class Backward:
+    """One model's gradients. `read_groups` gives the parameter groups' hyperparameters as they are now."""
+
+    def __init__(
+        self,
+        layers: list[TrainedLayer],
+        *,
+        link: Link,
+        transfers: Transfers,
+        host: Backend | None,
+        read_groups: Callable[[], Groups],
+        overlap: bool,
+        health: Health,
+        meter: Meter,
+        reads: Reads,
+        masters: Masters,
+        verdicts: Verdicts,
+        accumulation: Accumulation,
+        handover: Handover,
+        boundary: Boundary,
+    ) -> None:
+        self._layers, self._link, self._transfers, self._host = layers, link, transfers, host
+        self._read_groups, self._overlap = read_groups, overlap
+        self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
+        self._verdicts, self._accumulation = verdicts, accumulation
+        self._handover, self._boundary = handover, boundary
+        self._groups: Groups = ()
+        self._hypers: list[Hyper] = []
+        self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
+        self._ends_by_itself = True  # autograd tells when it is over
+
+    # ------------------------------------------------------------ a gradient
+
+    def on_gradient(self, parameter: TrainedParameter) -> None:
+        """A parameter's gradient is complete: take it, and send its layers off as they fill."""
+        tensor, health, life = parameter.parameter, self._health, self._health.life
+        if health.failure is not None:
+            raise health.failure
+        if tensor.grad is None:
+            return
+        self._check_gradient(parameter, tensor.grad)
+        if life.state not in IN_BACKWARD:
+            try:
+                self._begin(parameter)
+            except (NonFiniteGradients, UsageError):  # of what was before: no gradient of this backward is left behind
+                tensor.grad = None
+                raise
+        if parameter.backward == life.backward:
+            health.refuse(f"a second gradient of {parameter.name} in one backward")
+        parameter.backward = life.backward
+        if not parameter.awaited:
+            self._reads.meet_uncovered(parameter)
+        if life.state is State.SUMMING:
+            self._accumulation.add(parameter)
+            return
+        total = self._accumulation.take(parameter) if self._accumulation.has_sums else None
+        stream = self._transfers.stream()
+        full = parameter.fill(total, life.step, stream)
+        tensor.grad = parameter.consumed
+        for layer in full:
+            self._meter.backward(layer.lid)
+            if self._overlap:
+                self._send(layer, stream)
+
+    def _check_gradient(self, parameter: TrainedParameter, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            self._health.refuse(f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding")
+        if gradient.requires_grad:
+            self._health.refuse("backward(create_graph=True) needs gradients that HyTrain has consumed")
+        if address(parameter.parameter) != parameter.address:
+            self._health.refuse(
+                f"the storage of {parameter.name} was replaced after hytrain.AdamW was made: move or convert the model "
+                "before, or call opt.close() first"
+            )
+
+    def _send(self, layer: TrainedLayer, stream: Stream) -> None:
+        """The layer's gradients are all there: to the optimizer, or straight into the device's update.
+
+        `stream` is the current one.
+        """
+        if layer.streams != {stream}:
+            self._transfers.join(layer.streams, layer.filled.values())
+        if self._overlap and self._verdicts.takes_norms:
+            self._verdicts.add(layer)
+        awaited, step = self._verdicts.awaited, self._health.life.step
+        with self._health.changed:
+            gradients, copies = layer.depart(step, awaits_verdict=awaited)
+        counts = layer.sent
+        if copies is None:
+            update = partial(self._update_on_device, layer, step, counts, gradients)
+            if self._overlap and awaited:
+                self._held.append(update)
+            else:
+                update()
+            return
+        norm = self._verdicts.norm_so_far(layer) if awaited else None
+        leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
+        self._meter.span("d2h_s", layer.lid, step, leaving.span)
+        self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
+
+    def _update_on_device(
+        self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]
+    ) -> None:
+        on_host = self._host is not None
+        scale = self._verdicts.host_scale() if on_host else 1.0
+        if scale is None:
+            return  # a skipped step; on a GPU the kernel sees to that
+        began = self._transfers.clock.mark()
+        for index, gradient in gradients.items():
+            numbers = scalars(self._hypers[layer.segments[index].spec.group], counts[index], scale)
+            layer.updater.update(index, gradient, numbers, self._host, None if on_host else self._verdicts.scale)
+        layer.note_writes()
+        self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
+
+    # ------------------------------------------------------------ the beginning and the end of a backward
+
+    def _begin(self, parameter: TrainedParameter) -> None:
+        """The first gradient of a backward. Raises, changing nothing, for what was wrong before it."""
+        health, life = self._health, self._health.life
+        scaling = self._verdicts.loss_scale
+        if scaling is not None and not scaling.claim():
+            health.refuse("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
+        first, last = life.ended == 0, self._accumulation.begin(life.ended)
+        event = Event.BEGIN_LAST if last else Event.BEGIN
+        health.require(event, name=parameter.name, advice=self._accumulation.advice)
+        if last:
+            self._begin_step()
+        if _inside_reentrant_checkpoint():
+            health.refuse("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
+        life.on(event)
+        if not (first and last):
+            self._meter.turn()
+        self._ends_by_itself = in_backward()
+        if self._ends_by_itself:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def _begin_step(self) -> None:
+        """The step's updates are about to begin: placements, masters and hyperparameters hold from now on."""
+        step = self._health.life.step
+        with self._health.undivided("a handover of layers"):
+            self._boundary.finish_plan(step)
+        self._verdicts.count_last()
+        self._masters.begin_step()
+        self._groups = self._read_groups()
+        self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
+        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
+        self._link.post("optimizer", begin)
+
+    def end(self) -> None:
+        """The whole backward has succeeded. Autograd tells, or `end_outside` where it ran outside of autograd."""
+        life = self._health.life
+        if life.state is State.COMMITTING:
+            self._complete()
+        life.on(Event.END)  # last: an exception in here is one in backward
+
+    def end_outside(self) -> None:
+        """Gradients that were reduced outside of any backward, as pipelines do, are over when `step()` is called."""
+        if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
+            self.end()
+
+    def commit(self) -> bool:
+        """`step()` was called: send off what backward has not. False if there was no gradient."""
+        life = self._health.life
+        if life.state is State.SUMMED:  # fewer backwards than were announced
+            self._begin_step()
+            life.on(Event.STEP)
+            with self._health.undivided("the update of layers"):
+                self.end()
+        if life.state is State.IDLE:
+            return False
+        if self._read_groups() != self._groups:
+            self._health.refuse(
+                "a parameter group's hyperparameters changed between backward and step(): HyTrain reads them when "
+                "the step's last backward begins, so call the scheduler after opt.step()"
+            )
+        with self._health.undivided("the update of layers"):
+            self._flush()
+        return True
+
+    def _complete(self) -> None:
+        """All gradients of the step are there: layers without all of theirs leave too (I5)."""
+        life, stream = self._health.life, self._transfers.stream()
+        for parameter in self._accumulation.pending:
+            parameter.fill(self._accumulation.take(parameter), life.step, stream)
+        if self._overlap:
+            self._flush()
+            self._judge()
+
+    def _flush(self) -> None:
+        """Send off all layers that have gradients; without overlap, one after the other, each to its end."""
+        layers, stream = [layer for layer in self._layers if layer.filled], self._transfers.stream()
+        for layer in layers:
+            if len(layer.filled) < len(layer.segments):
+                self._meter.backward(layer.lid)
+        if not self._overlap:
+            for layer in layers if self._verdicts.takes_norms else ():
+                self._verdicts.add(layer)
+            self._judge()
+        for layer in layers:
+            self._send(layer, stream)
+            if not self._overlap:
+                self._reads.wait_for(layer, on_host=True)
+
+    def _judge(self) -> None:
+        """The step's gradients are all there: their norm says what becomes of them."""
+        if not self._verdicts.awaited:
+            return
+        judgement = self._verdicts.judge(self._health.life.step)
+        for role in ("optimizer", "coordinator"):
+            self._link.post(role, judgement, after=judgement.arrival)
+        for update in self._held:
+            update()
+        self._held.clear()
+
+    # ------------------------------------------------------------ the link's threads
+
+    def on_departure(self, draft: Draft) -> Message:
+        """What was posted with a copy can be sent: the copy has finished. On the sender's thread."""
+        match draft:
+            case Departure(layer=layer, step=step):
+                layer.life.on(LayerEvent.COPIED, step)
+                return draft.grad_ready()
+            case Judgement():
+                return draft.verdict()
+        raise TypeError(f"a trainer posts no {type(draft).__name__}")
+
+    def on_weights_ready(self, done: WeightsReady) -> None:
+        """The optimizer has updated a layer: start the copy of its weights. On the receiver's thread."""
+        layer = self._layers[done.lid]
+        layer.life.on(LayerEvent.WEIGHTS_READY, done.step)
+        layer.arena.banks = done.banks
+        landing = self._transfers.weights_in(layer.incoming())
+        with self._health.changed:
+            layer.note_writes()
+            layer.landing = landing
+            if layer.moving is not None:
+                self._handover.state_in(layer)
+            self._health.changed.notify_all()
+        self._meter.span("h2d_s", layer.lid, done.step, landing.span)
+
+    def close(self) -> None:
+        """Nothing that was held will be updated any more."""
+        self._held.clear()
+
+
+def _inside_reentrant_checkpoint() -> bool:
+    """Whether this thread is in a backward that reentrant activation checkpointing started inside another."""
+    code: Final = CheckpointFunction.backward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

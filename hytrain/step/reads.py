@@ -1,0 +1,153 @@
+"""Who waits for which weights, and how long: everything that reads parameters comes through here.
+
+    a module is called       BeforeForward ─▶ enter(gate)       its layers' updates have landed on this stream after it
+    the model is called      engine ─▶ enter(root)              the same for parameters that no other module covers
+    module.weight            BeforeRead ─▶ read(parameter)      this parameter's have
+    state_dict, save, …      engine ─▶ synchronize()            all have, on the host
+
+A layer that is CURRENT can be read. One whose update is under way makes its reader wait: the thread for the optimizer's
+message, the stream for the copy of the weights. `TrainedParameter.awaited` says who has been waited for since the last
+update; a gradient of a parameter that nobody waited for comes from a stale read (I1).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hytrain.errors import StaleReadError, UsageError
+from hytrain.memory.transfer import Transfers
+from hytrain.model.lifecycle import Event as LayerEvent
+from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
+from hytrain.step.health import Health
+from hytrain.step.life import IN_BACKWARD, Event, State
+from hytrain.step.measure import Meter
+
+
+class Reads:
+    """One model's readers."""
+
+    def __init__(
+        self,
+        layers: list[TrainedLayer],
+        parameters: list[TrainedParameter],
+        *,
+        transfers: Transfers,
+        health: Health,
+        meter: Meter,
+    ) -> None:
+        self.root = Gate()
+        self._layers, self._parameters = layers, parameters
+        self._transfers, self._health, self._meter = transfers, health, meter
+        self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
+
+    def enter(self, gate: Gate) -> None:
+        """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
+        inside = in_backward()
+        if inside:
+            self._health.check()
+        else:
+            self._health.require(Event.OUTSIDE)
+        if not gate.layers:
+            return
+        life = self._health.life
+        measured = not inside and torch.is_grad_enabled() and life.state is State.IDLE
+        arrived = self._meter.arrive() if measured else None
+        for layer in gate.layers:
+            if inside and layer.life.updated == life.step:
+                self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
+            if not layer.life.is_current:
+                self.wait_for(layer)
+            elif layer.landing is not None:
+                self._transfers.land(layer.landing)  # the stream that awaited it may have been another one
+        self._mark_awaited(gate.parameters, inside)
+        if measured:
+            self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
+            if self._order is not None:
+                self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
+
+    def read(self, parameter: TrainedParameter) -> None:
+        """The current stream may read the parameter after this, except in backward, which updates it."""
+        if self._health.life.state in IN_BACKWARD:
+            return
+        for layer, _ in parameter.places:
+            self.wait_for(layer)
+        parameter.awaited = True
+
+    def wait_for(self, layer: TrainedLayer, *, on_host: bool = False) -> None:
+        """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival.
+
+        `on_host` waits for the arrival itself, for readers on whatever stream. Returns at once for a layer that is
+        CURRENT.
+        """
+        if layer.life.is_current:
+            return
+        self._health.wait_for(
+            lambda: layer.landing is not None or layer.life.is_current, f"the update of layer {layer.name}"
+        )
+        if layer.life.is_current:
+            return
+        landing = layer.landing
+        assert landing is not None, "what has been waited for"
+        for segment in layer.segments:
+            if not segment.owner.is_in_place:
+                raise UsageError(
+                    f"the storage of {segment.owner.name} was replaced while its update was under way: call "
+                    "opt.synchronize() before swapping .data, and opt.close() before moving or converting the model"
+                )
+        self._transfers.land(landing)
+        if on_host:
+            landing.synchronize()
+        with self._health.changed:
+            if not layer.life.is_current:
+                layer.life.on(LayerEvent.AWAITED, layer.life.updated)
+
+    def synchronize(self) -> None:
+        """Return once every update has landed in the parameters, on the host (I6)."""
+        for layer in self._layers:
+            self.wait_for(layer, on_host=True)
+        self._mark_awaited(self._parameters, in_backward())
+
+    def _mark_awaited(self, parameters: list[TrainedParameter], inside: bool) -> None:
+        """They may be read; in a backward, those whose gradient has come are about to change again."""
+        for parameter in parameters:
+            if not inside or parameter.step != self._health.life.step:
+                parameter.awaited = True
+
+    def meet_uncovered(self, parameter: TrainedParameter) -> None:
+        """A gradient of a parameter that nobody waited for: from now on the root waits for its layers (I1).
+
+        Raises `StaleReadError` if an update may have been under way when it was read.
+        """
+        step = self._health.life.step
+        for layer, _ in parameter.places:
+            was_under_way = layer.life.placement.updates == "cpu" or layer.came == step
+            if was_under_way and layer.life.updated >= 0:
+                self._health.abort(
+                    StaleReadError(
+                        f"{parameter.name} was read without its module being called, while its update may have been "
+                        "under way: call the module, or opt.synchronize() before forward"
+                    )
+                )
+            if layer not in self.root.layers:
+                self.root.add(layer)
+
+    def learned_order(self) -> tuple[int, ...] | None:
+        """After the first step, once: each layer's position in the order in which forward entered them.
+
+        Layers that the root waits for come first; those that were not entered keep the table's order, after the others.
+        """
+        if self._order is None:
+            return None
+        place = {lid: index for index, lid in enumerate(self._order)}
+        place.update((layer.lid, -1) for layer in self.root.layers)
+        self._order = None
+        order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
+        positions = [0] * len(order)
+        for position, lid in enumerate(order):
+            positions[lid] = position
+        return tuple(positions)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside one of autograd's backwards."""
+    return bool(torch._C._current_graph_task_id() != -1)
