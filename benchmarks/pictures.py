@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
 
-from benchmarks.goals import AUTO  # noqa: E402
+from benchmarks.parts import AUTO  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
 
 OURS: Final = "#c8553d"
@@ -43,7 +43,7 @@ def systems(rows: Rows) -> Any:
     for part in parts:
         here = rows.of_part(part).beside(rows).where(batch=8, label="")
         base = here.where(system="no-offload").median("step_s")
-        for name in rows.of_part(part).systems():
+        for name in rows.of_part(part).distinct("system"):
             mine = here.where(system=name)
             step_s, memory = mine.median("step_s"), mine.median("gpu_peak_gb")
             if base and step_s is not None and memory is not None:
@@ -75,7 +75,7 @@ def _colour(name: str) -> str:
 def sweep(rows: Rows) -> Any:
     """Step time and GPU memory over static k, with what the planner chose."""
     here = rows.of_part("sweep")
-    static = sorted(_points(here, [label for label in here.labels() if label.startswith("k=")]))
+    static = sorted(_points(here, [label for label in here.distinct("label") if label.startswith("k=")]))
     chosen = _points(here, ["auto"]) or _points(here, ["auto from the start"])
     if not static:
         return None
@@ -111,7 +111,7 @@ def policies(rows: Rows) -> Any:
     """Policies over batch sizes: step time beside no offload at the same batch (where the host has it), GPU memory."""
     here = rows.of_part("policies")
     sizes = sorted({row["batch"] for row in here})
-    labels = [label for label in here.labels() if here.where(label=label).values("step_s")]
+    labels = [label for label in here.distinct("label") if here.where(label=label).values("step_s")]
     if not labels:
         return None
     base = {size: here.beside(rows).where(system="no-offload", batch=size).median("step_s") for size in sizes}
@@ -139,7 +139,9 @@ def policies(rows: Rows) -> Any:
 
 def threads(rows: Rows) -> Any:
     """Step by step: the optimizer loses half of its threads and gets them back."""
-    here = rows.of_part("threads").where(system=tuple(name for name in rows.systems() if name.startswith(AUTO)))
+    here = rows.of_part("threads").where(
+        system=tuple(name for name in rows.distinct("system") if name.startswith(AUTO))
+    )
     found = [here.where(label=label).last() for label in ("all threads", "halved", "given back")]
     moments = [row for row in found if row is not None and row.get("ks")]
     if len(moments) < 3:
