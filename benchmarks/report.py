@@ -365,7 +365,9 @@ def machines(rows: Rows) -> str:
     alike: dict[str, list[Rows]] = {}
     for mine in rows.by_host():
         facts = {**mine.last("hardware"), **mine.last("versions")}
-        text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value not in ("", None))
+        text = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value not in ("", None)
+        )
         alike.setdefault(text, []).append(mine)
     day = ("measured on", lambda mine: mine[0]["at"][:10])
     commands = ("commands", lambda mine: "<br>".join(f"`{command}`" for command in mine.distinct("command")))

@@ -13,15 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks.goals import GOALS, NOT_MEASURED
+from benchmarks.job import Job, Segment
+from benchmarks.words import NOTHING
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import made_up, row
 
 from benchmarks import goals, guard, host, idle, pages, parts, report, rows, suite, tables
-from benchmarks.goals import GOALS, NOT_MEASURED
-from benchmarks.job import Job, Segment
 from benchmarks.rows import Rows
-from benchmarks.words import NOTHING
 from hytrain.memory.arena import HUGE_PAGE_BYTES
 
 GB = 10**9
