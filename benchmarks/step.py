@@ -1,6 +1,6 @@
 """One job in this process: builds the system, runs the segments' steps, writes a row for each. `suite` starts it.
 
-    python -m benchmarks.step --rows-to FD JOB     JOB as JSON, see benchmarks.parts; rows as JSON lines to descriptor FD
+    python -m benchmarks.step --rows-to FD JOB     JOB as JSON, see `parts`; rows as JSON lines to descriptor FD
 
     build ─▶ segment: commands ─▶ settle ─▶ measure ─▶ row ─▶ next segment … ─▶ close
 
