@@ -58,6 +58,6 @@ def host_gb(mine: Rows) -> str:
 
 HOST: Final = (last("host", "host"), last("commit", "commit"))
 SYSTEM, BATCH = last("system", "system"), last("batch", "batch")
-K, STEP, PREDICTED = median("k", "k", 2), ("s/step", step_s), median("predicted s", "predicted_step_s", 4)
+K, STEP, PREDICTED = median("k", "k", 2), ("s/step", step_s), median("predicted s/step", "predicted_step_s", 4)
 MEMORY: Final = (median("GPU peak GB", "gpu_peak_gb", 1), ("host GB", host_gb))
 PLAN: Final = (K, STEP, PREDICTED, *MEMORY)

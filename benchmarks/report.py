@@ -233,7 +233,7 @@ def one_host(rows: Rows) -> str:
         col.BATCH,
         col.K,
         col.STEP,
-        ("to no offload", to_no_offload),
+        ("relative to no offload", to_no_offload),
         median("TFLOP/s", "tflops", 0),
         *col.MEMORY,
     )
@@ -260,8 +260,11 @@ def hosts(rows: Rows) -> str:
         return number(None if rate is None else rate / 1e9, 1)
 
     lines = [here for here in rows.where(part="main").by_host() if here.ratio(AUTO, "no-offload")]
-    time = ("s/step to no offload", lambda here: number(here.ratio(AUTO, "no-offload")))
-    memory = ("of its GPU memory", lambda here: share(here.ratio(AUTO, "no-offload", field="gpu_peak_gb")))
+    time = ("s/step relative to no offload", lambda here: number(here.ratio(AUTO, "no-offload")))
+    memory = (
+        "GPU memory relative to no offload",
+        lambda here: share(here.ratio(AUTO, "no-offload", field="gpu_peak_gb")),
+    )
     return table(lines, *col.HOST, ("CPU, Gparam/s", rate), of("k", AUTO, "k", 2), time, memory)
 
 
@@ -274,7 +277,7 @@ def sweep(rows: Rows) -> str:
         label: str = mine.last("label")
         return f"**{label}**" if label.startswith("auto") else label
 
-    to_best = ("to the best", lambda mine: number(ratio(mine.median("step_s"), best)))
+    to_best = ("relative to the best", lambda mine: number(ratio(mine.median("step_s"), best)))
     return table(
         lines, ("asked for", asked), median("k, in whole layers", "k", 3), col.STEP, to_best, col.PREDICTED, *col.MEMORY
     )
@@ -300,11 +303,11 @@ def batches(rows: Rows) -> str:
     return table(
         [rows.where(batch=size).of_part("batches") for size in sizes],
         *(col.BATCH, col.HOST[0], of("k", AUTO, "k", 2)),
-        *(of(f"{name} s", system, "step_s", 4) for name, system in names.items()),
-        of("torchao fp32 s", "torchao-fp32", "step_s", 4),
+        *(of(f"{name} s/step", system, "step_s", 4) for name, system in names.items()),
+        of("torchao fp32 s/step", "torchao-fp32", "step_s", 4),
         ("HyTrain / no offload", lambda here: number(to_no_offload(here))),
         *(of(f"{name} GPU GB", names[name], "gpu_peak_gb", 1) for name in ("HyTrain", "no offload")),
-        ("of its memory", lambda here: share(to_no_offload(here, "gpu_peak_gb"))),
+        ("GPU memory / no offload", lambda here: share(to_no_offload(here, "gpu_peak_gb"))),
     )
 
 
@@ -317,16 +320,21 @@ def threads(rows: Rows) -> str:
         return f"step {found[0]}" if found else MISSING
 
     return table(
-        here.by("label"), last("moment", "label"), col.K, col.STEP, col.PREDICTED, ("near the best after", near)
+        here.by("label"),
+        last("moment", "label"),
+        col.K,
+        col.STEP,
+        col.PREDICTED,
+        ("within 10 % of the best from", near),
     )
 
 
 def prediction(rows: Rows) -> str:
     """Predicted and measured, wherever the planner's default policy was at rest."""
-    what = ("what", lambda mine: mine.last("label") or "auto")
+    what = ("setting", lambda mine: mine.last("label") or "auto")
     to_measured = ("predicted / measured", lambda row: number(ratio(row.last("predicted_step_s"), row.last("step_s"))))
     steady = ("steady", lambda mine: "yes" if is_steady(mine[-1]) else "no")
-    times = (col.PREDICTED, median("measured s", "step_s", 4), to_measured, median("stall s", "stall_s", 4))
+    times = (col.PREDICTED, median("measured s/step", "step_s", 4), to_measured, median("stall s", "stall_s", 4))
     return table(
         [Rows([row]) for row in rows.predicted()], last("part", "part"), col.BATCH, what, col.K, *times, steady
     )
@@ -342,7 +350,10 @@ def idle(rows: Rows) -> str:
         return f"failed: {mine.error()}" if mine.error() else of_cause("share")(mine)
 
     columns = (*col.HOST, col.SYSTEM, col.K, ("idle", in_all), *((cause, of_cause(cause)) for cause in CAUSES))
-    stalls = ("stalls by HyTrain's own marks", lambda mine: share(ratio(mine.last("stall_s"), mine.last("step_s")), 2))
+    stalls = (
+        "stalls as HyTrain measures them",
+        lambda mine: share(ratio(mine.last("stall_s"), mine.last("step_s")), 2),
+    )
     return table(rows.where(part="idle").each(), *columns, stalls)
 
 
@@ -350,7 +361,7 @@ def clipping(rows: Rows) -> str:
     """The global norm clipped or not, compared with HyTrain's step without it."""
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
-    to_base = ("to no clipping", lambda mine: number(ratio(mine.median("step_s"), base)))
+    to_base = ("relative to no clipping", lambda mine: number(ratio(mine.median("step_s"), base)))
     return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
 
 
