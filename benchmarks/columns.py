@@ -11,18 +11,18 @@ MISSING: Final = "–"
 NOTHING: Final = "Not measured yet."
 
 
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; `NOTHING` if it has no lines."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
-    return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]]) if body else NOTHING
-
-
 def number(value: float | None, digits: int = 3) -> str:
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def share(value: float | None, digits: int = 1) -> str:
     return MISSING if value is None else f"{value * 100:.{digits}f} %"
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; `NOTHING` if it has no lines."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return "\n".join([lines[0], "|" + " --- |" * len(head), *lines[1:]]) if body else NOTHING
 
 
 #: A column: its head, and its cell for the rows that a line of the table is made of.
@@ -39,6 +39,10 @@ def last(head: str, field: str) -> Column:
 
 def median(head: str, field: str, digits: int) -> Column:
     return head, lambda mine: number(mine.median(field), digits)
+
+
+def computed(head: str, value: Callable[[Rows], float | None], write: Callable[[float | None], str] = number) -> Column:
+    return head, lambda mine: write(value(mine))
 
 
 def of(head: str, system: str, field: str, digits: int) -> Column:

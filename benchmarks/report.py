@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from benchmarks import columns as col
-from benchmarks.columns import MISSING, NOTHING, last, markdown, median, number, of, share, table
+from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
 from benchmarks.idle import CAUSES
 from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING
 from benchmarks.rows import Rows, is_steady, pair, ratio
@@ -228,16 +228,9 @@ def one_host(rows: Rows) -> str:
         return number(ratio(mine.median("step_s"), base.median("step_s")))
 
     named = ("system", lambda mine: f"{mine.last('system')} {mine.last('label')}".strip())
-    columns = (
-        named,
-        col.BATCH,
-        col.K,
-        col.STEP,
-        ("relative to no offload", to_no_offload),
-        median("TFLOP/s", "tflops", 0),
-        *col.MEMORY,
-    )
-    return table(rows.by("system", "batch", "label"), *columns, last("exact fp32 AdamW?", "exact"))
+    speed = (col.STEP, ("relative to no offload", to_no_offload), median("TFLOP/s", "tflops", 0))
+    exact = last("exact fp32 AdamW?", "exact")
+    return table(rows.by("system", "batch", "label"), named, col.BATCH, col.K, *speed, *col.MEMORY, exact)
 
 
 def systems(rows: Rows) -> str:
@@ -260,11 +253,12 @@ def hosts(rows: Rows) -> str:
         return number(None if rate is None else rate / 1e9, 1)
 
     lines = [here for here in rows.where(part="main").by_host() if here.ratio(AUTO, "no-offload")]
-    time = ("s/step relative to no offload", lambda here: number(here.ratio(AUTO, "no-offload")))
-    memory = (
-        "GPU memory relative to no offload",
-        lambda here: share(here.ratio(AUTO, "no-offload", field="gpu_peak_gb")),
-    )
+
+    def relative(field: str) -> Callable[[Rows], float | None]:
+        return lambda here: here.ratio(AUTO, "no-offload", field=field)
+
+    time = computed("s/step relative to no offload", relative("step_s"))
+    memory = computed("GPU memory relative to no offload", relative("gpu_peak_gb"), share)
     return table(lines, *col.HOST, ("CPU, Gparam/s", rate), of("k", AUTO, "k", 2), time, memory)
 
 
@@ -277,10 +271,9 @@ def sweep(rows: Rows) -> str:
         label: str = mine.last("label")
         return f"**{label}**" if label.startswith("auto") else label
 
-    to_best = ("relative to the best", lambda mine: number(ratio(mine.median("step_s"), best)))
-    return table(
-        lines, ("asked for", asked), median("k, in whole layers", "k", 3), col.STEP, to_best, col.PREDICTED, *col.MEMORY
-    )
+    k, to_best = median("k, in whole layers", "k", 3), lambda mine: ratio(mine.median("step_s"), best)
+    speed = (col.STEP, computed("relative to the best", to_best), col.PREDICTED)
+    return table(lines, ("asked for", asked), k, *speed, *col.MEMORY)
 
 
 def policies(rows: Rows) -> str:
@@ -305,9 +298,9 @@ def batches(rows: Rows) -> str:
         *(col.BATCH, col.HOST[0], of("k", AUTO, "k", 2)),
         *(of(f"{name} s/step", system, "step_s", 4) for name, system in names.items()),
         of("torchao fp32 s/step", "torchao-fp32", "step_s", 4),
-        ("HyTrain / no offload", lambda here: number(to_no_offload(here))),
+        computed("HyTrain / no offload", to_no_offload),
         *(of(f"{name} GPU GB", names[name], "gpu_peak_gb", 1) for name in ("HyTrain", "no offload")),
-        ("GPU memory / no offload", lambda here: share(to_no_offload(here, "gpu_peak_gb"))),
+        computed("GPU memory / no offload", lambda here: to_no_offload(here, "gpu_peak_gb"), share),
     )
 
 
@@ -319,25 +312,17 @@ def threads(rows: Rows) -> str:
         found = here.reaction(mine.last("label"))
         return f"step {found[0]}" if found else MISSING
 
-    return table(
-        here.by("label"),
-        last("moment", "label"),
-        col.K,
-        col.STEP,
-        col.PREDICTED,
-        ("within 10 % of the best from", near),
-    )
+    columns = (last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
+    return table(here.by("label"), *columns)
 
 
 def prediction(rows: Rows) -> str:
     """Predicted and measured, wherever the planner's default policy was at rest."""
     what = ("setting", lambda mine: mine.last("label") or "auto")
-    to_measured = ("predicted / measured", lambda row: number(ratio(row.last("predicted_step_s"), row.last("step_s"))))
+    quotient = computed("predicted / measured", lambda mine: ratio(mine.last("predicted_step_s"), mine.last("step_s")))
     steady = ("steady", lambda mine: "yes" if is_steady(mine[-1]) else "no")
-    times = (col.PREDICTED, median("measured s/step", "step_s", 4), to_measured, median("stall s", "stall_s", 4))
-    return table(
-        [Rows([row]) for row in rows.predicted()], last("part", "part"), col.BATCH, what, col.K, *times, steady
-    )
+    times = (col.PREDICTED, median("measured s/step", "step_s", 4), quotient, median("stall s", "stall_s", 4))
+    return table(rows.predicted().each(), last("part", "part"), col.BATCH, what, col.K, *times, steady)
 
 
 def idle(rows: Rows) -> str:
@@ -361,7 +346,7 @@ def clipping(rows: Rows) -> str:
     """The global norm clipped or not, compared with HyTrain's step without it."""
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
-    to_base = ("relative to no clipping", lambda mine: number(ratio(mine.median("step_s"), base)))
+    to_base = computed("relative to no clipping", lambda mine: ratio(mine.median("step_s"), base))
     return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
 
 
