@@ -37,7 +37,6 @@ class Outcome:
     """How it ended. `error` is None if all is well; memory is the most in use beside what was before."""
 
     error: str | None
-    host_base_bytes: int
     host_peak_bytes: int
     took_s: float
 
@@ -83,7 +82,7 @@ def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) ->
     error = stopped
     if stopped is None and child.returncode:
         error = last_meaningful_line(_tail(log, began_at)) or f"exit status {child.returncode}"
-    return Outcome(error, base, peak - base, took_s)
+    return Outcome(error, peak - base, took_s)
 
 
 def _reason_to_stop(bounds: Bounds, running_s: float) -> str | None:

@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.columns import markdown, number
 from hytrain.kernels.choice import load
 from hytrain.memory.arena import Mapping
 from hytrain.memory.transfer import CudaTransfers
@@ -98,15 +99,13 @@ def _huge_bytes() -> int:
 
 
 def table(took: dict[bool, list[dict[str, float]]], nbytes: int) -> str:
-    lines = ["| ms a GB | in huge pages | " + " | ".join(WORK) + " |", "| --- " * (2 + len(WORK)) + "|"]
+    body = []
     for huge, rounds in took.items():
-        cells = []
-        for name in WORK:
-            times = [one[name] for one in rounds if name in one]
-            cells.append(f"{statistics.median(times) / nbytes * 1e12:.1f}" if times else "–")
-        share = statistics.median(one["huge"] for one in rounds)
-        lines.append(f"| {'huge' if huge else 'small'} | {share:.0%} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        times = [[one[name] for one in rounds if name in one] for name in WORK]
+        ms_per_gb = [number(statistics.median(each) / nbytes * 1e12 if each else None, 1) for each in times]
+        came = statistics.median(one["huge"] for one in rounds)
+        body.append(["huge" if huge else "small", f"{came:.0%}", *ms_per_gb])
+    return markdown(["ms per GB", "in huge pages", *WORK], body)
 
 
 if __name__ == "__main__":

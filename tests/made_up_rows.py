@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import parts
-from benchmarks.job import Job, Segment
+from benchmarks.parts import Job, Segment
 from benchmarks.rows import Rows
 
 STEP_S = {"no-offload": 0.6, "forward-backward": 0.5, "torchao-fp32": 1.3, "deepspeed-zero2": 1.9, "fsdp2": 2.1}
@@ -14,7 +14,7 @@ GPU_GB = {"no-offload": 60.0, "forward-backward": 15.0, "torchao-fp32": 29.0, "d
 
 def made_up(*wanted: str, host: str = "host-a", at: str = "2026-01-01T00:00:00+00:00") -> Rows:
     """Rows of these parts, or of all."""
-    jobs = [(part, job) for part in wanted or parts.PARTS for job in parts.PARTS[part](Job(system="", segments=()))]
+    jobs = [(part, job) for part in wanted or parts.PARTS for job in parts.PARTS[part](Job())]
     return Rows(row(part, job, segment, host=host, at=at) for part, job in jobs for segment in job.segments)
 
 
