@@ -227,10 +227,10 @@ def draw_timelines(timelines: dict[str, Timeline], steps: range, path: Path) -> 
 def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
     """One run's tracks; how many ms its steps take."""
     began_ms, ended_ms = timeline.within(steps)
-    ranks = timeline.ranks()
+    positions = timeline.positions()
     for row, (_, kinds) in enumerate(TRACKS):
         for kind in kinds:
-            _bars(axes, row, timeline.of_kind(kind), ranks, (began_ms, ended_ms))
+            _bars(axes, row, timeline.of_kind(kind), positions, (began_ms, ended_ms))
     for step in steps:
         if step in timeline.steps:
             at_ms = timeline.steps[step][0] - began_ms
@@ -245,14 +245,14 @@ def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
     return ended_ms - began_ms
 
 
-def _bars(axes: Any, row: int, spans: Sequence[Span], ranks: dict[int, int], window: tuple[float, float]) -> None:
+def _bars(axes: Any, row: int, spans: Sequence[Span], positions: dict[int, int], window: tuple[float, float]) -> None:
     """Spans of one kind, as far as they are in the window."""
     bars, colours = [], []
     for span in spans:
         began_ms, ended_ms = max(span.began_ms, window[0]), min(span.ended_ms, window[1])
         if began_ms < ended_ms:
             bars.append((began_ms - window[0], ended_ms - began_ms))
-            colours.append(_shade(span.kind, ranks[span.lid] / max(len(ranks) - 1, 1)))
+            colours.append(_shade(span.kind, positions[span.lid] / max(len(positions) - 1, 1)))
     axes.broken_barh(bars, (row - BAR / 2, BAR), facecolors=colours, linewidth=0)
 
 

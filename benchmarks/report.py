@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from benchmarks import columns as col
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
@@ -27,16 +27,12 @@ from benchmarks.idle import CAUSES
 from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING
 from benchmarks.rows import Rows, is_steady, pair, ratio
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
-PICTURES: Final = ROOT / "docs" / "pictures"
-RESULTS: Final = ROOT / "benchmarks" / "results"
+RESULTS: Final = Path(__file__).resolve().with_name("results")
+PAGE: Final = RESULTS.parent.parent / "docs" / "benchmarks.md"
 #: Two step times count as the same if they differ by no more than this.
 SAME: Final = 0.01
 REACHED_STEPS: Final = 20
-_BLOCK: Final = re.compile(
-    r"(?P<begin><!-- begin: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end: (?P=name) -->)", re.DOTALL
-)
+_BLOCK: Final = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
 # ---------------------------------------------------------------- goals
@@ -79,10 +75,7 @@ class Goal:
         return Verdict(text, good == len(found), word)
 
 
-T = TypeVar("T")
-
-
-def known(value: T | None) -> T:
+def known(value: Any) -> Any:
     if value is None:
         raise NotMeasured
     return value
@@ -92,16 +85,13 @@ def beside_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
     """Step time and GPU memory, compared with everything on the GPU."""
 
     def judge(here: Rows) -> tuple[str, bool]:
-        ratios = (here.ratio(AUTO, "no-offload", batch, field) for field in ("step_s", "gpu_peak_gb"))
-        time, memory = map(known, ratios)
+        time, memory = (known(here.ratio(AUTO, "no-offload", batch, each)) for each in ("step_s", "gpu_peak_gb"))
         return f"{time:.3f} at {share(memory)}", time <= time_bar and memory <= memory_bar
 
     return judge
 
 
-def compared(
-    part: str, above: str, below: str, *, at_most: float = 0.0, at_least: float = 0.0, batch: int = 8
-) -> Judge:
+def compared(part: str, above: str, below: str, *, at_most: float = 0, at_least: float = 0, batch: int = 8) -> Judge:
     """The ratio of two step times on the host that measured this part. One of the bars is given."""
 
     def judge(rows: Rows) -> tuple[str, bool]:
@@ -223,12 +213,12 @@ def goals(rows: Rows, kernel: dict[str, float]) -> str:
 def one_host(rows: Rows) -> str:
     """Every system at each batch size and label compared with no offload, on one host: medians over repeats."""
 
-    def to_no_offload(mine: Rows) -> str:
+    def to_no_offload(mine: Rows) -> float | None:
         base = rows.where(system="no-offload", batch=mine.last("batch"))
-        return number(ratio(mine.median("step_s"), base.median("step_s")))
+        return ratio(mine.median("step_s"), base.median("step_s"))
 
     named = ("system", lambda mine: f"{mine.last('system')} {mine.last('label')}".strip())
-    speed = (col.STEP, ("relative to no offload", to_no_offload), median("TFLOP/s", "tflops", 0))
+    speed = (col.STEP, computed("relative to no offload", to_no_offload), median("TFLOP/s", "tflops", 0))
     exact = last("exact fp32 AdamW?", "exact")
     return table(rows.by("system", "batch", "label"), named, col.BATCH, col.K, *speed, *col.MEMORY, exact)
 
@@ -248,8 +238,7 @@ def hosts(rows: Rows) -> str:
     """The main part on each host: the CPU's rate while it trains, and the planner's choice."""
 
     def rate(here: Rows) -> str:
-        cpu = here.named("hytrain:0")
-        rate = ratio(cpu.median("parameters"), cpu.median("cpu_busy_s"))
+        rate = ratio(*(here.named("hytrain:0").median(field) for field in ("parameters", "cpu_busy_s")))
         return number(None if rate is None else rate / 1e9, 1)
 
     lines = [here for here in rows.where(part="main").by_host() if here.ratio(AUTO, "no-offload")]
@@ -361,9 +350,7 @@ def machines(rows: Rows) -> str:
     alike: dict[str, list[Rows]] = {}
     for mine in rows.by_host():
         facts = {**mine.last("hardware"), **mine.last("versions")}
-        text = ", ".join(
-            f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value not in ("", None)
-        )
+        text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value)
         alike.setdefault(text, []).append(mine)
     day = ("measured on", lambda mine: mine[0]["at"][:10])
     commands = ("commands", lambda mine: "<br>".join(f"`{command}`" for command in mine.distinct("command")))
@@ -372,10 +359,8 @@ def machines(rows: Rows) -> str:
 
 # ---------------------------------------------------------------- the page
 
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make
-    for make in (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
-} | {"identical": identical}
+_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -383,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, nargs="+", default=[RESULTS], help="folders with rows*.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder")
+    parser.add_argument("--pictures", type=Path, default=PAGE.with_name("pictures"), help="folder")
     parser.add_argument("--no-pictures", action="store_true", help="where matplotlib is missing")
     arguments = parser.parse_args(argv)
     rows = Rows.read(*arguments.results)
@@ -403,18 +388,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def blocks(rows: Rows, kernel: dict[str, Any]) -> dict[str, str]:
     """The text of every block that a page may have. `kernel`: what `benchmarks.kernel --json` wrote."""
-    texts = {name: make(rows) for name, make in TABLES.items()}
-    texts |= {"goals": goals(rows, kernel.get("summary", {})), "kernel": NOTHING}
-    if kernel:
-        from benchmarks.kernel import table as kernel_table  # needs hytrain, as no other table does
+    from benchmarks.kernel import table as kernel_table  # needs hytrain, as no other table does
 
-        texts["kernel"] = kernel_table(kernel)
-    return texts
+    texts = {name: make(rows) for name, make in TABLES.items()}
+    summary = kernel_table(kernel) if kernel else NOTHING
+    return texts | {"goals": goals(rows, kernel.get("summary", {})), "kernel": summary}
 
 
 def fill(page: str, texts: dict[str, str]) -> str:
     """The page with its blocks replaced. Raises `KeyError` for a block that nobody makes."""
-    return _BLOCK.sub(lambda block: f"{block['begin']}\n{texts[block['name']]}\n\n{block['end']}", page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{texts[block[2]]}\n\n{block[3]}", page)
 
 
 if __name__ == "__main__":

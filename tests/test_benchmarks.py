@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import made_up, row
 
-from benchmarks import guard, host, idle, pages, parts, report, rows, suite
+from benchmarks import guard, host, idle, parts, report, rows, suite
 from benchmarks.columns import NOTHING
 from benchmarks.parts import Job, Segment
 from benchmarks.report import GOALS, Goal, Verdict
 from benchmarks.rows import Rows
-from hytrain.memory.arena import HUGE_PAGE_BYTES
 
 GB = 10**9
 UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
@@ -452,24 +450,6 @@ def test_a_budget_starts_nothing_that_would_end_late(
     assert "not started" in capsys.readouterr().out
     run_suite(tmp_path, "main")
     assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
-
-
-def test_pages_are_measured_small_and_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    rounds = {huge: [pages.measure(2, 8 << 20, huge=huge)] for huge in (False, True)}
-    assert all(set(one) == {"touch", "huge", "give back"} for [one] in rounds.values())
-    small, huge = (line.split("|")[2:] for line in pages.table(rounds, 8 << 20).splitlines()[2:])
-    assert [cell.strip() for cell in small[2:4]] == ["–", "–"] and float(huge[1]) > 0 < float(huge[4])
-    descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, 8 << 20)
-    maps = {how: pages._map(descriptor, 8 << 20, huge=how) for how in (False, True)}
-    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    flags = {
-        how: next(after.split() for area, after in zip(areas, areas[1:], strict=False) if f"\n{address:x}-" in area)
-        for how, (_, address) in maps.items()
-    }
-    os.close(descriptor)
-    assert "nh" in flags[False] and "nh" not in flags[True] and maps[True][1] % HUGE_PAGE_BYTES == 0
 
 
 def test_only_some_batch_sizes(tmp_path: Path, watched: list[Job]) -> None:

@@ -120,7 +120,7 @@ def test_percentiles(count: int, p99_ms: float) -> None:
     assert Latency.of([(float(ms), True) for ms in reversed(range(count))]).p99_ms == p99_ms
 
 
-def test_ranks_are_the_forward_order(path: Path) -> None:
+def test_positions_are_the_forward_order(path: Path) -> None:
     made = Timeline.read(path)
     assert made.positions() == {0: 0, 1: 1}
     made.spans = [span for span in made.spans if (span.kind, span.lid) != ("forward", 0)]
