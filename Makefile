@@ -2,6 +2,8 @@
 #
 #   make demo       train a small Llama on real text, through three processes, on the CPU
 #   make test       linters, types and the tests that need no GPU
+#   make test-slow  the tests that take minutes
+#   make faults     plants known faults one at a time, and says which the tests do not notice
 #   make test-gpu   the tests that need one, with $(PYTHON) as it is
 #   make bench      seconds a step on the CPU, beside a one-process loop
 #   make bench-gpu  the same on a GPU, beside training without offload, with $(PYTHON) as it is; more: benchmarks/
@@ -16,7 +18,7 @@ BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
 IN_VENV := .venv/bin/python
 
-.PHONY: setup demo test lint test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow faults lint test-gpu bench bench-gpu
 
 setup: $(READY)
 
@@ -51,6 +53,12 @@ demo: setup
 # Tests wait for processes most of the time. Beyond a few at once they would wait for one another.
 test: lint
 	$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-slow: setup
+	$(IN_VENV) -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+
+faults: setup
+	$(IN_VENV) -m tests.faults --jobs 2
 
 lint: setup
 	$(IN_VENV) -m ruff check .

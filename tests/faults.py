@@ -70,7 +70,9 @@ def examine(fault: Fault, copy: Path) -> tuple[bool, str]:
     with fault.planted(copy):
         for arguments in fault.tests:
             status, failed, said = run_tests(shlex.split(arguments), copy)
-            if status not in (0, 1):
+            if status < 0:
+                return True, f"caught by {arguments}: signal {-status}"
+            if status > 1:
                 return False, f"NOT CAUGHT: pytest {arguments} ended with status {status}\n{said}"
             if failed:
                 break
@@ -83,9 +85,10 @@ def examine(fault: Fault, copy: Path) -> tuple[bool, str]:
 
 def run_tests(arguments: Sequence[str], copy: Path) -> tuple[int, str | None, str]:
     """Run pytest in a copy: its exit status, the first test that failed, the end of what it said."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "HYTRAIN_CACHE": str(copy.parent / "cache")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--run-slow", *arguments]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    # Bytecode is known by its source's length and second: it could be that of the code without the fault.
+    changed = {"PYTHONPATH": str(copy), "HYTRAIN_CACHE": str(copy.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "slow or not slow", *arguments]
+    done = subprocess.run(command, cwd=copy, env={**os.environ, **changed}, capture_output=True, text=True, check=False)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return done.returncode, failed[1] if failed else None, (done.stdout + done.stderr)[-2000:]
 

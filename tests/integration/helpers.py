@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -154,6 +155,7 @@ def train(
 def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
     opt = hytrain.AdamW(model, *arguments, **{"lr": LR, **options})
+    _began[opt] = (opt.run_dir / "metrics.jsonl").stat().st_size
     try:
         yield opt
     except BaseException:
@@ -171,23 +173,30 @@ def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
     return psutil.Process(found)
 
 
+#: How long the run's records were when an optimizer joined it.
+_began: weakref.WeakKeyDictionary[hytrain.AdamW, int] = weakref.WeakKeyDictionary()
+
+
 def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
-    """The run's records until now."""
-    *lines, _ = (opt.run_dir / "metrics.jsonl").read_text().split("\n")
+    """The optimizer's records until now."""
+    with (opt.run_dir / "metrics.jsonl").open() as file:
+        file.seek(_began[opt])
+        *lines, _ = file.read().split("\n")
     return [json.loads(line) for line in lines]
 
 
 def wait_for_coordinator(opt: hytrain.AdamW) -> None:
     """Return once the coordinator has heard of the last steps: then it plans for them, however slow it is."""
     due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + 60.0
-    while due > 0 and _newest_step(opt.run_dir / "metrics.jsonl") != due:
+    while due > 0 and _newest_step(opt) != due:
         assert time.monotonic() < ends_s, f"no record of step {due}"
         time.sleep(0.001)
 
 
-def _newest_step(metrics: Path) -> int | None:
+def _newest_step(opt: hytrain.AdamW) -> int | None:
+    metrics = opt.run_dir / "metrics.jsonl"
     with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - 4096))
+        file.seek(max(_began[opt], metrics.stat().st_size - 4096))
         *lines, _ = file.read().split(b"\n")
     return json.loads(lines[-1])["step"] if lines else None
 

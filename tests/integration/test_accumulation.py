@@ -53,7 +53,6 @@ def summed_first(dtype: torch.dtype, steps: range = range(STEPS), count: int = M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_summing_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     expected = summed_first(dtype)
     choices: list[dict[str, Any]] = [
         {"k": 0.0},

@@ -116,7 +116,6 @@ def test_every_way_gives_the_bits_of_clip_then_step(
     share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ahead of the verdict, behind it, and with mode and owners changing at random."""
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     poison, ordered = POISON, norms_without_clipping(dtype)
     max_norm = ordered[0] * 2 if share == 0 else ordered[round(share * len(ordered)) - 1] * (1 - 1e-4)
     expected = run(dtype, max_norm, poison, k=0.0, overlap=False)

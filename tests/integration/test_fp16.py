@@ -196,7 +196,6 @@ def make_mixed() -> Poisoned:
 def test_bits_and_scales_do_not_depend_on_who_owns_a_layer(
     make: Callable[[], Poisoned], max_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     results, scales, moved = [], [], 0
     for options in ({"k": 0.0, "overlap": False}, *CHOICES.values()):
         model = make()
@@ -218,7 +217,6 @@ def test_bits_and_scales_do_not_depend_on_who_owns_a_layer(
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "speculate": True}, {"max_grad_norm": 100.0}])
 def test_a_real_model_without_a_scale(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch allows it: with whatever is lost. Ahead of verdicts as behind them."""
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     results = []
     for choice in ({"k": 0.0, "overlap": False}, {"k": 0.3}, {"policy": "random"}):
         model = llama(torch.float16)

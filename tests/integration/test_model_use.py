@@ -335,7 +335,6 @@ def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], k: float) 
 
 
 def test_moving_layers_that_no_module_covers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     model = Attention()
     with adamw(model, policy="random") as opt:
         for step in range(40):
