@@ -28,6 +28,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import hytrain
 from hytrain.kernels.split import split
+from hytrain.recipe import config, loop
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.optimizer import hytrain_adamw
+from hytrain.recipe.report import Summary
 from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
@@ -149,6 +153,19 @@ def train(
             scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+def same_as_torch(
+    run: Callable[[Any, Any], object], make: Callable[[], nn.Module] = perceptron, **options: Any
+) -> None:
+    """`run(model, optimizer)` returns the same as with torch's fused AdamW, and leaves the same weights."""
+    ours, theirs = make(), make()
+    numbers = {"lr": LR, **{name: options[name] for name in ("lr", "betas", "weight_decay") if name in options}}
+    expected = run(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **numbers))
+    with adamw(ours, **options) as opt:
+        assert run(ours, opt) == expected
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
 
 
 @contextmanager
@@ -308,6 +325,24 @@ def roles_below(process: psutil.Process) -> dict[str, psutil.Process]:
     found = {role_of(child): child for child in children}
     assert len(found) == len(children), [child.cmdline() for child in children]
     return found
+
+
+def train_recipe(recipe: Path, run_dir: Path, *overrides: str) -> Summary:
+    """Train a recipe in this process, with a run of its own in `run_dir`."""
+    made: list[hytrain.AdamW] = []
+
+    def make(model: nn.Module, recipe: Recipe) -> Any:
+        made.append(hytrain_adamw(model, recipe))  # type: ignore[arg-type]
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYTRAIN_RUN_DIR", str(run_dir))
+        run_dir.mkdir(exist_ok=True)
+        try:
+            return loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
+        finally:
+            for opt in made:
+                opt.close()
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:

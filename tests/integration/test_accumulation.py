@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, llama, perceptron, square_loss, state, train, weights
+from helpers import adamw, differing, llama, perceptron, square_loss, state, weights
 from torch import Tensor, nn
 
 import hytrain
-from hytrain.errors import ConfigError, UsageError
+from hytrain.errors import UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.step.sums import DeviceSums, HostSums
 from protocol import messages as m
@@ -247,24 +247,3 @@ def test_a_graph_may_be_used_again_while_gradients_are_summed() -> None:
             optimizer.step()
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
-
-
-def test_impossible_places() -> None:
-    with pytest.raises(ConfigError, match="accumulate_on"):
-        hytrain.AdamW(perceptron(), accumulate_on="gpu")
-
-
-@pytest.mark.parametrize("count", [0, -1, 2.0, "all"])
-def test_impossible_counts(count: Any) -> None:
-    with pytest.raises(ConfigError, match="grad_accumulation"):
-        hytrain.AdamW(perceptron(), grad_accumulation=count)
-
-
-def test_one_backward_is_as_before() -> None:
-    results = []
-    for options in ({}, {"grad_accumulation": 1}):
-        model = perceptron()
-        with adamw(model, k=0.5, **options) as opt:
-            train(model, opt, range(5), square_loss)
-            results.append(state(opt) | weights(model))
-    assert differing(*results) == []

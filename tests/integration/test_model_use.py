@@ -447,7 +447,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks(backend: str) -> None:
     def compiled() -> tuple[nn.Module, torch._dynamo.testing.CompileCounterWithBackend]:
         torch._dynamo.reset()

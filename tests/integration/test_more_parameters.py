@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from helpers import (
     differing,
     llama,
     perceptron,
+    records,
     square_loss,
     state,
     train,
@@ -84,6 +84,7 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
     assert differing(*results) == []
 
 
+@pytest.mark.usefixtures("own_run")
 def test_commands_outlive_a_new_beginning() -> None:
     """What a monitor asked for still holds when parameters have come."""
     model = half_frozen()
@@ -94,12 +95,12 @@ def test_commands_outlive_a_new_beginning() -> None:
         model[2:].requires_grad_(True)
         train(model, opt, range(4, 12), square_loss)
         assert opt.statistics().k > 0.0
-        folder = opt.run_dir
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    threads = [record["threads"] for record in records]
+        known = opt
+    threads = [record["threads"] for record in records(known)]
     assert set(threads[:4]) <= {None, 2} and set(threads[4:]) <= {None, 1} and threads[-1] == 1
 
 
+@pytest.mark.usefixtures("own_run")
 def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a k of its own, only the rest of the layers had to fit when training began."""
     model = perceptron()
@@ -130,9 +131,8 @@ def test_a_group_that_is_added_later() -> None:
         opt.log(9, loss=1.0)
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
-        folder = opt.run_dir
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "step_s" in record] == list(range(1, 10))
+        known = opt
+    assert [record["step"] for record in records(known) if "step_s" in record] == list(range(1, 10))
 
 
 def test_a_module_that_is_added_later() -> None:
@@ -267,6 +267,20 @@ def test_what_was_written_before_is_not_lost() -> None:
             opt.import_weights()
             opt._rebuild()
     assert differing(*results) == []
+
+
+def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
+    """The remainder that it was kept with belongs to other weights."""
+    model = perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), square_loss)
+        model[0].requires_grad_(False)
+        opt._rebuild()
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.5)
+        model[0].requires_grad_(True)
+        square_loss(model, 3)
+        assert not state(opt)["remainder.0"].any() and state(opt)["remainder.1"].any()
 
 
 def test_frozen_while_others_are_unfrozen() -> None:
