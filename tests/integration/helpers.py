@@ -160,7 +160,8 @@ def same_as_torch(
 ) -> None:
     """`run(model, optimizer)` returns the same as with torch's fused AdamW, and leaves the same weights."""
     ours, theirs = make(), make()
-    numbers = {"lr": LR, **{name: options[name] for name in ("lr", "betas", "weight_decay") if name in options}}
+    names = ("lr", "betas", "eps", "weight_decay", "maximize")
+    numbers = {"lr": LR, **{name: options[name] for name in names if name in options}}
     expected = run(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **numbers))
     with adamw(ours, **options) as opt:
         assert run(ours, opt) == expected

@@ -39,6 +39,7 @@ from hytrain.recipe.checkpoint import latest
 from hytrain.saving import INDEX
 from workers.run_folder import claim
 
+pytestmark = pytest.mark.usefixtures("own_run")
 PLAIN = SCRIPTS / "plain.py"
 STEPS = "20"
 
@@ -238,7 +239,6 @@ def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     assert (tmp_path / "flag" / "logs").is_dir() and not (tmp_path / "not").exists()
 
 
-@pytest.mark.usefixtures("own_run")
 def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:
     for _ in range(2):
         model = perceptron()

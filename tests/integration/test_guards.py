@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, vectors, weights
+from helpers import LR, Reference, adamw, differing, perceptron, same_as_torch, square_loss, train, vectors, weights
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -113,14 +113,11 @@ def test_an_empty_parameter_does_no_harm(k: float) -> None:
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
         return model
 
-    plain, ours = made(), made()
-    train(plain, Reference(plain, lr=LR), range(4), square_loss)
-    with adamw(ours, k=k) as opt:
-        train(ours, opt, range(4), lambda model, step: square_loss(model, step) + model.nothing.sum())
-        opt.synchronize()
-        assert differing(weights(ours), weights(plain)) == []
-    model = perceptron()
-    model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return square_loss(model, step) + model.nothing.sum()
+
+    same_as_torch(lambda model, opt: train(model, opt, range(4), loss), made, k=k)
+    model = made()
     with pytest.raises(UnsupportedError, match="nothing to train"):
         hytrain.AdamW(model, [{"params": [model.nothing]}])
 
@@ -130,18 +127,11 @@ def test_users_pre_hooks_see_new_weights() -> None:
 
     def pruned() -> nn.Sequential:
         model = perceptron()
+        torch.manual_seed(1)
         prune.random_unstructured(model[1][0], "weight", amount=0.5)
         return model
 
-    torch.manual_seed(1)
-    plain = pruned()
-    torch.manual_seed(1)
-    ours = pruned()
-    train(plain, Reference(plain, lr=LR), range(6), square_loss)
-    with adamw(ours, k=0.0) as opt:
-        train(ours, opt, range(6), square_loss)
-        opt.synchronize()
-    assert differing(weights(ours), weights(plain)) == []
+    same_as_torch(lambda model, opt: train(model, opt, range(6), square_loss), pruned, k=0.0)
 
 
 def test_loaded_remainders_make_no_nan_with_other_weights() -> None:
