@@ -246,17 +246,6 @@ def test_a_fixed_scale_changes_no_bit_of_float32(clip: str) -> None:
     assert all(differing(other, results[0]) == [] for other in results[1:])
 
 
-def test_a_skipped_step_leaves_every_bit_and_halves_the_scale() -> None:
-    model = make(poison={3: math.nan})
-    with adamw(model, loss_scale="dynamic", k=0.5) as opt:
-        train_scaled(model, opt, range(3))
-        before = everything(model, opt)
-        assert train_scaled(model, opt, [3]) == [2.0**15]
-        assert differing(everything(model, opt), before) == [] and opt.skipped_steps == 1
-        train_scaled(model, opt, [4])
-        assert differing(everything(model, opt), before) != []
-
-
 @pytest.mark.parametrize("on_nonfinite", [None, "raise"])
 def test_a_fixed_scale_stays_and_such_steps_are_skipped(on_nonfinite: str | None) -> None:
     model = make(poison={1: math.inf})

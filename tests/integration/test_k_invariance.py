@@ -69,7 +69,7 @@ def test_more_threads_and_other_cores_change_nothing() -> None:
     assert differing(*results) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
     results = []

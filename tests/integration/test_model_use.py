@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
-from hytrain.errors import UsageError
 
 
 def reference(steps: range = range(20), make: Callable[[], nn.Module] = perceptron) -> nn.Module:
@@ -97,14 +96,6 @@ def test_readers_see_every_update(reader: str, monkeypatch: pytest.MonkeyPatch) 
         assert differing(seen, {name: expected[name] for name in seen}) == []
         train(model, opt, range(11, 20), square_loss)
     assert differing(weights(model), weights(reference())) == []
-
-
-def test_synchronize_brings_parameters_up_to_date() -> None:
-    model = perceptron()
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(11), square_loss)
-        opt.synchronize()
-        assert differing(weights(model), weights(reference(range(11)))) == []
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
@@ -234,18 +225,6 @@ def test_imported_weights_are_taken_over(k: float) -> None:
         train(model, opt, range(6, 12), square_loss)
 
     same_as_torch(run, k=k)
-
-
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_a_write_that_was_not_imported_is_refused(k: float) -> None:
-    model = perceptron()
-    with adamw(model, k=k) as opt:
-        train(model, opt, range(3), square_loss)
-        opt.synchronize()
-        with torch.no_grad():
-            model[0][0].weight.mul_(0.5)
-        with pytest.raises(UsageError, match="import_weights"):
-            train(model, opt, range(3), square_loss)
 
 
 # ---------------------------------------------------------------- reading in parts
