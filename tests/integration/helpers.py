@@ -8,6 +8,7 @@ All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -239,6 +240,23 @@ def state(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of the optimizer's state, `exp_avg.3` and so on."""
     entries = opt.state_dict()["state"].items()
     return {f"{plane}.{index}": tensor.clone() for index, entry in entries for plane, tensor in entry.items()}
+
+
+def saved_and_loaded(saved: Any) -> Any:
+    """What `torch.save` and `torch.load` make of it."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=not isinstance(saved, nn.Module))
+
+
+def keep(opt: hytrain.AdamW, form: str, folder: Path) -> Callable[[hytrain.AdamW], object]:
+    """Keep the state in `form`, "files" or "dictionary"; what loads it."""
+    if form == "files":
+        opt.save(folder)
+        return lambda other: other.load(folder)
+    saved = saved_and_loaded(opt.state_dict())
+    return lambda other: other.load_state_dict(saved)
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, perceptron, same_as_torch, square_loss, state, train, weights
+from helpers import (
+    adamw,
+    differing,
+    keep,
+    perceptron,
+    same_as_torch,
+    saved_and_loaded,
+    square_loss,
+    state,
+    train,
+    weights,
+)
 from torch import nn
 
 import hytrain
@@ -98,16 +108,10 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
     whole = perceptron(dtype=dtype)
     with adamw(whole, k=k) as opt:
         train(whole, opt, range(6), square_loss)
-        opt.save(tmp_path)
-        saved, kept = opt.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-        for entry in saved["state"].values():
-            entry.update({plane: tensor.clone() for plane, tensor in entry.items()})
+        loads = [keep(opt, form, tmp_path) for form in ("files", "dictionary")]
+        kept = saved_and_loaded(whole.state_dict())
         train(whole, opt, range(6, 12), square_loss)
         expected = result(whole, opt)
-    loads: list[Callable[[hytrain.AdamW], None]] = [
-        lambda opt: opt.load(tmp_path),
-        lambda opt: opt.load_state_dict(saved),
-    ]
     for load in loads:
         model = perceptron(dtype=dtype)
         with adamw(model, k=k) as opt:

@@ -14,8 +14,10 @@ from helpers import (
     adamw,
     bits,
     differing,
+    keep,
     llama,
     perceptron,
+    saved_and_loaded,
     square_loss,
     state,
     train,
@@ -294,32 +296,20 @@ def test_saved_and_resumed_at_another_k(form: str, first: str, tmp_path: Path) -
     """Scale, count of good steps and masters among the rest, in whatever order they are loaded."""
     whole = make()
     with adamw(whole, loss_scale="dynamic", k=0.3) as opt:
-        scales = train_scaled(whole, opt, range(15))
-        opt.save(tmp_path / "optimizer")
-        kept = {"model": {name: t.clone() for name, t in whole.state_dict().items()}, "optimizer": opt.state_dict()}
-        torch.save(kept, tmp_path / "kept.pt")
+        train_scaled(whole, opt, range(15))
+        saved, kept, load = saved_and_loaded(whole.state_dict()), state(opt), keep(opt, form, tmp_path)
         scales = train_scaled(whole, opt, range(15, 30))
         expected = everything(whole, opt)
 
-    saved = torch.load(tmp_path / "kept.pt")
     second = make()
     with adamw(second, loss_scale="dynamic", k=0.8) as opt:
         train_scaled(second, opt, range(100, 103))
-
-        def load_optimizer() -> None:
-            opt.load(tmp_path / "optimizer") if form == "files" else opt.load_state_dict(saved["optimizer"])
-
-        parts = [lambda: second.load_state_dict(saved["model"]), load_optimizer]
-        for load in parts if first == "model" else reversed(parts):
-            load()
-        assert differing(state(opt), {name: tensor for name, tensor in state_of(saved).items()}) == []
+        parts: list[Callable[[], object]] = [lambda: second.load_state_dict(saved), lambda: load(opt)]
+        for part in parts if first == "model" else reversed(parts):
+            part()
+        assert differing(state(opt), kept) == []
         assert train_scaled(second, opt, range(15, 30)) == scales
         assert differing(everything(second, opt), expected) == []
-
-
-def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
-    entries = saved["optimizer"]["state"].items()
-    return {f"{plane}.{index}": tensor for index, entry in entries for plane, tensor in entry.items()}
 
 
 def test_torchs_adamw_takes_the_state_and_gives_it() -> None:

@@ -7,7 +7,6 @@ what torch's optimizer would have it read (I1).
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from helpers import (
     perceptron,
     process,
     same_as_torch,
+    saved_and_loaded,
     square_loss,
     train,
     vectors,
@@ -65,14 +65,6 @@ READERS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "pickle": lambda model: weights(pickle.loads(pickle.dumps(model))),
     "torch.save": lambda model: weights(saved_and_loaded(model)),
 }
-
-
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
 
 
 @pytest.mark.parametrize("reader", READERS)

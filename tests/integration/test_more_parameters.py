@@ -11,6 +11,7 @@ import torch
 from helpers import (
     adamw,
     differing,
+    keep,
     llama,
     perceptron,
     records,
@@ -291,7 +292,7 @@ def test_frozen_while_others_are_unfrozen() -> None:
     same_as_torch(run, make, k=0.5)
 
 
-@pytest.mark.parametrize("form", ["state_dict", "files"])
+@pytest.mark.parametrize("form", ["dictionary", "files"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, form: str, tmp_path: Any) -> None:
     """Trained, frozen while others go on, saved, loaded into another optimizer, unfrozen there."""
@@ -306,11 +307,7 @@ def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, 
         train(first, opt, range(3, 5), square_loss)
         with adamw(second, k=0.2) as other:
             second.load_state_dict(first.state_dict())
-            if form == "files":
-                opt.save(tmp_path / "state")
-                other.load(tmp_path / "state")
-            else:
-                other.load_state_dict(opt.state_dict())
+            keep(opt, form, tmp_path)(other)
             second.load_state_dict(first.state_dict())
             for model, optimizer in ((first, opt), (second, other)):
                 train(model, optimizer, range(5, 7), square_loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from helpers import (
     adamw,
     differing,
     gpt2,
+    keep,
     llama,
     perceptron,
+    saved_and_loaded,
     square_loss,
     state,
     train,
@@ -115,18 +116,14 @@ def test_weights_loaded_into_a_model_that_has_its_optimizer(form: str, tmp_path:
     whole = perceptron(dtype=torch.bfloat16)
     with adamw(whole, k=0.5) as opt:
         train(whole, opt, range(20), square_loss)
-        opt.save(tmp_path / "optimizer")
-        saved = saved_and_loaded({"model": whole.state_dict(), "optimizer": opt.state_dict()})
+        load, saved = keep(opt, form, tmp_path), saved_and_loaded(whole.state_dict())
         train(whole, opt, range(20, 40), square_loss)
 
     second = perceptron(dtype=torch.bfloat16)
     with adamw(second, k=0.5) as opt:
         train(second, opt, range(7), square_loss)
-        second.load_state_dict(saved["model"])
-        if form == "files":
-            opt.load(tmp_path / "optimizer")
-        else:
-            opt.load_state_dict(saved["optimizer"])
+        second.load_state_dict(saved)
+        load(opt)
         train(second, opt, range(20, 40), square_loss)
     assert differing(weights(second), weights(whole)) == []
 
@@ -137,25 +134,10 @@ def test_a_scheduler_made_anew_goes_on_after_loading(form: str, tmp_path: Path) 
     model = perceptron()
     with adamw(model) as opt:
         train(model, opt, range(10), square_loss, schedule(opt))
-        opt.save(tmp_path / "optimizer")
-        saved = saved_and_loaded(opt.state_dict())
-        expected = opt.param_groups[0]["lr"]
+        load, expected = keep(opt, form, tmp_path), opt.param_groups[0]["lr"]
     with adamw(model, lr=0.5) as opt:
-        if form == "files":
-            opt.load(tmp_path / "optimizer")
-        else:
-            opt.load_state_dict(saved)
-        scheduler = schedule(opt, 9)
-        assert scheduler.get_last_lr() == [expected]
-
-
-def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.save` and `torch.load` make of it."""
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer)
-    return loaded
+        load(opt)
+        assert schedule(opt, 9).get_last_lr() == [expected]
 
 
 def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -244,22 +226,18 @@ def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(fo
     model = perceptron(dtype=torch.bfloat16)
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(3), square_loss)
-        opt.save(tmp_path)
-        saved, kept = saved_and_loaded(opt.state_dict()), weights(model)
+        load, kept = keep(opt, form, tmp_path), weights(model)
         train(model, opt, range(3, 6), square_loss)
         expected = state(opt) | weights(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(kept[name])
-        if form == "files":
-            opt.load(tmp_path)
-        else:
-            opt.load_state_dict(saved)
+        load(opt)
         train(model, opt, range(3, 6), square_loss)
         assert differing(state(opt) | weights(model), expected) == []
 
 
-@pytest.mark.parametrize("form", ["save", "state_dict"])
+@pytest.mark.parametrize("form", ["files", "dictionary"])
 def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
     """It belongs to those weights."""
     model, other = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
@@ -267,17 +245,11 @@ def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_pa
         train(model, opt, range(3), square_loss)
         loaded = {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
         model.load_state_dict(loaded)
-        if form == "save":
-            opt.save(tmp_path)
-        else:
-            state = copy.deepcopy(opt.state_dict())
+        load = keep(opt, form, tmp_path)
         train(model, opt, range(3, 6), square_loss)
     with adamw(other, k=0.0) as opt:
         other.load_state_dict(loaded)
-        if form == "save":
-            opt.load(tmp_path)
-        else:
-            opt.load_state_dict(state)
+        load(opt)
         train(other, opt, range(3, 6), square_loss)
     assert differing(weights(other), weights(model)) == []
 
