@@ -3,6 +3,8 @@
 #   make demo       train a small Llama on real text, through three processes, on the CPU
 #   make test       linters, types, the website and the tests that need no GPU
 #   make docs       the website, in build/site/index.html; a broken link is an error
+#   make test-slow  the tests that take minutes
+#   make faults     plants known faults one at a time, and says which of them the tests do not notice
 #   make test-gpu   the tests that need a GPU, with $(PYTHON) as it is
 #   make bench      seconds per step on the CPU, compared with a one-process loop
 #   make bench-gpu  the same on a GPU, compared with training without offload, with $(PYTHON) as it is; more: benchmarks/
@@ -17,7 +19,7 @@ BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
 IN_VENV := .venv/bin/python
 
-.PHONY: setup demo test lint docs test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow faults lint docs test-gpu bench bench-gpu
 
 setup: $(READY)
 
@@ -52,6 +54,12 @@ demo: setup
 # Tests wait for processes most of the time. With more than a few at once they would wait for each other.
 test: lint docs
 	$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-slow: setup
+	$(IN_VENV) -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+
+faults: setup
+	$(IN_VENV) -m tests.faults --jobs 2
 
 lint: setup
 	$(IN_VENV) -m ruff check .

@@ -34,6 +34,7 @@ def run(command: list[str], folder: Path) -> str:
 def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to start it print the same losses, from three processes."""
     monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("HYTRAIN_THREADS", "1")  # of two cores, on which other tests run
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it when it is imported
     alone = run([sys.executable, str(PLAIN_SCRIPT)], tmp_path)
     together = run([sys.executable, str(ROOT / "bin/hytrain-cluster"), str(PLAIN_SCRIPT)], tmp_path)

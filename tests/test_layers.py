@@ -143,6 +143,13 @@ def test_the_largest_list_of_blocks_counts() -> None:
     assert names(split(model)) == ["small.0", "large.0", "large.1", "large.2"]
 
 
+def test_the_blocks_are_not_the_parts_of_the_model_around_them() -> None:
+    """The outer list has more parameters, but most of them are in one of its parts."""
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = nn.Sequential(nn.Embedding(8, 16), blocks, nn.Linear(16, 8))
+    assert find_blocks(model) == list(blocks)
+
+
 def test_a_block_that_runs_several_times_is_one_layer() -> None:
     block = nn.Linear(8, 8)
     model = nn.Module()
@@ -298,6 +305,7 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
         (torch.zeros(6)[2:5], True),
         (torch.zeros(()), True),
         (torch.zeros(4, 1)[:, :1], True),
+        (torch.zeros(8).as_strided((1, 4), (9, 1)), True),
         (torch.zeros(1, 4).expand(3, 4), False),
         (torch.zeros(6)[::2], False),
         (torch.zeros(4, 4)[:, :2], False),

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import LR, adamw, differing, perceptron, square_loss, state, train, weights
+from helpers import (
+    adamw,
+    differing,
+    keep,
+    perceptron,
+    same_as_torch,
+    saved_and_loaded,
+    square_loss,
+    state,
+    train,
+    weights,
+)
 from torch import nn
 
 import hytrain
@@ -98,16 +108,10 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
     whole = perceptron(dtype=dtype)
     with adamw(whole, k=k) as opt:
         train(whole, opt, range(6), square_loss)
-        opt.save(tmp_path)
-        saved, kept = opt.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-        for entry in saved["state"].values():
-            entry.update({plane: tensor.clone() for plane, tensor in entry.items()})
+        loads = [keep(opt, form, tmp_path) for form in ("files", "dictionary")]
+        kept = saved_and_loaded(whole.state_dict())
         train(whole, opt, range(6, 12), square_loss)
         expected = result(whole, opt)
-    loads: list[Callable[[hytrain.AdamW], None]] = [
-        lambda opt: opt.load(tmp_path),
-        lambda opt: opt.load_state_dict(saved),
-    ]
     for load in loads:
         model = perceptron(dtype=dtype)
         with adamw(model, k=k) as opt:
@@ -119,27 +123,20 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_weights_from_outside(k: float) -> None:
-    def trained(optimizer: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
-        model = perceptron()
-        with optimizer(model) as opt:
-            train(model, opt, range(2), square_loss)
-            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
-            train(model, opt, range(2, 4), square_loss)
-            if isinstance(opt, hytrain.AdamW):
-                opt.synchronize()
-                with torch.no_grad():
-                    model[0][0].weight.mul_(0.5)
-                opt.import_weights()
-            else:
-                with torch.no_grad():
-                    model[0][0].weight.mul_(0.5)
-            train(model, opt, range(4, 6), square_loss)
-            model.state_dict()
-            return weights(model)
+    def run(model: Any, opt: Any) -> None:
+        train(model, opt, range(2), square_loss)
+        model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
+        train(model, opt, range(2, 4), square_loss)
+        if isinstance(opt, hytrain.AdamW):
+            opt.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.5)
+        if isinstance(opt, hytrain.AdamW):
+            opt.import_weights()
+        train(model, opt, range(4, 6), square_loss)
+        model.state_dict()
 
-    ours = trained(lambda model: adamw(model, k=k))
-    theirs = trained(lambda model: contextlib.nullcontext(torch.optim.AdamW(model.parameters(), lr=LR, fused=True)))
-    assert differing(ours, theirs) == []
+    same_as_torch(run, k=k)
 
 
 def test_layers_that_move_all_the_time() -> None:

@@ -48,7 +48,6 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     expected_weights, expected_state = trained_at_half(dtype)
     model = make(dtype)
     with adamw(model, **CHOICES[choice]) as opt:
@@ -70,10 +69,9 @@ def test_more_threads_and_other_cores_change_nothing() -> None:
     assert differing(*results) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     results = []
     for options in ({"policy": "random"}, {"k": 0.0, "overlap": False}):
         model = make(dtype)
