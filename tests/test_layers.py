@@ -14,10 +14,9 @@ from hytrain.model.layers import (
     FALLBACK_LAYERS,
     ModelLayer,
     find_blocks,
-    is_dense,
     split_layers,
-    storage_order,
 )
+from hytrain.tensors import flat, is_dense
 
 
 def split(model: nn.Module, piece_numel: int | None = None) -> list[ModelLayer]:
@@ -317,13 +316,13 @@ def test_dense_tensors_fill_one_stretch_of_memory(tensor: torch.Tensor, dense: b
     assert is_dense(tensor) == dense
 
 
-def test_storage_order_is_a_view_of_what_lies_there() -> None:
+def test_flat_is_a_view_of_what_lies_there() -> None:
     whole = torch.arange(14)
     tensor = whole[2:].view(3, 4).t()
-    flat = storage_order(tensor)
-    assert torch.equal(flat, whole[2:]) and flat.data_ptr() == tensor.data_ptr()
+    elements = flat(tensor)
+    assert torch.equal(elements, whole[2:]) and elements.data_ptr() == tensor.data_ptr()
     version = tensor._version
-    flat[0] = 9
+    elements[0] = 9
     assert tensor[0, 0] == 9 and tensor._version > version
 
 

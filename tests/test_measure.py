@@ -31,9 +31,10 @@ class Mark:
 class FakeClock:
     """A device whose time is `now_s`, and which has passed all marks up to `passed_s`. Marks come from a pool."""
 
+    runs_ahead = True
+
     def __init__(self) -> None:
         self.now_s, self.passed_s = 0.0, float("inf")
-        self.dry_until_s = -float("inf")  # marks up to then were passed before the next work was launched
         self.pool: list[Mark] = []
         self.made = self.anchored = 0
 
@@ -56,9 +57,6 @@ class FakeClock:
     def passed(self, mark: Mark) -> bool:
         assert mark.in_use
         return mark.at_s <= self.passed_s
-
-    def runs_dry(self, mark: Mark) -> bool:
-        return mark.at_s <= min(self.passed_s, self.dry_until_s)
 
     def seconds(self, span: Span) -> float:
         assert span[0].in_use and span[1].in_use
@@ -104,11 +102,11 @@ def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
     meter_forward(meter, clock, (0,), t, t + 1)  # waits 1 s for weights
     meter_forward(meter, clock, (1, 2), t + 4, t + 4.5)
     meter_backward(meter, clock, 2, t + 10.5)
-    meter.span("d2h_s", 2, clock.span(t + 10.6, t + 11.6))
+    meter.span("d2h_s", 2, 0, clock.span(t + 10.6, t + 11.6))
     meter_backward(meter, clock, 1, t + 12)
-    meter.span("gpu_update_s", 1, clock.span(t + 12, t + 12.25))
+    meter.span("gpu_update_s", 1, 0, clock.span(t + 12, t + 12.25))
     meter_backward(meter, clock, 0, t + 15)
-    meter.span("d2h_s", 0, clock.span(t + 15, t + 15.5))
+    meter.span("d2h_s", 0, 0, clock.span(t + 15, t + 15.5))
 
 
 def meter_forward(meter: Meter, clock: FakeClock, lids: tuple[int, ...], arrived_s: float, went_s: float) -> None:
@@ -140,19 +138,21 @@ def test_a_step_is_taken_apart(clock: FakeClock, meter: Meter) -> None:
 
 def test_the_share_of_backwards_that_wait_for_launches(clock: FakeClock, meter: Meter) -> None:
     """The device had passed the mark before when the next one was left. How long a pause was does not matter."""
-    clock.dry_until_s = 5.0  # in forward after a stall, which says nothing
+    clock.passed_s = 5.0  # in forward after a stall, which says nothing
     meter_forward(meter, clock, (0,), 0, 1)
     meter_forward(meter, clock, (1,), 3, 3)
     meter_forward(meter, clock, (2,), 6, 6)
     meter_backward(meter, clock, 2, 8)
-    clock.dry_until_s = 20.0
+    clock.passed_s = 20.0
     meter_backward(meter, clock, 1, 18)
-    clock.dry_until_s = 0.0
+    clock.passed_s = 0.0
     meter_backward(meter, clock, 0, 21)
+    clock.passed_s = 21.0
     end(meter, clock, 0, 21.0)
     assert meter.starved == pytest.approx(1 / 3)
     meter_forward(meter, clock, (0,), 30, 31)
     meter_backward(meter, clock, 0, 32)
+    clock.passed_s = 33.0
     end(meter, clock, 1, 33.0)
     assert meter.starved == 0.0
 
@@ -181,8 +181,8 @@ def test_without_overlap_updates_follow_the_whole_backward(clock: FakeClock, met
     meter_forward(meter, clock, (0,), 0, 0)
     for lid, at_s in ((2, 3.0), (1, 5.0), (0, 8.0)):
         meter_backward(meter, clock, lid, at_s)
-    meter.span("gpu_update_s", 2, clock.span(9.0, 10.0))
-    meter.span("gpu_update_s", 1, clock.span(10.0, 11.0))
+    meter.span("gpu_update_s", 2, 0, clock.span(9.0, 10.0))
+    meter.span("gpu_update_s", 1, 0, clock.span(10.0, 11.0))
     times = end(meter, clock, 0, 12.0)
     assert [times[lid].backward_s for lid in (2, 1, 0)] == [2.0, 2.0, 3.0]
 
@@ -201,7 +201,7 @@ def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, m
 
 def test_a_step_whose_copy_is_late_waits_for_it(clock: FakeClock, meter: Meter) -> None:
     record(meter, clock)
-    meter.span("d2h_s", 2, clock.span(16.0, 99.0))
+    meter.span("d2h_s", 2, 0, clock.span(16.0, 99.0))
     clock.passed_s = 50.0
     assert end(meter, clock, 0, 17.0) == {}
 
@@ -210,11 +210,11 @@ def test_weights_that_come_back_late_belong_to_their_own_step(
     tmp_path: Path, clock: FakeClock, timeline: Meter
 ) -> None:
     record(timeline, clock)
-    timeline.span("h2d_s", 2, clock.span(13.0, 14.0))
+    timeline.span("h2d_s", 2, 0, clock.span(13.0, 14.0))
     end(timeline, clock, 0, 16.0)
-    timeline.span("h2d_s", 0, clock.span(16.5, 17.0))  # after the step's end
+    timeline.span("h2d_s", 0, 0, clock.span(16.5, 17.0))  # after the step's end
     record(timeline, clock, 20.0)
-    timeline.span("h2d_s", 2, clock.span(33.0, 34.0))
+    timeline.span("h2d_s", 2, 1, clock.span(33.0, 34.0))
     assert end(timeline, clock, 1, 36.0)[0].h2d_s == 0.5
     timeline.close()
     assert [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")] == [
@@ -309,8 +309,8 @@ def test_a_new_anchor_does_not_draw_one_span_into_the_other(
     tmp_path: Path, clock: FakeClock, timeline: Meter, jump_s: float, lanes: set[str]
 ) -> None:
     """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
-    timeline.span("d2h_s", 0, clock.span(0.0, 1.0))
-    timeline.span("d2h_s", 1, clock.span(1.0 - jump_s, 2.0))
+    timeline.span("d2h_s", 0, 0, clock.span(0.0, 1.0))
+    timeline.span("d2h_s", 1, 0, clock.span(1.0 - jump_s, 2.0))
     end(timeline, clock, 0, 3.0)
     timeline.close()
     drawn = [span for span in spans(tmp_path) if span["args"].get("kind") == "D2H"]
@@ -323,7 +323,7 @@ def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock
     end(timeline, clock, 0, 16.0)
     record(timeline, clock, 20.0)
     end(timeline, clock, 1, 36.0)
-    timeline.span("h2d_s", 0, clock.span(36.5, 37.0))
+    timeline.span("h2d_s", 0, 0, clock.span(36.5, 37.0))
     clock.passed_s = 35.0
     timeline.close()
     assert {span["args"]["step"] for span in spans(tmp_path)} == {0}
@@ -347,7 +347,7 @@ def test_copies_are_noted_by_another_thread() -> None:
 
     def note() -> None:
         for _ in range(2000):
-            meter.span("h2d_s", 0, (0.0, 1.0))
+            meter.span("h2d_s", 0, 0, (0.0, 1.0))
 
     thread = threading.Thread(target=note)
     thread.start()

@@ -31,7 +31,7 @@ import hytrain
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
 from hytrain.model.trained import TrainedLayer
-from hytrain.step.engine import Engine
+from hytrain.step.backward import Backward
 
 
 class Event:
@@ -162,22 +162,22 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
             stream.waited_for.clear()
 
         parameter.register_post_accumulate_grad_hook(run_on)
-    dispatched = []
+    sent = []
 
-    def dispatch(self: Engine, layer: TrainedLayer) -> None:
+    def send(self: Backward, layer: TrainedLayer, stream: Stream) -> None:
         gradients, (other,) = list(layer.filled.values()), set(current.streams) - {current.stream}
         assert layer.streams == set(current.streams), "a weight's and a bias's"
-        before(self, layer)
+        before(self, layer, stream)
         assert other in current.stream.waited_for
         assert {id(gradient) for gradient in gradients} <= kept
-        dispatched.append(layer.lid)
+        sent.append(layer.lid)
 
-    before = Engine._dispatch
-    monkeypatch.setattr(Engine, "_dispatch", dispatch)
+    before = Backward._send
+    monkeypatch.setattr(Backward, "_send", send)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
     with adamw(model, k=k) as opt:
         train(model, opt, range(2), square_loss)
-        assert len(dispatched) == 2 * len(opt._session.layers)
+        assert len(sent) == 2 * len(opt._session.layers)
 
 
 def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -> None:

@@ -7,7 +7,7 @@ import itertools
 import os
 import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
 from hytrain.step.handover import Handover
+from hytrain.step.reads import Reads
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -163,19 +164,21 @@ def test_an_interrupted_handover_ends_training(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_handover_interrupted_before_its_end_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two layers is the GPU's already when Ctrl-C comes; the leak check looks for its arena."""
-    finish = Handover.finish
+    finish, wait_for = Handover.finish, Reads.wait_for
 
-    def interrupted(self: Handover, step: int, await_update: Callable[[TrainedLayer], None]) -> Any:
+    def interrupted(self: Handover, step: int) -> Any:
         calls = 0
 
-        def second(layer: TrainedLayer) -> None:
+        def second(reads: Reads, layer: TrainedLayer) -> None:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise KeyboardInterrupt
-            await_update(layer)
+            wait_for(reads, layer)
 
-        return finish(self, step, second)
+        with monkeypatch.context() as patch:
+            patch.setattr(Reads, "wait_for", second)
+            return finish(self, step)
 
     monkeypatch.setattr(Handover, "finish", interrupted)
     model = perceptron()

@@ -269,7 +269,7 @@ def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
             move = engine._handover._move
             coming = [] if move is None or not move.begun else [x for x in move.coming if not x.life.is_current]
             if coming and step > 3:
-                direct = engine.layers[coming[0].lid].segments[0].owner.parameter
+                direct = opt._session.layers[coming[0].lid].segments[0].owner.parameter
                 read = direct.sum()  # autograd keeps nothing of it whose version it could look at
                 optimizer.resume()
                 others = [block for block in model if direct not in set(block.parameters())]
