@@ -222,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
             read_groups=partial(_read_groups, weakref.ref(self), _group_ids(self.param_groups)),
             free_gpu_bytes=memory.free_bytes,
             options=options,
-            trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
+            trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
         )
         layers = tuple(layer.spec for layer in self._layers)
         try:

@@ -14,6 +14,7 @@ from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step import measure
 from hytrain.step.measure import HostClock, Meter, Span
+from protocol.address import Address
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.
@@ -203,7 +204,7 @@ def test_a_step_whose_copy_is_late_waits_for_it() -> None:
 
 def test_weights_that_come_back_late_belong_to_their_own_step(tmp_path: Path) -> None:
     clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
     record(meter, clock)
     meter.span("h2d_s", 2, clock.span(13.0, 14.0))
     end(meter, clock, 0, 16.0)
@@ -279,7 +280,7 @@ def seconds(span: dict[str, Any]) -> tuple[float, float]:
 
 def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
     clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
     record(meter, clock, 100.0)
     end(meter, clock, 0, 116.0)
     meter.close()
@@ -301,7 +302,7 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
 
 def test_two_marks_without_work_between_are_no_stall(tmp_path: Path) -> None:
     clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
     meter_forward(meter, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
     meter_forward(meter, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
     end(meter, clock, 0, 2.0)
@@ -313,7 +314,7 @@ def test_two_marks_without_work_between_are_no_stall(tmp_path: Path) -> None:
 def test_a_new_anchor_does_not_draw_one_span_into_the_other(tmp_path: Path, jump_s: float, lanes: set[str]) -> None:
     """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
     clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
     meter.span("d2h_s", 0, clock.span(0.0, 1.0))
     meter.span("d2h_s", 1, clock.span(1.0 - jump_s, 2.0))
     end(meter, clock, 0, 3.0)
@@ -324,7 +325,7 @@ def test_a_new_anchor_does_not_draw_one_span_into_the_other(tmp_path: Path, jump
 
 def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path) -> None:
     clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
     clock.passed_s = -1.0
     record(meter, clock)
     end(meter, clock, 0, 16.0)
@@ -337,7 +338,7 @@ def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path) -> No
 
 
 def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
-    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, "trainer"), 3)):
+    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, Address("trainer", 0)), 3)):
         clock = FakeClock()
         meter = Meter(clock, NUMELS, trace=writer, names="abc")
         for step in range(2):

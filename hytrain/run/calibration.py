@@ -50,7 +50,6 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
         group=0,
     )
     return Calibration(
-        role="trainer",
         d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,
         h2d_s=_seconds(lambda: on_device.copy_(on_host, non_blocking=True), transfers) / copied * weights_bytes,
         gpu_update_s=_update_s(update, device, transfers, host) / update.numel,
