@@ -175,7 +175,8 @@ class AdamW(torch.optim.Optimizer):
             raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self._parameters)
         needed, limit = [layer.layout for layer in layers], self._cluster.host_memory_limit
-        require_host_memory(needed, self._options.k or 0.0, limit)
+        gpu_bytes, waits = GpuMemory(self._device).for_state_bytes(), self._options.awaits_verdict
+        require_host_memory(needed, self._options.k, limit, gpu_bytes=gpu_bytes, awaits_verdict=waits)
         if self._options.may_speculate:
             self._add_banks(layers)
         before_start()
@@ -194,7 +195,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Let the CPU be ahead of the norm, if the host's memory allows."""
-        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k or 0.0
+        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
         if second_bank_fits(double, k, self._cluster.host_memory_limit):
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
@@ -202,7 +203,7 @@ class AdamW(torch.optim.Optimizer):
         _log.warning(
             "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
             "takes %.2f GB of host memory, which are not there",
-            host_bytes(double) * (1.0 - k) / 1e9,
+            host_bytes(double) * (1.0 - (k or 0.0)) / 1e9,
         )
 
     def _start(self, *, continues: bool) -> None:
@@ -240,8 +241,7 @@ class AdamW(torch.optim.Optimizer):
                 k=options.k,
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
-                # With "auto", the planes of all layers fit. With a number, those of the rest; a command may change it.
-                host_bytes=cluster.host_memory_limit if options.k is None else host_bound(cluster.host_memory_limit),
+                host_bytes=host_bound(cluster.host_memory_limit),
                 continues=continues,
             )
             plan = self._link.agree(table, calibration)

@@ -257,24 +257,32 @@ def test_the_first_plan_waits_for_both_calibrations(
     assert (plan.plan_id, plan.step, on_gpu(plan.placements), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
 
 
-def test_calibration_decides_the_first_k() -> None:
-    """Behind a slow link the first layers' weights would come late, behind a fast one hardly."""
-    layers = tuple(replace(table().layers[0], lid=lid, position=lid) for lid in range(20))
-    chosen = {}
-    for link_s in (1e-12, 5e-10):
-        driver = Driver()
-        driver.sent(table(policy="deadline", device="cuda", layers=layers))
-        driver.sent(OPTIMIZERS, OPTIMIZER)
-        plan = driver.sent(m.Calibration(d2h_s=link_s, h2d_s=link_s, gpu_update_s=1e-12))[0][1]
-        assert isinstance(plan, m.Plan)
-        chosen[link_s] = len(on_gpu(plan.placements))
-    assert 0 < chosen[1e-12] < chosen[5e-10]
+@pytest.mark.parametrize("objective", m.OBJECTIVES)
+def test_k_auto_begins_with_what_the_host_cannot_hold(driver: Driver, objective: str) -> None:
+    """And grows once a step was measured, if that makes steps shorter."""
+    size = layout(table().layers[0]).nbytes
+    room = {"host_bytes": 3 * size, "gpu_bytes": 1 << 40, "device": "cuda"}
+    plan = driver.first_plan(policy="deadline", k=None, objective=objective, **room)
+    assert on_gpu(plan.placements) == (0,)
+    driver.agree(plan)
+    driver.handle(applied(plan, moved=0))
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    grown = driver.sent(report(WARM_UP_STEPS, (0,), gpu_free_bytes=1 << 40))
+    assert bool(grown) == (objective != "gpu-memory")
+    assert all(isinstance(plan, m.Plan) and len(on_gpu(plan.placements)) > 1 for _, plan in grown)
 
 
-def test_the_objective_counts_from_the_first_plan_on(driver: Driver) -> None:
-    assert "gpu" not in driver.first_plan(policy="deadline", objective="gpu-memory", gpu_bytes=1 << 40).placements
-    driver = Driver()
-    assert "cpu" not in driver.first_plan(policy="deadline", objective="host-memory", gpu_bytes=1 << 40).placements
+@pytest.mark.parametrize(("gpu_update_s", "moves"), [(1e-12, True), (1e-3, False)])
+def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_update_s: float, moves: bool) -> None:
+    driver.join(OPTIMIZER, 10)
+    driver.handle(table(policy="deadline"))
+    driver.handle(m.Calibration(d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=gpu_update_s))
+    plan = driver.sent(OPTIMIZERS, OPTIMIZER)[0][1]
+    assert isinstance(plan, m.Plan)
+    driver.agree(plan)
+    driver.handle(applied(plan, moved=0))
+    driver.handle(cpu_report(WARM_UP_STEPS, 1.0, lids=(0, 1, 2, 3)))
+    assert bool(driver.sent(report(WARM_UP_STEPS))) is moves
 
 
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:

@@ -112,7 +112,7 @@ class Planning:
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            lids = first_lids(self._facts, self._book.rates, self._limits, self.k, objective=self.objective)
+            lids = first_lids(self._facts, self._limits, self.k)
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
@@ -413,8 +413,7 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,
-        gpu_state_bytes=held_bytes
-        + sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),
+        gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,

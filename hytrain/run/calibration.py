@@ -3,7 +3,7 @@
     pinned scratch ◀──▶ device scratch    seconds for one parameter's gradient out, and for its weight in
     scratch segment ─▶ the device's update  seconds a parameter; it also compiles the kernel
 
-The coordinator makes its first plan of these, and of what the optimizer measures of its own updates.
+The coordinator plans with these, and with what the optimizer measures of its own updates, until steps were measured.
 """
 
 from __future__ import annotations
