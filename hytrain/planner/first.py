@@ -30,8 +30,6 @@ def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> 
 
 def _untimed(facts: Iterable[LayerFacts]) -> Profile:
     """The layers without their times, which are not known."""
-    none: dict[str, Any] = dict.fromkeys(
-        ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s"), 0.0
-    )
+    none: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
     layers = (LayerProfile(**asdict(fact), **none) for fact in sorted(facts, key=lambda fact: fact.position))
     return Profile(layers=tuple(layers))
