@@ -23,6 +23,7 @@ from interleaving_world import TILE, WRONG, Arena, Memory, Violation, World, ran
 
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol import messages as m
+from protocol.address import Address
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
@@ -49,7 +50,7 @@ class Optimizer:
         if isinstance(message, m.LayerTable):
             self.queue = self.queue_type(message.layers, tile_numel=TILE, speculate=message.banks == 2)
             self.book = self.book_type("optimizer", len(message.layers))
-            self.world.send("optimizer", "coordinator", m.Calibration(role="optimizer", cpu_update_s=1e-9))
+            self.world.send("optimizer", "coordinator", m.Calibration(cpu_update_s=1e-9))
             return
         assert self.queue is not None and self.book is not None
         match message:
@@ -145,14 +146,14 @@ class Planner:
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, self.ledger_type(("cpu",) * len(world.table.layers))
 
-    def handle(self, message: m.Message) -> None:
+    def handle(self, message: m.Message, sender: str) -> None:
         match message:
             case m.LayerTable():
                 self.world.send("coordinator", "optimizer", message)
-            case m.Calibration(role="optimizer"):
+            case m.Calibration() if sender == "optimizer":
                 self.propose(0)
             case m.PlanAck():
-                reassign = self.ledger.on_ack(message)
+                reassign = self.ledger.on_ack(sender, message)
                 if reassign is not None:
                     self.world.send("coordinator", "trainer", reassign)
             case m.PlanApplied():
@@ -190,10 +191,10 @@ class Coordinator:
         self.world = world
         self.state = CoordinatorState(run_name="run", run_dir="/run", pid=1, replan_every=1)
 
-    def handle(self, message: m.Message) -> None:
-        for command in self.state.handle(message, 0.0):
+    def handle(self, message: m.Message, sender: str) -> None:
+        for command in self.state.handle(message, Address(sender, 0), 0.0):
             if isinstance(command, Send):
-                self.world.send("coordinator", command.role, command.message)
+                self.world.send("coordinator", command.to.role, command.message)
 
     def check(self) -> None:
         self.state.check()
@@ -286,7 +287,7 @@ class Run:
         ]
 
     def _coordinate(self, sender: str) -> None:
-        self.coordinator.handle(self.world.take("coordinator", sender))
+        self.coordinator.handle(self.world.take("coordinator", sender), sender)
 
     def _main_ready(self) -> bool:
         return not self._over and (self._until is None or self._until())

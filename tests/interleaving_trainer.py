@@ -75,7 +75,7 @@ class Trainer:
 
     def main(self) -> Waiting:
         self.post("coordinator", self.world.table)
-        self.post("coordinator", m.Calibration(role="trainer", d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9))
+        self.post("coordinator", m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9))
         yield lambda: self.move is not None and self.move.prepared
         self.begin(0)
         yield from self.finish(0)

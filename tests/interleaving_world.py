@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol import messages as m
+from protocol.address import Address
 from protocol.channel import MemoryNetwork
 
 TILE = 128
@@ -151,7 +152,7 @@ class World:
 
     def send(self, sender: str, to: str, message: m.Message) -> None:
         self.tell(f"{sender} → {to}: {message}")
-        self.network.send(sender, f"{to} from {sender}", message)
+        self.network.send(Address(sender, 0), f"{to} from {sender}", message)
 
     def take(self, at: str, sender: str) -> m.Message:
         incoming = self.network.try_receive(f"{at} from {sender}")

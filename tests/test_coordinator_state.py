@@ -12,15 +12,17 @@ import pytest
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
+from protocol.address import Address
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send, Write
-from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS
+from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning
 from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
+TRAINER, OPTIMIZER, MONITOR = Address("trainer", 0), Address("optimizer", 0), Address("monitor", 9)
 
 
 def on_gpu(placements: tuple[str, ...]) -> tuple[int, ...]:
@@ -38,20 +40,27 @@ class Driver:
         self.state = CoordinatorState(run_name="run", run_dir="/runs/run", pid=1, replan_every=replan_every)
         self.commands: list[Command] = []
 
-    def handle(self, message: m.Message) -> list[Command]:
+    def handle(self, message: m.Message, sender: Address | None = None) -> list[Command]:
+        """Let `message` arrive: from a trainer, unless it is one that only optimizers or monitors send."""
         try:
-            self.commands = self.state.handle(message, 0.0)
+            self.commands = self.state.handle(message, sender or usual_sender(message), 0.0)
         finally:
             self.state.check()
         return self.commands
 
-    def sent(self, message: m.Message) -> list[tuple[str, m.Message]]:
+    def sent(self, message: m.Message, sender: Address | None = None) -> list[tuple[Address, m.Message]]:
         """Handle `message`; what is sent to whom."""
-        return [(c.role, c.message) for c in self.handle(message) if isinstance(c, Send)]
+        return [(c.to, c.message) for c in self.handle(message, sender) if isinstance(c, Send)]
 
     def answer(self, message: m.Message) -> m.Message:
         (answer,) = [command.message for command in self.handle(message) if isinstance(command, Answer)]
         return answer
+
+    @property
+    def planning(self) -> Planning:
+        planning = self.state.fleet.seat(0).planning
+        assert planning is not None
+        return planning
 
     @property
     def notes(self) -> str:
@@ -68,14 +77,14 @@ class Driver:
 
     # ------------------------------------------------------------ a run
 
-    def join(self, role: str, pid: int = 10) -> None:
-        assert self.sent(hello(role, pid)) == [(role, WELCOME)]
-        self.handle(m.Ready(role=role, rank=0, detail=f"{role} is up"))
+    def join(self, who: Address, pid: int = 10) -> None:
+        assert self.sent(hello(pid), who) == [(who, WELCOME)]
+        self.handle(m.Ready(detail=f"{who.role} is up"), who)
 
     def start(self, **changes: Any) -> m.Plan:
         """Optimizer and trainer join, and agree on the first plan."""
-        self.join("optimizer", 10)
-        self.join("trainer", 11)
+        self.join(OPTIMIZER, 10)
+        self.join(TRAINER, 11)
         plan = self.first_plan(**changes)
         self.agree(plan)
         self.handle(applied(plan, moved=0))
@@ -84,16 +93,16 @@ class Driver:
     def first_plan(self, **changes: Any) -> m.Plan:
         """A table goes to the optimizer; once both have calibrated, both get the plan."""
         asked = table(**changes)
-        assert self.sent(asked) == [("optimizer", asked)]
+        assert self.sent(asked) == [(OPTIMIZER, asked)]
         assert self.sent(TRAINERS) == []
-        sent = self.sent(OPTIMIZERS)
+        sent = self.sent(OPTIMIZERS, OPTIMIZER)
         plan = sent[0][1]
-        assert isinstance(plan, m.Plan) and sent == [("trainer", plan), ("optimizer", plan)]
+        assert isinstance(plan, m.Plan) and sent == [(TRAINER, plan), (OPTIMIZER, plan)]
         return plan
 
     def agree(self, plan: m.Plan) -> None:
-        assert self.sent(ack("optimizer", plan.plan_id)) == []
-        assert self.sent(ack("trainer", plan.plan_id)) == [("trainer", m.Reassign(plan_id=plan.plan_id))]
+        assert self.sent(ack(plan.plan_id), OPTIMIZER) == []
+        assert self.sent(ack(plan.plan_id), TRAINER) == [(TRAINER, m.Reassign(plan_id=plan.plan_id))]
 
     def next_plan(self, first_step: int = 0, steps: int = 30) -> m.Plan | None:
         """Report steps until a plan is proposed, and see that both get it."""
@@ -101,19 +110,25 @@ class Driver:
             sent = self.sent(report(step, on_gpu(self.status().placements)))
             if sent:
                 (trainer, plan), (optimizer, same) = sent
-                assert (trainer, optimizer) == ("trainer", "optimizer") and plan is same
+                assert (trainer, optimizer) == (TRAINER, OPTIMIZER) and plan is same
                 assert isinstance(plan, m.Plan)
                 return plan
         return None
 
 
-def hello(role: str, pid: int) -> m.Hello:
-    return m.Hello(role=role, rank=0, pid=pid, inbox=f"{role}-{pid}")
+def usual_sender(message: m.Message) -> Address:
+    if isinstance(message, m.OptimizerReport | m.SessionEnded):
+        return OPTIMIZER
+    return MONITOR if isinstance(message, m.StatusRequest | m.Command) else TRAINER
+
+
+def hello(pid: int) -> m.Hello:
+    return m.Hello(pid=pid, inbox=f"inbox-{pid}")
 
 
 WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
-TRAINERS = m.Calibration(role="trainer", d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
-OPTIMIZERS = m.Calibration(role="optimizer", cpu_update_s=1e-9)
+TRAINERS = m.Calibration(d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
+OPTIMIZERS = m.Calibration(cpu_update_s=1e-9)
 
 
 def table(**changes: Any) -> m.LayerTable:
@@ -136,8 +151,8 @@ def table(**changes: Any) -> m.LayerTable:
     return m.LayerTable(**(usual | changes))
 
 
-def ack(role: str, plan_id: int, accepted: bool = True, reason: str = "") -> m.PlanAck:
-    return m.PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason=reason)
+def ack(plan_id: int, accepted: bool = True, reason: str = "") -> m.PlanAck:
+    return m.PlanAck(plan_id=plan_id, accepted=accepted, reason=reason)
 
 
 def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None, moved: int = 2) -> m.PlanApplied:
@@ -184,26 +199,26 @@ def driver() -> Driver:
 
 
 def test_processes_join_and_become_ready(driver: Driver) -> None:
-    driver.join("optimizer", 10)
-    driver.handle(hello("trainer", 11))
-    seen = [(process.role, process.pid, process.detail) for process in driver.status().processes]
+    driver.join(OPTIMIZER, 10)
+    driver.handle(hello(11))
+    seen = [(str(process.address), process.pid, process.detail) for process in driver.status().processes]
     assert seen == [
-        ("coordinator", 1, "plans and records"),
-        ("optimizer", 10, "optimizer is up"),
-        ("trainer", 11, "starting"),
+        ("coordinator-0", 1, "plans and records"),
+        ("optimizer-0", 10, "optimizer is up"),
+        ("trainer-0", 11, "starting"),
     ]
 
 
 def test_a_second_process_of_a_role_is_refused(driver: Driver) -> None:
-    driver.join("optimizer", 10)
+    driver.join(OPTIMIZER, 10)
     with pytest.raises(HandshakeError, match="joined as process 10, now 11"):
-        driver.handle(hello("optimizer", 11))
+        driver.handle(hello(11), OPTIMIZER)
     with pytest.raises(HandshakeError, match="twice"):
-        driver.handle(m.Ready(role="optimizer", rank=0, detail=""))
+        driver.handle(m.Ready(detail=""), OPTIMIZER)
 
 
 @pytest.mark.parametrize(
-    "message", [report(0), m.Log(step=1, numbers={}), ack("trainer", 0), m.PositionsLearned(positions=(0,))], ids=type
+    "message", [report(0), m.Log(step=1, numbers={}), ack(0), m.PositionsLearned(positions=(0,))], ids=type
 )
 def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
@@ -221,7 +236,7 @@ def test_what_is_not_for_a_coordinator_is_refused(driver: Driver, message: m.Mes
 
 
 def test_a_workers_failure_is_noted(driver: Driver) -> None:
-    driver.handle(m.Failure(role="optimizer", rank=0, step=1, lid=2, error="OSError: no", traceback=""))
+    driver.handle(m.Failure(step=1, lid=2, error="OSError: no", traceback=""), OPTIMIZER)
     assert driver.notes == "optimizer-0 failed: OSError: no"
 
 
@@ -229,48 +244,57 @@ def test_a_workers_failure_is_noted(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(("k", "gpu_lids"), [(0.0, ()), (0.3, (0, 1)), (1.0, (0, 1, 2, 3))])
-@pytest.mark.parametrize("order", [(TRAINERS, OPTIMIZERS), (OPTIMIZERS, TRAINERS)])
+@pytest.mark.parametrize("order", [(TRAINER, OPTIMIZER), (OPTIMIZER, TRAINER)])
 def test_the_first_plan_waits_for_both_calibrations(
-    driver: Driver, k: float, gpu_lids: tuple[int, ...], order: tuple[m.Calibration, m.Calibration]
+    driver: Driver, k: float, gpu_lids: tuple[int, ...], order: tuple[Address, Address]
 ) -> None:
+    measured = {TRAINER: TRAINERS, OPTIMIZER: OPTIMIZERS}
     asked = table(k=k, policy="fixed")
-    assert driver.sent(asked) == [("optimizer", asked)]
-    assert driver.sent(order[0]) == []
-    (_, plan), _ = sent = driver.sent(order[1])
-    assert sent == [("trainer", plan), ("optimizer", plan)] and isinstance(plan, m.Plan)
+    assert driver.sent(asked) == [(OPTIMIZER, asked)]
+    assert driver.sent(measured[order[0]], order[0]) == []
+    (_, plan), _ = sent = driver.sent(measured[order[1]], order[1])
+    assert sent == [(TRAINER, plan), (OPTIMIZER, plan)] and isinstance(plan, m.Plan)
     assert (plan.plan_id, plan.step, on_gpu(plan.placements), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
 
 
-def test_calibration_decides_the_first_k() -> None:
-    """Behind a slow link the first layers' weights would come late, behind a fast one hardly."""
-    layers = tuple(replace(table().layers[0], lid=lid, position=lid) for lid in range(20))
-    chosen = {}
-    for link_s in (1e-12, 5e-10):
-        driver = Driver()
-        driver.sent(table(policy="deadline", device="cuda", layers=layers))
-        driver.sent(OPTIMIZERS)
-        plan = driver.sent(m.Calibration(role="trainer", d2h_s=link_s, h2d_s=link_s, gpu_update_s=1e-12))[0][1]
-        assert isinstance(plan, m.Plan)
-        chosen[link_s] = len(on_gpu(plan.placements))
-    assert 0 < chosen[1e-12] < chosen[5e-10]
+@pytest.mark.parametrize("objective", m.OBJECTIVES)
+def test_k_auto_begins_with_what_the_host_cannot_hold(driver: Driver, objective: str) -> None:
+    """And grows once a step was measured, if that makes steps shorter."""
+    size = layout(table().layers[0]).nbytes
+    room = {"host_bytes": 3 * size, "gpu_bytes": 1 << 40, "device": "cuda"}
+    plan = driver.first_plan(policy="deadline", k=None, objective=objective, **room)
+    assert on_gpu(plan.placements) == (0,)
+    driver.agree(plan)
+    driver.handle(applied(plan, moved=0))
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    grown = driver.sent(report(WARM_UP_STEPS, (0,), gpu_free_bytes=1 << 40))
+    assert bool(grown) == (objective != "gpu-memory")
+    assert all(isinstance(plan, m.Plan) and len(on_gpu(plan.placements)) > 1 for _, plan in grown)
 
 
-def test_the_objective_counts_from_the_first_plan_on(driver: Driver) -> None:
-    assert "gpu" not in driver.first_plan(policy="deadline", objective="gpu-memory", gpu_bytes=1 << 40).placements
-    driver = Driver()
-    assert "cpu" not in driver.first_plan(policy="deadline", objective="host-memory", gpu_bytes=1 << 40).placements
+@pytest.mark.parametrize(("gpu_update_s", "moves"), [(1e-12, True), (1e-3, False)])
+def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_update_s: float, moves: bool) -> None:
+    driver.join(OPTIMIZER, 10)
+    driver.handle(table(policy="deadline"))
+    driver.handle(m.Calibration(d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=gpu_update_s))
+    plan = driver.sent(OPTIMIZERS, OPTIMIZER)[0][1]
+    assert isinstance(plan, m.Plan)
+    driver.agree(plan)
+    driver.handle(applied(plan, moved=0))
+    driver.handle(cpu_report(WARM_UP_STEPS, 1.0, lids=(0, 1, 2, 3)))
+    assert bool(driver.sent(report(WARM_UP_STEPS))) is moves
 
 
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
-    driver.join("optimizer", 10)
-    driver.join("trainer", 11)
+    driver.join(OPTIMIZER, 10)
+    driver.join(TRAINER, 11)
     driver.sent(table(host_bytes=1, gpu_bytes=1))
     driver.sent(TRAINERS)
-    ((role, failure),) = driver.sent(OPTIMIZERS)
-    assert role == "trainer" and isinstance(failure, m.Failure) and failure.role == "coordinator"
-    driver.handle(m.Goodbye(role="trainer", rank=0))
-    driver.handle(m.SessionEnded(rank=0))
-    driver.join("trainer", 12)
+    ((to, failure),) = driver.sent(OPTIMIZERS, OPTIMIZER)
+    assert to == TRAINER and isinstance(failure, m.Failure) and "host memory" in failure.error
+    driver.handle(m.Goodbye())
+    driver.handle(m.SessionEnded())
+    driver.join(TRAINER, 12)
     assert driver.first_plan().plan_id == 0
 
 
@@ -300,20 +324,20 @@ def test_steps_in_which_layers_moved_are_not_planned_from() -> None:
     assert isinstance(plan, m.Plan)
     driver.agree(plan)
     driver.handle(applied(plan))
-    before = driver.state._planning._book.profile()  # type: ignore[union-attr]
+    before = driver.planning._book.profile()
     slow = tuple(m.LayerTimes(lid=lid, forward_s=1.2e-3, backward_s=2.4e-3) for lid in range(LAYERS))
     driver.handle(report(plan.step, on_gpu(plan.placements), layers=slow, step_s=9.0))
     driver.handle(cpu_report(plan.step, 99.0))
-    assert driver.state._planning._book.profile() == before  # type: ignore[union-attr]
+    assert driver.planning._book.profile() == before
     driver.handle(report(plan.step + 1, on_gpu(plan.placements), layers=slow, step_s=9.0))
-    assert driver.state._planning._book.profile() != before  # type: ignore[union-attr]
+    assert driver.planning._book.profile() != before
 
 
 def test_steps_beside_work_on_memory_are_not_planned_from(driver: Driver) -> None:
     """The trainer says so with the step's report; what was measured in it comes then or later."""
     driver.start(policy="fixed", k=0.0)
     driver.handle(report(1, stall_s=0.0))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     before = book.profile()
     driver.handle(report(2, measured=None, moving=True))
     driver.handle(report(3, measured=2, stall_s=0.0, step_s=0.6))
@@ -331,7 +355,7 @@ def test_work_that_waits_for_launches_is_slowed_down_by_updates(driver: Driver, 
     for step in range(1, 4):
         driver.handle(cpu_report(step, work_s / 4))
         driver.handle(report(step, stall_s=0.0, starved=starved))
-    profile = driver.state._planning._book.profile()  # type: ignore[union-attr]
+    profile = driver.planning._book.profile()
     assert profile.drag == pytest.approx(0.4 * starved)
     assert profile.forward_s + profile.backward_s == pytest.approx(work_s * (1 - 0.2 * starved))
 
@@ -341,7 +365,7 @@ def test_times_belong_to_the_step_that_was_measured(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0)
     for step, measured in enumerate((None, 0, 1, 2)):
         driver.handle(report(step, measured=measured, stall_s=0.0, step_s=100.0 if step == 2 else 0.5))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     assert book.profile().other_s == pytest.approx(0.5 - LAYERS * 3e-3)
     driver.handle(report(4, measured=3, stall_s=0.0))
 
@@ -352,7 +376,7 @@ def test_layers_that_move_at_random_are_dirty_too(driver: Driver) -> None:
     assert plan is not None
     driver.agree(plan)
     driver.handle(applied(plan))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     before = book.profile()
     driver.handle(report(plan.step, on_gpu(plan.placements), step_s=0.6))
     assert book.profile() == before
@@ -362,7 +386,7 @@ def test_a_step_in_which_threads_changed_is_not_a_whole_one(driver: Driver) -> N
     driver.start(policy="fixed", k=0.0)
     driver.handle(report(1, stall_s=0.0))
     driver.sent(m.Command(name="threads", value="2"))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     before_s = book.profile().other_s
     driver.handle(report(2, stall_s=0.0, step_s=0.6))
     assert book.profile().other_s == before_s
@@ -375,8 +399,8 @@ def test_a_plan_that_was_cut_short_is_predicted_as_it_is(driver: Driver) -> None
     driver.handle(cpu_report(1, 10.0, lids=(0, 1, 2, 3)))
     plan = driver.sent(report(1))[0][1]
     assert isinstance(plan, m.Plan) and len(on_gpu(plan.placements)) == LAYERS and plan.predicted_step_s is not None
-    planning = driver.state._planning
-    assert planning is not None and planning.predicted_step_s is not None
+    planning = driver.planning
+    assert planning.predicted_step_s is not None
     all_on_cpu_s = planning.predicted_step_s
     driver.agree(plan)
     driver.handle(applied(plan, gpu_lids=(0, 1)))
@@ -391,7 +415,7 @@ def test_old_steps_are_forgotten() -> None:
         for _, message in driver.sent(report(step, on_gpu(driver.status().placements))):
             if isinstance(message, m.Plan):
                 plan = message
-        if driver.state._planning._ledger.busy:  # type: ignore[union-attr]
+        if driver.planning._ledger.busy:
             driver.agree(plan)
             driver.handle(applied(plan))
 
@@ -401,8 +425,8 @@ def test_the_prediction_is_that_of_the_layers_that_are_owned(driver: Driver) -> 
     driver.handle(cpu_report(1, 10.0, lids=(1, 2, 3)))
     plan = driver.sent(report(1))[0][1]
     assert isinstance(plan, m.Plan) and plan.predicted_step_s is not None
-    planning = driver.state._planning
-    assert planning is not None and planning.predicted_step_s is not None
+    planning = driver.planning
+    assert planning.predicted_step_s is not None
     assert planning.predicted_step_s > 10 > plan.predicted_step_s
     driver.agree(plan)
     driver.handle(applied(plan))
@@ -424,7 +448,7 @@ def test_while_a_plan_is_under_way_there_is_no_other(driver: Driver) -> None:
     plan = driver.next_plan()
     assert plan is not None
     assert driver.next_plan(plan.step) is None
-    driver.handle(ack("optimizer", plan.plan_id))
+    driver.handle(ack(plan.plan_id), OPTIMIZER)
     assert driver.next_plan(plan.step + 30) is None
 
 
@@ -432,9 +456,9 @@ def test_a_refused_plan_makes_room_for_the_next(driver: Driver) -> None:
     driver.start()
     plan = driver.next_plan()
     assert plan is not None
-    driver.handle(ack("trainer", plan.plan_id, accepted=False, reason="the last plan is not applied yet"))
-    assert driver.notes == "trainer refuses plan 1: the last plan is not applied yet"
-    assert driver.sent(ack("optimizer", plan.plan_id)) == []
+    driver.handle(ack(plan.plan_id, accepted=False, reason="the last plan is not applied yet"), TRAINER)
+    assert driver.notes == "trainer-0 refuses plan 1: the last plan is not applied yet"
+    assert driver.sent(ack(plan.plan_id), OPTIMIZER) == []
     assert driver.next_plan(plan.step) is not None
 
 
@@ -525,7 +549,7 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
         owned = on_gpu(plan.placements)
         if after:
             break
-    assert step >= 10 and after == [("optimizer", m.SetMode(speculate=False))] and len(owned) > 1
+    assert step >= 10 and after == [(OPTIMIZER, m.SetMode(speculate=False))] and len(owned) > 1
     assert "mode defer" in driver.notes
     assert driver.sent(long_step(step + 1, owned)) == [], "said once"
 
@@ -546,8 +570,8 @@ def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver, accept
         driver.agree(plan)
         assert driver.sent(applied(plan, owned, moved=0)) == []
         return
-    driver.handle(ack("optimizer", plan.plan_id))
-    driver.handle(ack("trainer", plan.plan_id, accepted=False, reason="no"))
+    driver.handle(ack(plan.plan_id), OPTIMIZER)
+    driver.handle(ack(plan.plan_id, accepted=False, reason="no"), TRAINER)
     for later in range(step + 1, step + 200):
         driver.handle(m.Verdict(step=later, scale=1.0, skipped=False))
     driver.answer(m.Command(name="k", value="0.5"))
@@ -606,7 +630,7 @@ def test_a_second_bank_is_host_memory_that_does_not_move(
     driver: Driver, speculate: bool | None, bytes_each: int
 ) -> None:
     driver.start(policy="fixed", k=0.0, awaits_verdict=True, speculate=speculate)
-    facts = driver.state._planning._facts[0]  # type: ignore[union-attr]
+    facts = driver.planning._facts[0]
     assert (facts.host_bytes, facts.spare_bytes) == (bytes_each << 20, (bytes_each - 14) << 20)
 
 
@@ -678,10 +702,10 @@ def test_fewer_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> No
     driver.start(policy="fixed", k=0.5)
     driver.handle(cpu_report(1, 1.0))
     driver.handle(report(1, (0, 1)))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     assert book.profile().cpu_update_s == pytest.approx(4.0)
     sent = driver.sent(m.Command(name="threads", value="2"))
-    assert sent == [("optimizer", m.SetThreads(threads=2))]
+    assert sent == [(OPTIMIZER, m.SetThreads(threads=2))]
     expected_s = 4.0 * 2**THREADS_EXPONENT
     assert book.profile().cpu_update_s == pytest.approx(expected_s)
     driver.handle(cpu_report(2, 1.0, threads=4))  # done before the command arrived
@@ -710,7 +734,7 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(told: bool) -
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
         assert waited == [[]] * CPU_PATIENCE_STEPS
-        assert driver.state._planning is not None and not driver.state._planning._awaits_cpu_times()
+        assert not driver.planning._awaits_cpu_times()
 
 
 def test_an_optimizer_with_fewer_cores_than_threads_asked_for_is_believed_in_the_end(driver: Driver) -> None:
@@ -720,7 +744,7 @@ def test_an_optimizer_with_fewer_cores_than_threads_asked_for_is_believed_in_the
     driver.sent(m.Command(name="threads", value="64"))
     driver.handle(cpu_report(2, 1.0))
     driver.handle(cpu_report(3, 1.0))
-    book = driver.state._planning._book  # type: ignore[union-attr]
+    book = driver.planning._book
     assert book.profile().cpu_update_s == pytest.approx(4.0)
 
 
@@ -729,27 +753,27 @@ def test_commands_hold_while_the_same_training_goes_on(driver: Driver, continues
     driver.start(policy="balance", k=None, objective="speed")
     for name, value in (("objective", "gpu-memory"), ("k", "1.0"), ("threads", "2")):
         driver.sent(m.Command(name=name, value=value))
-    driver.handle(m.Goodbye(role="trainer", rank=0))
-    driver.handle(m.SessionEnded(rank=0))
-    driver.join("trainer", 11)
+    driver.handle(m.Goodbye())
+    driver.handle(m.SessionEnded())
+    driver.join(TRAINER, 11)
     asked = table(policy="balance", k=None, objective="speed", continues=continues)
-    assert driver.sent(asked) == [("optimizer", replace(asked, threads=2 if continues else None))]
+    assert driver.sent(asked) == [(OPTIMIZER, replace(asked, threads=2 if continues else None))]
     driver.sent(TRAINERS)
-    plan = driver.sent(OPTIMIZERS)[0][1]
+    plan = driver.sent(OPTIMIZERS, OPTIMIZER)[0][1]
     assert isinstance(plan, m.Plan) and (plan.policy == "fixed" and plan.k == 1.0) is continues
-    planning = driver.state._planning
-    assert planning is not None and planning.objective == ("gpu-memory" if continues else "speed")
+    planning = driver.planning
+    assert planning.objective == ("gpu-memory" if continues else "speed")
 
 
 def test_clipping_is_remembered_while_the_same_training_goes_on(driver: Driver) -> None:
     driver.start(awaits_verdict=True, speculate=None)
     for step in range(20):
         driver.handle(m.Verdict(step=step, scale=0.5, skipped=False))
-    driver.handle(m.Goodbye(role="trainer", rank=0))
-    driver.handle(m.SessionEnded(rank=0))
+    driver.handle(m.Goodbye())
+    driver.handle(m.SessionEnded())
     for continues, share in ((True, pytest.approx(1.0, abs=0.2)), (False, 0.0)):
         driver.handle(table(awaits_verdict=True, speculate=None, continues=continues))
-        assert driver.state._planning is not None and driver.state._planning._clipped.value == share
+        assert driver.planning._clipped.value == share
 
 
 # ---------------------------------------------------------------- records
@@ -813,7 +837,7 @@ def test_the_last_records_are_written_at_the_trainers_goodbye(driver: Driver) ->
     driver.start(policy="fixed", k=0.5)
     for step in range(3):
         driver.handle(report(step, number=step + 11))
-    driver.handle(m.Goodbye(role="trainer", rank=0))
+    driver.handle(m.Goodbye())
     assert [record["step"] for record in driver.records] == [11, 12, 13]
 
 
@@ -823,15 +847,15 @@ def test_the_last_records_are_written_at_the_trainers_goodbye(driver: Driver) ->
 @pytest.mark.parametrize("trainer_first", [True, False])
 def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver, trainer_first: bool) -> None:
     driver.start()
-    farewells: list[m.Message] = [m.Goodbye(role="trainer", rank=0), m.SessionEnded(rank=0)]
+    farewells: list[m.Message] = [m.Goodbye(), m.SessionEnded()]
     first, last = farewells if trainer_first else farewells[::-1]
-    next_one = hello("trainer", 12)
+    next_one = hello(12)
     assert driver.sent(first) == []
     assert driver.sent(next_one) == []
     assert "waits until the last one has left" in driver.notes
-    assert driver.sent(last) == [("trainer", WELCOME)]
+    assert driver.sent(last) == [(TRAINER, WELCOME)]
     assert driver.status().layer_names == ()
-    driver.handle(m.Ready(role="trainer", rank=0, detail=""))
+    driver.handle(m.Ready(detail=""))
     assert driver.first_plan().plan_id == 0, "a new session counts its plans anew"
 
 
@@ -839,23 +863,85 @@ def test_a_plan_that_the_last_trainer_left_behind_is_not_for_the_next(driver: Dr
     driver.start()
     plan = driver.next_plan()
     assert plan is not None
-    driver.handle(ack("trainer", plan.plan_id))
-    driver.handle(m.Goodbye(role="trainer", rank=0))
-    assert driver.sent(ack("optimizer", plan.plan_id)) == [], "a Reassign, for nobody"
-    driver.handle(m.SessionEnded(rank=0))
-    assert driver.sent(hello("trainer", 12)) == [("trainer", WELCOME)]
-    assert driver.state.inbox("trainer") == "trainer-12"
+    driver.handle(ack(plan.plan_id), TRAINER)
+    driver.handle(m.Goodbye())
+    assert driver.sent(ack(plan.plan_id), OPTIMIZER) == [], "a Reassign, for nobody"
+    driver.handle(m.SessionEnded())
+    assert driver.sent(hello(12)) == [(TRAINER, WELCOME)]
+    assert driver.state.inbox(TRAINER) == "inbox-12"
 
 
 def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> None:
-    driver.join("trainer", 11)
-    driver.handle(m.Goodbye(role="trainer", rank=0))
-    driver.join("trainer", 12)
+    driver.join(TRAINER, 11)
+    driver.handle(m.Goodbye())
+    driver.join(TRAINER, 12)
 
 
 def test_other_processes_come_and_go(driver: Driver) -> None:
     driver.start()
-    driver.handle(m.Goodbye(role="optimizer", rank=0))
+    driver.handle(m.Goodbye(), OPTIMIZER)
     assert driver.notes == "optimizer-0 says goodbye"
-    driver.join("optimizer", 20)
+    driver.join(OPTIMIZER, 20)
     assert driver.status().layer_names, "the trainer's session goes on"
+
+
+# ---------------------------------------------------------------- several trainers
+
+
+def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
+    """Two with an optimizer each: what one does, is commanded to and leaves behind is not the other's."""
+    driver.start(policy="fixed", k=0.5)
+    trainer, optimizer = Address("trainer", 1), Address("optimizer", 1)
+    driver.join(optimizer, 20)
+    driver.join(trainer, 21)
+    asked = table(policy="fixed", k=1.0, layers=table().layers[:2])
+    assert driver.sent(asked, trainer) == [(optimizer, asked)]
+    assert driver.sent(TRAINERS, trainer) == [] == driver.sent(OPTIMIZERS, OPTIMIZER), "another's optimizer"
+    (to, plan), same = driver.sent(OPTIMIZERS, optimizer)
+    assert to == trainer and same == (optimizer, plan) and isinstance(plan, m.Plan) and plan.plan_id == 0
+    assert driver.sent(ack(0), OPTIMIZER) == [] == driver.sent(ack(0), trainer)
+    assert driver.sent(ack(0), optimizer) == [(trainer, m.Reassign(plan_id=0))]
+    driver.handle(applied(plan, moved=0), trainer)
+    other = driver.state.fleet.seat(1).planning
+    assert other is not None and other.placements == ("gpu", "gpu") and driver.planning.placements == placed((0, 1))
+    times = tuple(m.LayerTimes(lid=lid, forward_s=1e-3, backward_s=2e-3) for lid in range(2))
+    driver.handle(report(0, (0, 1)))
+    driver.handle(report(4, placements=("gpu", "gpu"), layers=times), trainer)
+    driver.handle(m.Log(step=5, numbers={"loss": 2.0}), trainer)
+    assert [(c.rank, json.loads(c.line)["step"]) for c in driver.commands if isinstance(c, Write)] == [(1, 5)]
+    assert not any(isinstance(c, Publish) for c in driver.commands), "a status shows the first trainer"
+    driver.handle(m.Log(step=1, numbers={"loss": 1.0}))
+    assert [(c.rank, json.loads(c.line)["loss"]) for c in driver.commands if isinstance(c, Write)] == [(0, 1.0)]
+    assert [str(p.address) for p in driver.status().processes] == [
+        "coordinator-0",
+        "optimizer-0",
+        "trainer-0",
+        "optimizer-1",
+        "trainer-1",
+    ]
+    both = driver.sent(m.Command(name="threads", value="2"))
+    assert both == [(OPTIMIZER, m.SetThreads(threads=2)), (optimizer, m.SetThreads(threads=2))]
+
+
+def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    trainer, optimizer = Address("trainer", 1), Address("optimizer", 1)
+    driver.join(optimizer, 20)
+    driver.join(trainer, 21)
+    driver.handle(table(policy="fixed", k=0.0), trainer)
+    driver.handle(TRAINERS, trainer)
+    plan = driver.sent(OPTIMIZERS, optimizer)[0][1]
+    driver.handle(m.Goodbye())
+    driver.handle(m.SessionEnded(), optimizer)  # not the one whose trainer has left
+    assert driver.sent(hello(31)) == [] and "trainer-0 waits" in driver.notes
+    assert driver.sent(m.SessionEnded()) == [(TRAINER, WELCOME)]
+    assert driver.status().layer_names, "of the trainer that goes on"
+    assert isinstance(plan, m.Plan)
+    driver.handle(ack(0), trainer)
+    assert driver.sent(ack(0), optimizer) == [(trainer, m.Reassign(plan_id=0))]
+    assert driver.first_plan().plan_id == 0
+
+
+def test_who_has_no_seat_is_not_listened_to(driver: Driver) -> None:
+    driver.start()
+    assert driver.handle(report(0), MONITOR) == [Note("TrainerReport of monitor-9: dropped")]

@@ -243,9 +243,9 @@ class AppliesPlansEarly(Trainer):
 class OneIsEnough(PlanLedger):
     """Commits as soon as one side has acknowledged."""
 
-    def on_ack(self, ack: m.PlanAck) -> m.Reassign | None:
-        for role in ("trainer", "optimizer"):
-            reassign = super().on_ack(m.PlanAck(plan_id=ack.plan_id, role=role, accepted=ack.accepted, reason=""))
+    def on_ack(self, role: str, ack: m.PlanAck) -> m.Reassign | None:
+        for party in ("trainer", "optimizer"):
+            reassign = super().on_ack(party, ack)
         return reassign
 
 

@@ -15,6 +15,7 @@ from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step import measure
 from hytrain.step.measure import Meter
+from protocol.address import Address
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.
@@ -93,7 +94,7 @@ def meter(clock: FakeClock) -> Meter:
 @pytest.fixture
 def timeline(clock: FakeClock, tmp_path: Path) -> Meter:
     """A meter that draws."""
-    return Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+    return Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
 
 
 def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
@@ -330,7 +331,7 @@ def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock
 
 
 def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
-    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, "trainer"), 3)):
+    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, Address("trainer", 0)), 3)):
         clock = FakeClock()
         meter = Meter(clock, NUMELS, trace=writer, names="abc")
         for step in range(2):

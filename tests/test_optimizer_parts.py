@@ -17,6 +17,7 @@ from hytrain.kernels import choice as backends
 from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
+from protocol.address import Address
 from protocol.channel import Incoming
 from protocol.handles import layout
 from protocol.messages import CpuUpdate, Goodbye, Layer, PositionsLearned, Segment
@@ -28,6 +29,8 @@ from workers.update_rate import seconds_per_parameter
 from workers.work_log import Progress
 
 TOKEN = "0123456789abcdef"
+OPTIMIZER, TRAINER = Address("optimizer", 0), Address("trainer", 0)
+OWN: dict[str, Any] = {"token": TOKEN, "address": OPTIMIZER}
 
 
 def layer(lid: int, *numels: int, dtype: str = "bfloat16") -> Layer:
@@ -67,7 +70,7 @@ class Owner:
     def __init__(self) -> None:
         self.backend = Backend()
         here, self.trainer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.arenas = Arenas(LAYERS, self.backend, here, token=TOKEN)
+        self.arenas = Arenas(LAYERS, self.backend, here, **OWN)
 
     def touch_all(self) -> None:
         while self.arenas.pending is not None:
@@ -173,7 +176,14 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_update_may_write_the_other_bank(dtype: str) -> None:
     owner = Owner()
-    arenas = Arenas([layer(0, 256, 640, dtype=dtype)], owner.backend, owner.arenas._connection, token=TOKEN, banks=2)
+    arenas = Arenas(
+        [layer(0, 256, 640, dtype=dtype)],
+        owner.backend,
+        owner.arenas._connection,
+        token=TOKEN,
+        address=OPTIMIZER,
+        banks=2,
+    )
     arenas.request(0)
     while arenas.pending is not None:
         arenas.touch_next()
@@ -194,7 +204,9 @@ def test_an_update_may_write_the_other_bank(dtype: str) -> None:
 
 def test_float32_weights_have_no_remainder() -> None:
     owner = Owner()
-    arenas = Arenas([layer(0, 64, dtype="float32")], owner.backend, owner.arenas._connection, token=TOKEN)
+    arenas = Arenas(
+        [layer(0, 64, dtype="float32")], owner.backend, owner.arenas._connection, token=TOKEN, address=OPTIMIZER
+    )
     arenas.request(0)
     arenas.touch_next()
     arenas.segments[0][0].update(owner.backend, 16, 64, None)  # type: ignore[arg-type]
@@ -210,7 +222,7 @@ NAMES = ["a", "b", "c"]
 
 @pytest.fixture
 def progress(tmp_path: Path) -> Progress:
-    return Progress(TraceWriter(tmp_path, "optimizer"), NAMES)
+    return Progress(TraceWriter(tmp_path, OPTIMIZER), NAMES)
 
 
 def drawn(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
@@ -331,10 +343,10 @@ def test_the_time_in_which_nothing_is_owed_is_nobodys(monkeypatch: pytest.Monkey
             if timeout_s is not None:
                 return None
             if not tiles:
-                return Incoming("trainer", Goodbye(role="trainer", rank=0))
+                return Incoming("trainer", TRAINER, Goodbye())
             queue.left = tiles.pop(0)
             progress.arrived(0, now_s[0])
-            return Incoming("trainer", PositionsLearned(positions=()))
+            return Incoming("trainer", TRAINER, PositionsLearned(positions=()))
 
     def work(self: optimizer.Session) -> None:
         began_s, now_s[0] = now_s[0], now_s[0] + 1.0

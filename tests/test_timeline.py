@@ -12,6 +12,7 @@ from benchmarks import suite, timeline
 from benchmarks.timeline import Latency, Timeline, numbers
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
+from protocol.address import Address
 
 STEPS = 4
 #: Milliseconds that a made-up step takes.
@@ -23,7 +24,7 @@ class MadeUp:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.writer = TraceWriter(run_dir, "trainer")
+        self.writer = TraceWriter(run_dir, Address("trainer", 0))
 
     def span(self, track: str, kind: str, lid: int, step: int, began_ms: float, ended_ms: float) -> None:
         self.writer.span(track, str(lid), began_ms / 1e3, ended_ms / 1e3, kind=kind, lid=lid, step=step)

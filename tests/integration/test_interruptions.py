@@ -35,10 +35,11 @@ from torch.utils.checkpoint import checkpoint
 import hytrain
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import NonFiniteGradients, StaleReadError, UsageError
+from hytrain.memory.arena import arena_socket
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.lifecycle import Event, LayerLife
 from hytrain.run.cluster import PrivateCluster
-from hytrain.run.link import ARENA_SOCKET, Link
+from hytrain.run.link import Link
 
 # ---------------------------------------------------------------- Ctrl-C
 
@@ -85,7 +86,7 @@ def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(m
     """Both optimizers are of one run, and arenas go to the one that has sent its table."""
 
     def interrupt(self: Link, *arguments: Any) -> NoReturn:
-        self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
+        self._arenas.connect(arena_socket(self._cluster.socket_dir, self.address.rank))
         raise KeyboardInterrupt
 
     run = PrivateCluster(ClusterConfig.resolve())
