@@ -69,7 +69,7 @@ def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
 
 def systems(rows: Rows) -> Any:
     """Step time beside no offload on the same host, and GPU memory: bars, the shortest step on top."""
-    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers", "peers-slow")]
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers")]
     bars: dict[str, tuple[float, float]] = {}
     for part in parts:
         here = rows.of_part(part).beside(rows).where(batch=8, label="")

@@ -225,7 +225,7 @@ def one_host(rows: Rows) -> str:
 
 def systems(rows: Rows) -> str:
     """The main part and the peers' at batch 8: a table for each host that measured some of them."""
-    parts = [part for part in rows.distinct("part") if part in ("main", "peers", "peers-slow")]
+    parts = [part for part in rows.distinct("part") if part in ("main", "peers")]
     found = []
     for there in Rows(row for part in parts for row in rows.of_part(part)).by_host():
         wanted = (*there.distinct("system"), "no-offload", AUTO)
