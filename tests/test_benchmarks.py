@@ -103,7 +103,7 @@ def test_short_gaps_are_turnaround_and_overlap_is_busy() -> None:
 
 def child(program: str) -> list[str]:
     """A program that writes rows with `say`."""
-    head = "import os, subprocess, sys, time\nsay = lambda text: os.write(int(sys.argv[-1]), text.encode())\n"
+    head = "import os, subprocess, sys, time\nsay = lambda text: open(sys.argv[-1], 'a').write(text)\n"
     return [sys.executable, "-c", head + program]
 
 
