@@ -26,7 +26,7 @@ from benchmarks import host
 TICK_S: Final = 0.1
 GRACE_S: Final = 2.0
 END_S: Final = 30.0
-#: a line, and the most memory in use until then beside what was before
+#: a line, and the most memory in use until then, above what was in use before the child
 OnLine = Callable[[str, int], None]
 #: "SomeError: what went wrong", as the last line of a traceback
 _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Error|Exception|Timeout|Unavailable)\b.*)$")
@@ -34,7 +34,7 @@ _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Erro
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended. `error` is None if all is well; memory is the most in use beside what was before."""
+    """How it ended. `error` is None if all is well; memory is the most in use, above what was in use before."""
 
     error: str | None
     host_peak_bytes: int

@@ -218,7 +218,7 @@ def idle(template: Job) -> list[Job]:
 
 
 def clipping(template: Job) -> list[Job]:
-    """The global norm clipped never and always, beside not asking for it, and beside a peer that clips."""
+    """The global norm clipped never and always, compared with no clipping and with a peer that clips."""
 
     def clipped(limit: float, system: str, label: str, settle: int, measure: int, patience: int = 0) -> Job:
         steps = Segment(batch=8, label=label, settle=settle, measure=measure, patience=patience)

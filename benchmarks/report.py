@@ -1,4 +1,4 @@
-"""Result sets into docs/benchmarks.md: the goals and tables between markers, pictures beside them.
+"""Result sets into docs/benchmarks.md: the goals and tables between markers, and pictures.
 
     python -m benchmarks.report [--results DIR...]
 
@@ -81,7 +81,7 @@ def known(value: Any) -> Any:
     return value
 
 
-def beside_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
+def vs_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
     """Step time and GPU memory, compared with everything on the GPU."""
 
     def judge(here: Rows) -> tuple[str, bool]:
@@ -168,7 +168,7 @@ def same_bits(rows: Rows) -> tuple[str, bool]:
 # fmt: off
 GOALS: Final = (
     Goal("batch 8: step / no offload, GPU memory / no offload", "≤ 1.00 at ≤ 40 %",
-         beside_no_offload(8, 1.0, 0.4), each_host=True),
+         vs_no_offload(8, 1.0, 0.4), each_host=True),
     Goal("batch 8: step / HyTrain with k = 1, all on the GPU", "≤ 1.01",
          compared("main", AUTO, "hytrain:1", at_most=1.01)),
     Goal("batch 8: step / forward and backward only", "≤ 1.06",
@@ -178,7 +178,7 @@ GOALS: Final = (
          compared("peers", "deepspeed-zero2", AUTO, at_least=3.0), each_host=True),
     Goal("faster than FSDP2 CPU offload", "≥ 3.4 ×", compared("peers", "fsdp2", AUTO, at_least=3.4), each_host=True),
     Goal("batch 1: step / no offload, GPU memory / no offload", "≤ 1.10 at ≤ 75 %",
-         beside_no_offload(1, 1.1, 0.75), each_host=True),
+         vs_no_offload(1, 1.1, 0.75), each_host=True),
     Goal("batch 1: faster than torchao, fp32", "≥ 5 ×",
          compared("batches", "torchao-fp32", AUTO, at_least=5.0, batch=1)),
     Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),

@@ -41,7 +41,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a system's builder is told besides the model. `option` is what stood behind the system's colon."""
+    """What a system's builder is told besides the model. `option` is what follows the system's colon."""
 
     option: str
     clip: float
