@@ -139,7 +139,7 @@ def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
 
 
 def policies(rows: Rows) -> Any:
-    """Policies over batch sizes: step time relative to no offload at the same batch (where the host has it), GPU memory."""
+    """Policies over batch sizes: GPU memory, and step time, relative to no offload where the host has measured it."""
     here = rows.of_part("policies")
     sizes = sorted({row["batch"] for row in here})
     labels = [label for label in here.distinct("label") if here.where(label=label).values("step_s")]

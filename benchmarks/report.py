@@ -29,8 +29,7 @@ from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
 PAGE: Final = RESULTS.parent.parent / "docs" / "benchmarks.md"
-#: Two step times count as the same if they differ by no more than this.
-SAME: Final = 0.01
+SAME: Final = 0.01  # two step times count as the same if they differ by no more than this
 REACHED_STEPS: Final = 20
 _BLOCK: Final = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
@@ -152,8 +151,8 @@ def against_formulas(rows: Rows) -> tuple[str, bool]:
 
 
 def idle_share(rows: Rows) -> tuple[str, bool]:
-    measured = known(rows.of_part("idle").where(system=AUTO).last("idle") or None)
-    return share(measured["share"]), measured["share"] <= 0.03
+    idle = known(rows.of_part("idle").where(system=AUTO).last("idle") or None)["share"]
+    return share(idle), idle <= 0.03
 
 
 def same_bits(rows: Rows) -> tuple[str, bool]:
@@ -301,8 +300,7 @@ def threads(rows: Rows) -> str:
         found = here.reaction(mine.last("label"))
         return f"step {found[0]}" if found else MISSING
 
-    columns = (last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
-    return table(here.by("label"), *columns)
+    return table(here.by("label"), last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
 
 
 def prediction(rows: Rows) -> str:
