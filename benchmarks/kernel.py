@@ -50,7 +50,6 @@ SCALARS: Final = scalars(Hyper(lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_
 #: Bytes per element that one update reads and writes.
 TRAFFIC: Final = {"bfloat16": 26, "float32": 28}
 COMPARED: Final = ("native", "deepspeed", "torch")
-BUILD_TIMEOUT_S: Final = 150.0
 #: of `Case`: rows that agree in these are rounds of one case
 KEY: Final = ("system", "dtype", "tile", "threads", "numel", "bytes_each")
 
@@ -75,8 +74,6 @@ def main() -> int:
             print(json.dumps(row), flush=True)
         return 0
     found: list[dict[str, Any]] = []
-    if "deepspeed" not in arguments.skip:
-        _build_deepspeed()
     for system in ("gpu", *COMPARED * arguments.passes, "threads"):
         if system not in arguments.skip:
             print(f"{system} …", file=sys.stderr, flush=True)
@@ -87,16 +84,6 @@ def main() -> int:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     return 0
-
-
-def _build_deepspeed() -> None:
-    """Compile its operator, at its first use on a machine, before anything is timed. The rows' process tells errors."""
-    program = "from hytrain.kernels.choice import load; load('deepspeed', 1)"
-    silent = subprocess.DEVNULL
-    try:
-        subprocess.run([sys.executable, "-c", program], stdout=silent, stderr=silent, timeout=BUILD_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        print("DeepSpeed's build takes too long", file=sys.stderr)
 
 
 def _run_one(system: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

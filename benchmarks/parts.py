@@ -109,8 +109,6 @@ KNOWN: Final = {
     "torchao-bf16": Known(20, 1.1, "no"),
     "deepspeed-zero2": Known(75, 2.0),
     "deepspeed-twinflow": Known(40, 2.1),
-    "deepspeed-superoffload": Known(45, 4.2),
-    "deepspeed-zenflow": Known(60, 3.0, "no"),
     "fsdp2": Known(40, 2.2),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
@@ -220,7 +218,7 @@ def idle(template: Job) -> list[Job]:
 
 
 def clipping(template: Job) -> list[Job]:
-    """The global norm clipped never and always, beside not asking for it, and beside a peer that clips."""
+    """The global norm clipped never and always, compared with no clipping and with a peer that clips."""
 
     def clipped(limit: float, system: str, label: str, settle: int, measure: int, patience: int = 0) -> Job:
         steps = Segment(batch=8, label=label, settle=settle, measure=measure, patience=patience)
@@ -243,7 +241,6 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "peers": _plain(
         "no-offload", AUTO, "torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16"
     ),
-    "peers-slow": _plain("no-offload", AUTO, "deepspeed-superoffload", "deepspeed-zenflow"),
     "sweep": sweep,
     "policies": policies,
     "objectives": objectives,

@@ -68,8 +68,8 @@ def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def systems(rows: Rows) -> Any:
-    """Step time beside no offload on the same host, and GPU memory: bars, the shortest step on top."""
-    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers", "peers-slow")]
+    """Step time relative to no offload on the same host, and GPU memory: bars, the shortest step on top."""
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers")]
     bars: dict[str, tuple[float, float]] = {}
     for part in parts:
         here = rows.of_part(part).beside(rows).where(batch=8, label="")
@@ -139,7 +139,7 @@ def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
 
 
 def policies(rows: Rows) -> Any:
-    """Policies over batch sizes: step time beside no offload at the same batch (where the host has it), GPU memory."""
+    """Policies over batch sizes: GPU memory, and step time, relative to no offload where the host has measured it."""
     here = rows.of_part("policies")
     sizes = sorted({row["batch"] for row in here})
     labels = [label for label in here.distinct("label") if here.where(label=label).values("step_s")]

@@ -1,4 +1,4 @@
-"""Result sets into docs/benchmarks.md: the goals and tables between markers, pictures beside them.
+"""Result sets into docs/benchmarks.md: the goals and tables between markers, and pictures.
 
     python -m benchmarks.report [--results DIR...]
 
@@ -29,8 +29,7 @@ from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
 PAGE: Final = RESULTS.parent.parent / "docs" / "benchmarks.md"
-#: Two step times count as the same if they differ by no more than this.
-SAME: Final = 0.01
+SAME: Final = 0.01  # two step times count as the same if they differ by no more than this
 REACHED_STEPS: Final = 20
 _BLOCK: Final = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
@@ -81,7 +80,7 @@ def known(value: Any) -> Any:
     return value
 
 
-def beside_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
+def vs_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
     """Step time and GPU memory, compared with everything on the GPU."""
 
     def judge(here: Rows) -> tuple[str, bool]:
@@ -152,8 +151,8 @@ def against_formulas(rows: Rows) -> tuple[str, bool]:
 
 
 def idle_share(rows: Rows) -> tuple[str, bool]:
-    measured = known(rows.of_part("idle").where(system=AUTO).last("idle") or None)
-    return share(measured["share"]), measured["share"] <= 0.03
+    idle = known(rows.of_part("idle").where(system=AUTO).last("idle") or None)["share"]
+    return share(idle), idle <= 0.03
 
 
 def same_bits(rows: Rows) -> tuple[str, bool]:
@@ -168,7 +167,7 @@ def same_bits(rows: Rows) -> tuple[str, bool]:
 # fmt: off
 GOALS: Final = (
     Goal("batch 8: step / no offload, GPU memory / no offload", "≤ 1.00 at ≤ 40 %",
-         beside_no_offload(8, 1.0, 0.4), each_host=True),
+         vs_no_offload(8, 1.0, 0.4), each_host=True),
     Goal("batch 8: step / HyTrain with k = 1, all on the GPU", "≤ 1.01",
          compared("main", AUTO, "hytrain:1", at_most=1.01)),
     Goal("batch 8: step / forward and backward only", "≤ 1.06",
@@ -178,7 +177,7 @@ GOALS: Final = (
          compared("peers", "deepspeed-zero2", AUTO, at_least=3.0), each_host=True),
     Goal("faster than FSDP2 CPU offload", "≥ 3.4 ×", compared("peers", "fsdp2", AUTO, at_least=3.4), each_host=True),
     Goal("batch 1: step / no offload, GPU memory / no offload", "≤ 1.10 at ≤ 75 %",
-         beside_no_offload(1, 1.1, 0.75), each_host=True),
+         vs_no_offload(1, 1.1, 0.75), each_host=True),
     Goal("batch 1: faster than torchao, fp32", "≥ 5 ×",
          compared("batches", "torchao-fp32", AUTO, at_least=5.0, batch=1)),
     Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),
@@ -225,7 +224,7 @@ def one_host(rows: Rows) -> str:
 
 def systems(rows: Rows) -> str:
     """The main part and the peers' at batch 8: a table for each host that measured some of them."""
-    parts = [part for part in rows.distinct("part") if part in ("main", "peers", "peers-slow")]
+    parts = [part for part in rows.distinct("part") if part in ("main", "peers")]
     found = []
     for there in Rows(row for part in parts for row in rows.of_part(part)).by_host():
         wanted = (*there.distinct("system"), "no-offload", AUTO)
@@ -301,8 +300,7 @@ def threads(rows: Rows) -> str:
         found = here.reaction(mine.last("label"))
         return f"step {found[0]}" if found else MISSING
 
-    columns = (last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
-    return table(here.by("label"), *columns)
+    return table(here.by("label"), last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
 
 
 def prediction(rows: Rows) -> str:

@@ -1,6 +1,6 @@
 """One job in this process: builds the system, runs the segments' steps, writes a row for each. `suite` starts it.
 
-    python -m benchmarks.step --rows-to FD JOB     JOB as JSON, see `parts`; rows as JSON lines to descriptor FD
+    python -m benchmarks.step --rows-to FILE JOB     JOB as JSON, see `parts`; rows as JSON lines, behind what is there
 
     build ─▶ segment: commands ─▶ settle ─▶ measure ─▶ row ─▶ next segment … ─▶ close
 
@@ -45,12 +45,12 @@ BATCHES: Final = 4
 def main() -> int:
     """The command line; 1 after an exception, whose last line is the reason."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows-to", type=int, default=1, metavar="FD")
+    parser.add_argument("--rows-to", default="/dev/stdout", metavar="FILE")
     parser.add_argument("--run-dir", help="keep HyTrain's run folder, with its trace and logs, here")
     parser.add_argument("job", type=Job.from_json)
     arguments = parser.parse_args()
     try:
-        with os.fdopen(arguments.rows_to, "w", buffering=1) as out, tempfile.TemporaryDirectory() as folder:
+        with open(arguments.rows_to, "a", buffering=1) as out, tempfile.TemporaryDirectory() as folder:
             for row in rows(arguments.job, arguments.run_dir or folder):
                 out.write(json.dumps(row) + "\n")
     except Exception:

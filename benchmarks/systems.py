@@ -8,7 +8,7 @@ hytrain            `hytrain.AdamW`: "hytrain:auto", "hytrain:0.2", "hytrain:poli
 Other ways to keep optimizer state in host memory, each set up as its own documentation recommends:
 
 torchao            CPUOffloadOptimizer over torch's fused AdamW; float32 weights under autocast, or all in bfloat16
-deepspeed          ZeRO-2 offload, Twin-Flow (ZeRO-3, half of the update on the GPU), SuperOffload, ZenFlow
+deepspeed          ZeRO-2 offload, Twin-Flow (ZeRO-3, half of the update on the GPU)
 fsdp2              fully_shard with CPUOffloadPolicy on one rank, float32 masters, torch's fused AdamW on the CPU
 
 Packages are imported where they are needed: a missing one costs its own row and no other.
@@ -41,7 +41,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a system's builder is told besides the model. `option` is what stood behind the system's colon."""
+    """What a system's builder is told besides the model. `option` is what follows the system's colon."""
 
     option: str
     clip: float
@@ -206,37 +206,10 @@ def torchao(model: nn.Module, setting: Setting) -> Running:
 
 
 _PINNED: Final = {"device": "cpu", "pin_memory": True}
-_ZERO2: Final[dict[str, Any]] = {
-    "stage": 2,
-    "offload_optimizer": _PINNED,
-    "contiguous_gradients": True,
-    "overlap_comm": True,
-}
-_ZERO3: Final[dict[str, Any]] = {"stage": 3, "sub_group_size": SUB_GROUP}
-#: DeepSpeed's "zero_optimization" for each of its systems.
+#: DeepSpeed's "zero_optimization" for each of its systems. Twin-Flow has half of the state on the GPU, by hand.
 _ZERO: Final[dict[str, dict[str, Any]]] = {
-    "zero2": _ZERO2,
-    # The most important 5 % of the gradients are applied each step, the rest every fourth: not exact.
-    "zenflow": _ZERO2
-    | {
-        "zenflow": {
-            "topk_ratio": 0.05,
-            "select_strategy": "auto",
-            "select_interval": "auto",
-            "update_interval": 4,
-            "full_warm_up_rounds": 0,
-            "overlap_step": True,
-        }
-    },
-    # Half of the state on the GPU, by hand.
-    "twinflow": _ZERO3 | {"offload_optimizer": _PINNED | {"ratio": 0.5}},
-    # The CPU's update runs in a process of its own, speculatively, and is rolled back if the gradients turn out bad.
-    "superoffload": _ZERO3
-    | {
-        "offload_optimizer": _PINNED | {"ratio": 1.0, "super_offload": True, "cpuadam_cores_perc": 0.85},
-        "stage3_max_live_parameters": 10**10,
-        "stage3_param_persistence_threshold": 10**5,
-    },
+    "zero2": {"stage": 2, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
+    "twinflow": {"stage": 3, "offload_optimizer": _PINNED | {"ratio": 0.5}, "sub_group_size": SUB_GROUP},
 }
 
 
