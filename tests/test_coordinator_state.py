@@ -155,19 +155,12 @@ WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
 TRAINERS = m.Calibration(d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
 OPTIMIZERS = m.Calibration(cpu_update_s=1e-9)
 SEGMENT = m.Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+NAMES = {"inbox": "trainer-11", "device": "cpu", "policy": "random", "objective": "speed", "backend": "auto"}
 TABLE = m.LayerTable(
     layers=tuple(m.Layer(lid=lid, position=lid, name=f"block {lid}", segments=(SEGMENT,)) for lid in ALL),
-    inbox="trainer-11",
-    device="cpu",
-    policy="random",
-    objective="speed",
-    awaits_verdict=False,
-    speculate=False,
-    k=None,
-    backend="auto",
-    gpu_bytes=None,
-    host_bytes=None,
-    continues=False,
+    **NAMES,
+    **dict.fromkeys(("awaits_verdict", "speculate", "continues"), False),
+    **dict.fromkeys(("k", "gpu_bytes", "host_bytes")),
 )
 
 
@@ -188,21 +181,9 @@ def times(forward_s: float = 1e-3, backward_s: float = 2e-3, layers: int = LAYER
     return tuple(m.LayerTimes(lid=lid, forward_s=forward_s, backward_s=backward_s) for lid in range(layers))
 
 
-REPORT = m.TrainerReport(
-    step=0,
-    number=1,
-    at_s=100.0,
-    step_s=0.5,
-    measured=0,
-    stall_s=0.1,
-    middle_s=0.0,
-    starved=0.0,
-    k=0.0,
-    moving=False,
-    placements=placed(()),
-    gpu_free_bytes=None,
-    layers=times(),
-)
+STEP: dict[str, Any] = {"step": 0, "number": 1, "measured": 0, "at_s": 100.0, "step_s": 0.5, "stall_s": 0.1, "k": 0.0}
+STEP |= {"middle_s": 0.0, "starved": 0.0, "moving": False, "gpu_free_bytes": None}
+REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
 
 def report(step: int, gpu_lids: tuple[int, ...] = (), **changes: Any) -> m.TrainerReport:
@@ -540,8 +521,7 @@ def test_a_mode_that_was_asked_for_is_kept(driver: Driver, changes: dict[str, An
     if changes:
         driver.handle(judge(0, clipped=True))
     for step in range(30):
-        sent = driver.sent(report(step, driver.owned))
-        assert not any(isinstance(message, m.SetMode) for _, message in sent)
+        assert not any(isinstance(message, m.SetMode) for _, message in driver.sent(report(step, driver.owned)))
     driver.handle(m.Log(step=30, numbers={}))
     assert driver.records[-1]["mode"] == mode
 
@@ -593,17 +573,10 @@ def test_only_known_commands_with_values_that_can_be(driver: Driver, name: str, 
     assert not reply.ok and reason in reply.text and driver.status() == before
 
 
-def test_k_can_be_left_to_the_planner_again(driver: Driver) -> None:
-    driver.start(policy="fixed", k=1.0)
-    driver.ask("k", "auto")
-    driver.next_plan(0, 4)
-    assert driver.status().policy == "deadline"
-
-
 @pytest.mark.parametrize(("objective", "gpu_lids"), [("gpu-memory", ()), ("host-memory", ALL)])
 def test_policy_and_objective_are_commands(driver: Driver, objective: str, gpu_lids: tuple[int, ...]) -> None:
     driver.start(policy="fixed", k=0.5, gpu_bytes=1 << 40)
-    for name, value in (("policy", "balance"), ("objective", objective), ("policy", "deadline")):
+    for name, value in (("k", "1.0"), ("k", "auto"), ("objective", objective)):
         driver.ask(name, value)
     plan = driver.next_plan(1)
     assert plan.policy == "deadline" and on_gpu(plan.placements) == gpu_lids

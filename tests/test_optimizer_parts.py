@@ -236,21 +236,10 @@ def test_a_layer_that_lets_another_pass_has_two_spans_and_waits_once(progress: P
     updates = {update.lid: update for update in progress.report(0, 1).updates}
     assert updates[1] == CpuUpdate(lid=1, update_s=2.0, queued_s=4.0)
     assert updates[0] == CpuUpdate(lid=0, update_s=1.0, queued_s=1.5)
+    assert list(updates) == [0, 1] and progress.report(1, 1).updates == (), "what came since the last report"
     tracks = drawn(tmp_path)
     assert tracks["CPU update"] == [("b", 1.0, 2.0), ("a", 2.0, 3.0), ("b", 3.0, 4.0)]
     assert tracks["waiting"] + tracks.get("waiting 2", []) == [("b", 0.0, 1.0), ("a", 1.5, 2.0)]
-
-
-def test_a_report_has_what_came_since_the_last(progress: Progress) -> None:
-    for step in range(2):
-        for lid in (2, 0):
-            progress.arrived(lid, 0.0)
-            progress.rests()
-            progress.updated(lid, step, 0.0, 1.0)
-            progress.sent(lid, step, 1.0)
-        report = progress.report(step, 1)
-        assert [update.lid for update in report.updates] == [0, 2] and report.busy_s == 2.0
-    assert progress.report(2, 1).updates == ()
 
 
 def test_what_was_for_nothing_is_work_and_no_update(progress: Progress, tmp_path: Path) -> None:
@@ -280,13 +269,6 @@ def test_new_memory_between_tiles_is_drawn_and_is_no_update(progress: Progress, 
     tracks = drawn(tmp_path)
     assert tracks["planes"] == [("touch c", 1.0, 1.5)]
     assert tracks["CPU update"] == [("a", 0.0, 1.0), ("a", 1.5, 2.5)]
-
-
-def test_what_is_at_work_at_the_end_is_drawn(progress: Progress, tmp_path: Path) -> None:
-    progress.arrived(0, 0.0)
-    progress.updated(0, 0, 1.0, 2.0)
-    progress.close()
-    assert drawn(tmp_path)["CPU update"] == [("a", 1.0, 2.0)]
 
 
 def test_without_a_timeline_the_times_are_the_same(progress: Progress) -> None:

@@ -91,18 +91,6 @@ def test_two_layers_in_one_tile_each() -> None:
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
-def test_a_lower_rank_takes_over_at_the_end_of_the_tile() -> None:
-    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0, backward_s=1.5), NONE, tile_numel=34)  # tiles of 1 s
-    # The first layer lands at 4.0, in the middle of the second layer's tile from 3.5 to 4.5.
-    assert [event for event in timeline.events if event[0] == "cpu_update"] == [
-        ("cpu_update", 999, 2.5, 4.5),
-        ("cpu_update", 1000, 4.5, 7.5),
-        ("cpu_update", 999, 7.5, 8.5),
-    ]
-    assert timeline.stalls_s == {1000: 5.5}
-    assert timeline.step_s == 10.5  # the second layer's weights are back at 9.5, just when they are needed
-
-
 @given(st.data())
 @settings(deadline=None)
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
@@ -307,11 +295,6 @@ def test_what_a_slower_cpu_would_need_again_is_not_given_back_for_speed() -> Non
 
 def with_cpu(profile: Profile, slowness: float) -> Profile:
     return replace(profile, layers=tuple(replace(x, cpu_update_s=slowness * x.cpu_update_s) for x in profile.layers))
-
-
-def test_current_layers_that_no_longer_fit_move_at_any_price() -> None:
-    decision = choose("deadline", uniform(10), Limits(gpu_state_bytes=3000), current=lids(*range(5)), horizon_steps=0)
-    assert decision.changed and len(decision.gpu_lids) <= 3
 
 
 @given(st.data(), st.sampled_from(["cotrain", "balance", "deadline"]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +47,22 @@ def test_two_plans_tell_it(drag: float) -> None:
     observe(contention, NONE, *[(10 / (1 - drag), 10 / (1 - drag))] * 4)
     observe(contention, SOME, *[(10 + drag * 2, 2.0)] * ENOUGH_AFTER)
     assert contention.drag == pytest.approx(drag, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("before", "owned", "after", "starved", "drag"),
+    [
+        ((10.0, 8.0), SOME, [(12.0, 8.3)] * ENOUGH_AFTER, 1.0, TYPICAL_DRAG),
+        ((10.0, 10.0), SOME, [(9.7, 8.5)] * ENOUGH_AFTER, 0.0, 0.0),
+        ((10.0, 10.0), NONE, [(30.0, 10.0), (10.0, 10.0)], 1.0, TYPICAL_DRAG),
+    ],
+    ids=["plans that differ by little", "noise where the device never waits", "a lone long step"],
+)
+def test_what_says_nothing(before: Any, owned: frozenset[int], after: Any, starved: float, drag: float) -> None:
+    contention = Contention()
+    observe(contention, NONE, *[before] * 4, starved=starved)
+    observe(contention, owned, *after, starved=starved)
+    assert contention.drag == pytest.approx(drag, abs=0.01)
 
 
 def test_a_plan_that_ends_the_waiting_does_not_make_it_forgotten() -> None:

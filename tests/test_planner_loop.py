@@ -193,18 +193,6 @@ def test_a_steady_cpu_needs_little_slack() -> None:
     assert run.k() <= full.k_of(aim("speed", full, Limits()).gpu_lids) + 2.1 / LAYERS
 
 
-def test_a_known_change_is_planned_for_at_once() -> None:
-    full = llama(8)
-    told, untold = Run(full, seed=3), Run(full, seed=3)
-    for run in (told, untold):
-        run.steps(25)
-        run.real = with_cpu(full, 1.5)
-    told.book.cpu_changed(0.5)
-    for run in (told, untold):
-        run.steps(2 + LATENCY_STEPS)
-    assert told.behind < 1.03 < untold.behind
-
-
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("other_s", [0.0, 0.02, 0.2])
 def test_the_loop_s_own_time_is_in_the_prediction(batch: int, other_s: float) -> None:
@@ -237,24 +225,3 @@ def test_a_device_that_never_waits_for_launches_is_not_thought_to_lose_by_update
     least = aim("speed", run.real, Limits())
     assert run.k() <= run.real.k_of(least.gpu_lids) + 0.1
     assert profile_of(run.book).drag < 0.02
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_launches_that_updates_do_not_slow_down_after_all(seed: int) -> None:
-    """What is usual is tried, seen to be wrong, and given up with the memory that it took."""
-    run = Run(llama(2), seed, starved=1.0)
-    run.steps(60)
-    assert run.behind < 1.05
-    assert profile_of(run.book).drag < 0.1
-    least = aim("speed", run.real, Limits())
-    assert run.k() <= run.real.k_of(least.gpu_lids) + 0.2
-
-
-def test_another_batch_size_begins_anew() -> None:
-    run = Run(replace(llama(1), drag=0.4), seed=5, starved=1.0)
-    run.steps(30)
-    assert profile_of(run.book).drag > 0.3
-    run.real, run.starved = llama(16), 0.0
-    run.steps(40)
-    assert profile_of(run.book).drag < 0.02 and run.behind < 1.05
-    assert run.k() <= run.real.k_of(aim("speed", run.real, Limits()).gpu_lids) + 0.2

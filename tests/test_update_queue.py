@@ -71,43 +71,6 @@ def spans(queue: UpdateQueue) -> list[tuple[int, int, int, int]]:
 # ---------------------------------------------------------------- order and tiles
 
 
-def test_a_layer_in_tiles() -> None:
-    queue = make([250, 100, 30], groups=(0, 1))
-    begin(queue, 0, 0.1, 0.2)
-    assert queue.idle and queue.next_tile() is None
-    ready(queue, 0, 0, 3, 2, 1)
-    tiles, answers = [], []
-    while not queue.idle:
-        tile, done = work(queue)
-        tiles.append(tile)
-        answers.append(done)
-    assert tiles == [
-        Tile(0, 0, segment, start, stop, count, hyper(lr), scale=1.0, source=0, target=0, begins=start == segment == 0)
-        for segment, start, stop, count, lr in (
-            (0, 0, 100, 3, 0.1),
-            (0, 100, 200, 3, 0.1),
-            (0, 200, 250, 3, 0.1),
-            (1, 0, 100, 2, 0.2),
-            (2, 0, 30, 1, 0.1),
-        )
-    ]
-    assert answers == [None] * 4 + [WeightsReady(step=0, lid=0, banks=(0, 0, 0))]
-    assert queue.step == 0 and queue.next_tile() is None
-
-
-def test_an_update_keeps_the_hyperparameters_of_its_own_step() -> None:
-    queue = make([200], [200])
-    begin(queue, 0, 0.1)
-    ready(queue, 1, 0)
-    begin(queue, 1, 0.2)
-    ready(queue, 0, 1)
-    seen = []
-    while not queue.idle:
-        tile, _ = work(queue)
-        seen.append((tile.lid, tile.step, tile.hyper.lr))
-    assert seen == [(0, 1, 0.2), (0, 1, 0.2), (1, 0, 0.1), (1, 0, 0.1)]
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -218,17 +181,6 @@ def judged(queue: UpdateQueue, step: int, scale: float = 1.0, *, skipped: bool =
     return done
 
 
-def test_a_skipped_step_is_done_without_an_update() -> None:
-    queue = make([16], [16])
-    queue.begin(begin_message(0, awaits_verdict=True))
-    ready(queue, 1, 0)
-    assert judged(queue, 0, skipped=True) == [WeightsReady(step=0, lid=1, banks=(0,))]
-    assert queue.grad_ready(GradReady(step=0, lid=0, counts=(1,))) == WeightsReady(step=0, lid=0, banks=(0,))
-    queue.check()
-    assert queue.idle and queue.next_tile() is None
-    queue.give_up(0)
-
-
 @pytest.mark.parametrize("awaits", [True, False])
 def test_a_verdict_comes_once_and_where_it_is_awaited(awaits: bool) -> None:
     queue = make([16])
@@ -322,10 +274,13 @@ def test_a_layer_that_comes_back_begins_with_the_first_bank() -> None:
 @given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 60))
 @settings(deadline=None)
 def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> None:
-    """Two banks of numbers, each update a function of what it reads: what is announced is what clipping first gives."""
+    """Two banks of numbers, each update a function of what it reads: what is announced is what clipping first gives.
+
+    With the hyperparameters of the update's own step, each segment its group's.
+    """
     rng = random.Random(seed)
     sizes = [[rng.randint(1, 60) for _ in range(rng.randint(1, 3))] for _ in range(4)]
-    queue = make(*sizes, tile_numel=tile_numel)
+    queue = make(*sizes, tile_numel=tile_numel, groups=(0, 1))
     banks = [[[[0] * size for size in row] for row in sizes] for _ in range(2)]
     expected, busy = [[0] * len(row) for row in sizes], set[int]()
 
@@ -339,7 +294,9 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
         tile = queue.next_tile()
         if tile is not None:
             read, written = (banks[bank][tile.lid][tile.segment] for bank in (tile.source, tile.target))
-            written[tile.start : tile.stop] = [hash((x, tile.step, tile.scale)) for x in read[tile.start : tile.stop]]
+            assert tile.count == tile.step + 1
+            told = tile.hyper.lr, tile.scale
+            written[tile.start : tile.stop] = [hash((x, *told)) for x in read[tile.start : tile.stop]]
             hear(queue.tile_done(tile))
             queue.check()
 
@@ -348,7 +305,7 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
         queue.speculate = rng.random() < 0.7
         awaits, skipped = rng.random() < 0.8, rng.random() < 0.2
         scale = rng.choice((1.0, 0.5)) if awaits else 1.0
-        queue.begin(begin_message(step, awaits_verdict=awaits))
+        queue.begin(begin_message(step, step + 0.25, step + 0.5, awaits_verdict=awaits))
         coming = [lid for lid in range(4) if lid not in busy and rng.random() < 0.9]
         rng.shuffle(coming)
         late = rng.randint(0, len(coming)) if awaits else 0  # GradReady behind the verdict
@@ -367,7 +324,8 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
                     if not (skipped and queue._awaits_verdict):
                         for index, count in enumerate(counts):
                             old = expected[lid][index]
-                            expected[lid][index] = hash((old, step, scale)) if count else old
+                            lr = step + (0.5 if index % 2 else 0.25)
+                            expected[lid][index] = hash((old, lr, scale)) if count else old
                     hear(queue.grad_ready(GradReady(step=step, lid=lid, counts=counts, exceeds=rng.random() < 0.1)))
             queue.check()
     while not queue.idle:
