@@ -157,22 +157,16 @@ def test_what_is_no_message_is_logged_and_dropped(
 
 
 def test_a_number_that_came_before_is_dropped(
-    network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
+    folder: str, network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
 ) -> None:
     inbox = network.inbox()
     for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
         raw.good(seq, lid)
     assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid, banks=(0,)) for lid in (0, 1, 4)]
     assert "sequence number 1 after 1" in dropped.text and "sequence number 0 after 1" in dropped.text
-
-
-def test_numbers_are_each_senders_own(folder: str, network: Network, raw: RawPeer) -> None:
-    inbox = network.inbox()
-    raw.good(seq=9)
-    assert received(inbox)
     other = RawPeer(folder, "other")
-    other.good(seq=0, lid=1)
-    assert received(inbox) == WeightsReady(step=0, lid=1, banks=(0,))
+    other.good(seq=0, lid=9)
+    assert received(inbox) == WeightsReady(step=0, lid=9, banks=(0,)), "numbers are each sender's own"
     other.close()
 
 
@@ -210,31 +204,8 @@ def test_a_wait_ends_at_its_deadline(network: Network) -> None:
     assert outbox.receive(0.01) is None
 
 
-def test_a_dropped_message_does_not_end_a_wait(network: Network, raw: RawPeer) -> None:
-    """Or else junk at the wrong moment would pass for a deadline."""
-    inbox = network.inbox()
-    raw.send(b"junk")
-    assert inbox.receive(0.2) is None  # the junk has been taken in meanwhile
-    raw.send(b"junk")
-    raw.good(seq=0)
-    assert received(inbox) == WeightsReady(step=0, lid=0, banks=(0,))
-
-
 def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def test_a_death_ends_a_wait(network: Network) -> None:
-    with child("import sys; sys.stdin.read()") as process:
-        inbox = network.inbox()
-        inbox.watch("the optimizer process", process.pid)
-        assert inbox.receive(0) is None
-        process.kill()
-        with pytest.raises(PeerDied, match="the optimizer process died") as caught:
-            inbox.receive(SOON_S)
-        assert caught.value.name == "the optimizer process"
-        inbox.unwatch("the optimizer process")
-        assert inbox.receive(0) is None
 
 
 def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> None:
@@ -247,9 +218,13 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> Non
     process.stdout.readline()
     inbox = network.inbox()
     inbox.watch("the trainer", process.pid)
+    assert inbox.receive(0) is None
     process.kill()
-    with pytest.raises(PeerDied):
+    with pytest.raises(PeerDied, match="the trainer died") as caught:
         inbox.receive(SOON_S)
+    assert caught.value.name == "the trainer"
+    inbox.unwatch("the trainer")
+    assert inbox.receive(0) is None
     process.stdin.close()  # now the child leaves
     assert process.stdout.read() == b""
     process.stdout.close()
@@ -283,16 +258,6 @@ def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: 
             assert received(inbox) == GiveUp(plan_id=0, lid=lid, step=0)
         with pytest.raises(PeerDied):
             inbox.receive(SOON_S)
-
-
-def test_any_descriptor_can_end_a_wait(network: Network) -> None:
-    reading, writing = os.pipe()
-    inbox = network.inbox()
-    inbox.watch_descriptor("the launcher", reading)
-    assert inbox.receive(0) is None
-    os.close(writing)
-    with pytest.raises(PeerDied, match="the launcher"):
-        inbox.receive(None)
 
 
 # ---------------------------------------------------------------- who never waits

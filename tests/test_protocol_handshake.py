@@ -65,29 +65,6 @@ def test_a_role_and_rank_join_once() -> None:
     run.check()
 
 
-def test_who_left_may_be_followed() -> None:
-    run = RunHandshake(run_name="run", pid=1)
-    run.on_hello(OPTIMIZER, hello(pid=10))
-    run.on_ready(OPTIMIZER, Ready(detail=""))
-    run.leave(OPTIMIZER)
-    run.leave(OPTIMIZER)
-    assert run.joined == {} and not run.is_ready(OPTIMIZER)
-    run.on_hello(OPTIMIZER, hello(pid=11))
-    assert not run.is_ready(OPTIMIZER)
-    run.check()
-
-
-def test_ready_without_hello_and_twice() -> None:
-    run = RunHandshake(run_name="run", pid=1)
-    ready = Ready(detail="")
-    with pytest.raises(HandshakeError, match="says Ready without a Hello, or twice"):
-        run.on_ready(OPTIMIZER, ready)
-    run.on_hello(OPTIMIZER, hello())
-    run.on_ready(OPTIMIZER, ready)
-    with pytest.raises(HandshakeError, match="says Ready without a Hello, or twice"):
-        run.on_ready(OPTIMIZER, ready)
-
-
 @given(st.lists(st.tuples(st.sampled_from(["hello", "ready", "leave"]), st.sampled_from([OPTIMIZER, OTHER]))))
 @settings(deadline=None)
 def test_who_is_ready_has_joined(events: list[tuple[str, Address]]) -> None:
