@@ -140,22 +140,24 @@ def test_one_run_after_another_in_one_folder(tmp_path: Path) -> None:
     def steps(of: Path) -> list[int]:
         return [json.loads(line)["step"] for line in (of / "metrics.jsonl").read_text().splitlines()]
 
-    assert start().returncode == 0
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("a recipe")
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)))
     lock = claim(folder)
     assert "a run is going on in" in start().stderr
     os.close(lock)
-    for overrides in (
-        ["data.paths=[nothing.txt]"],
-        ["train.resume=latest"],  # has all its steps
-        ["cluster.cores=5000"],  # before there is a trainer
-    ):
+
+    def leaves_it_as_it_was(*overrides: str) -> bool:
+        before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         refused = start(*overrides)
         assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
-        kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        assert kept == before and not aside.exists()
+        return before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    assert leaves_it_as_it_was("data.paths=[nothing.txt]") and not aside.exists()
+    assert leaves_it_as_it_was("cluster.cores=5000") and not aside.exists(), "before there is a trainer"
     assert f"{folder} had a run in it, which is in {aside} now" in start("train.steps=3").stderr
     assert (steps(aside), steps(folder)) == ([1, 2, 3, 4], [1, 2, 3])
+    assert leaves_it_as_it_was("train.steps=3", "train.resume=latest"), "has all its steps"
     resumed = start("train.steps=5", "train.resume=latest")
     assert resumed.returncode == 0 and "had a run in it" not in resumed.stderr
     assert steps(folder) == [1, 2, 3, 4, 5]
