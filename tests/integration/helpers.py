@@ -170,6 +170,17 @@ def same_as_torch(
         assert differing(weights(ours), weights(theirs)) == []
 
 
+def same_bits(run: Callable[[Any, Any], object], make: Callable[[], nn.Module], *choices: dict[str, Any]) -> None:
+    """`run(model, optimizer)` leaves the same state and weights, whatever the options."""
+    results = []
+    for options in choices:
+        model = make()
+        with adamw(model, **options) as opt:
+            run(model, opt)
+            results.append(state(opt) | weights(model))
+        assert differing(results[-1], results[0]) == [], options
+
+
 @contextmanager
 def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
