@@ -7,8 +7,11 @@ starts its own.
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +22,7 @@ from hytrain.config import Cluster, ClusterConfig
 from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster, Seat
 
+GRACE_S = 10.0
 #: Variables besides HYTRAIN_… that make other processes.
 VARIABLES = ("CXX", "HYTRAIN_CACHE", "PATH", "PYTHONPATH")
 
@@ -70,6 +74,14 @@ class SharedRun:
         seat = Seat.take(cluster.socket_dir)
         return None if seat is None else Guest(cluster, seat)
 
+    def arenas(self) -> list[str]:
+        """The layers' memory that its optimizer process holds."""
+        found = []
+        with suppress(FileNotFoundError):  # closed meanwhile, or the run has ended
+            for descriptor in Path(f"/proc/{self._run.cluster.optimizer_pid}/fd").iterdir():
+                found.append(os.readlink(descriptor))
+        return [target for target in found if "memfd:hytrain" in target]
+
 
 def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -90,13 +102,19 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRun]:
 
 
 @pytest.fixture(autouse=True)
-def joins(shared_run: SharedRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizers of this process join the shared run where they can."""
+def joins(shared_run: SharedRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Optimizers of this process join the shared run where they can. Nothing of theirs stays there."""
 
     def start(config: ClusterConfig) -> PrivateCluster | Guest:
         return shared_run.place(config, run_dir) or PrivateCluster(config)
 
     monkeypatch.setattr(clusters, "PrivateCluster", start)
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while left := shared_run.arenas():
+        assert time.monotonic() < deadline, f"left in the optimizer process: {left}"
+        gc.collect()  # an optimizer that only a reference cycle holds is not left
+        time.sleep(0.01)
 
 
 @pytest.fixture

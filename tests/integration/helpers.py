@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import hytrain
 from hytrain.kernels.split import split
-from hytrain.recipe import config, loop
+from hytrain.recipe import config, loop, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import hytrain_adamw
 from hytrain.recipe.report import Summary
@@ -168,6 +168,17 @@ def same_as_torch(
         assert run(ours, opt) == expected
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
+
+
+def same_bits(run: Callable[[Any, Any], object], make: Callable[[], nn.Module], *choices: dict[str, Any]) -> None:
+    """`run(model, optimizer)` leaves the same state and weights, whatever the options."""
+    results = []
+    for options in choices:
+        model = make()
+        with adamw(model, **options) as opt:
+            run(model, opt)
+            results.append(state(opt) | weights(model))
+        assert differing(results[-1], results[0]) == [], options
 
 
 @contextmanager
@@ -356,6 +367,7 @@ def train_recipe(recipe: Path, run_dir: Path, *overrides: str) -> Summary:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYTRAIN_RUN_DIR", str(run_dir))
+        patch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
         run_dir.mkdir(exist_ok=True)
         try:
             return loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)

@@ -37,6 +37,7 @@ from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.recipe.checkpoint import latest
 from hytrain.saving import INDEX
+from workers import launcher, run_folder
 from workers.run_folder import claim
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -128,37 +129,48 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
     assert f"1 thread on cores {core} " in (run_dir / "logs" / "optimizer-0.log").read_text()
 
 
-def test_one_run_after_another_in_one_folder(tmp_path: Path) -> None:
+def test_one_run_after_another_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A fresh start leaves the run before beside it; one that is refused leaves it as it was."""
-    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 4, "warmup_steps": 0})
-    folder, aside = tmp_path / "run", tmp_path / "run.1"
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"})
+    folder, aside, held = tmp_path / "run", tmp_path / "run.1", list[int]()
+    monkeypatch.delenv("HYTRAIN_RUN_DIR")
+    monkeypatch.setattr(run_folder, "claim", lambda folder: held.append(claim(folder)))
 
-    def start(*overrides: str) -> subprocess.CompletedProcess[str]:
-        words = [word for override in overrides for word in ("--set", override)]
-        return cluster(recipe, *words, env=environment(HYTRAIN_RUN_DIR=None))
+    def start(*overrides: str, steps: int = 0) -> tuple[int, str]:
+        """The command's status and sentence, where its processes make so many steps: without one they refuse."""
 
-    def steps(of: Path) -> list[int]:
-        return [json.loads(line)["step"] for line in (of / "metrics.jsonl").read_text().splitlines()]
+        def supervise(recipe: object, config: object, resolved: Path) -> int:
+            resolved.write_text(f"a recipe of {steps} steps")
+            if steps:
+                with (folder / "metrics.jsonl").open("a") as metrics:
+                    metrics.write("a step\n" * steps)
+            return 0 if steps else 2
 
-    assert start().returncode == 0
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        monkeypatch.setattr(launcher, "_supervise_recipe", supervise)
+        status = launcher.main([str(recipe), *[word for override in overrides for word in ("--set", override)]])
+        while held:
+            os.close(held.pop())  # as when the command ends
+        return status, capsys.readouterr().err
+
+    def contents(of: Path) -> dict[str, str]:
+        return {path.name: path.read_text() for path in of.iterdir()}
+
+    assert start(steps=4) == (0, "")
+    before = contents(folder)
     lock = claim(folder)
-    assert "a run is going on in" in start().stderr
+    status, said = start()
+    assert status == 2 and "a run is going on in" in said
     os.close(lock)
-    for overrides in (
-        ["data.paths=[nothing.txt]"],
-        ["train.resume=latest"],  # has all its steps
-        ["cluster.cores=5000"],  # before there is a trainer
-    ):
-        refused = start(*overrides)
-        assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
-        kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        assert kept == before and not aside.exists()
-    assert f"{folder} had a run in it, which is in {aside} now" in start("train.steps=3").stderr
-    assert (steps(aside), steps(folder)) == ([1, 2, 3, 4], [1, 2, 3])
-    resumed = start("train.steps=5", "train.resume=latest")
-    assert resumed.returncode == 0 and "had a run in it" not in resumed.stderr
-    assert steps(folder) == [1, 2, 3, 4, 5]
+    status, said = start()
+    assert status == 2 and f"nothing was trained, so {folder} has that run again" in said and not aside.exists()
+    assert start("train.resume=latest") == (2, "") and contents(folder) == before
+    status, said = start(steps=3)
+    assert status == 0 and f"{folder} had a run in it, which is in {aside} now" in said
+    assert contents(aside).items() <= before.items() and contents(folder)["metrics.jsonl"] == "a step\n" * 3
+    assert start("train.resume=latest", steps=2) == (0, "")
+    assert contents(folder)["metrics.jsonl"] == "a step\n" * 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])

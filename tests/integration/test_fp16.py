@@ -419,14 +419,3 @@ def test_a_loss_that_was_not_scaled_is_refused(backwards: int) -> None:
             opt.zero_grad()
         with pytest.raises(UsageError, match=r"not scaled since step\(\): opt\.scale\(loss\)\.backward\(\)"):
             square_loss(model, 2).backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_gradscaler_is_told_what_to_use(dtype: torch.dtype) -> None:
-    model, scaler = perceptron(dtype=dtype), torch.amp.GradScaler("cpu")
-    with adamw(model, k=0.5) as opt:
-        loss = square_loss(model, 0)
-        assert opt.scale(loss) is loss
-        scaler.scale(loss).backward()
-        with pytest.raises(UsageError, match=r'pass loss_scale="dynamic"'):
-            scaler.step(opt)

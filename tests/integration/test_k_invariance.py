@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, wait_for_coordinator, weights
+from helpers import (
+    adamw,
+    differing,
+    gpt2,
+    llama,
+    perceptron,
+    same_bits,
+    square_loss,
+    state,
+    train,
+    wait_for_coordinator,
+    weights,
+)
 from torch import Tensor, nn
 
 import hytrain
@@ -60,13 +72,13 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
 
 
 def test_more_threads_and_other_cores_change_nothing() -> None:
-    results = []
-    for options in ({"threads": 1}, {"threads": 2, "cores": str(min(os.sched_getaffinity(0)))}):
-        model = perceptron()
-        with adamw(model, k=0.2, **options) as opt:
-            train(model, opt, range(20), square_loss)
-        results.append(weights(model))
-    assert differing(*results) == []
+    fewest = {"k": 0.2, "threads": 1}
+    same_bits(
+        lambda model, opt: train(model, opt, range(20), square_loss),
+        perceptron,
+        fewest,
+        {**fewest, "threads": 2, "cores": str(min(os.sched_getaffinity(0)))},
+    )
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from helpers import (
     Reference,
     adamw,
     differing,
-    environment,
     gpt2,
     language_loss,
     on_waiting,
@@ -138,36 +135,14 @@ def test_a_copy_can_have_a_hytrain_optimizer_of_its_own(run_dir: Path) -> None:
     assert differing(weights(model), weights(reference())) == []
 
 
-LOADS = """
-import sys, torch
-sys.modules["transformers"] = None
-model = torch.load(sys.argv[1], weights_only=True)
-print(sorted(model), "hytrain" in sys.modules)
-"""
-
-
 def test_saved_weights_load_where_hytrain_is_not(tmp_path: Path) -> None:
+    """torch takes no class but its own from such a file."""
     model = perceptron(depth=2)
     with adamw(model) as opt:
         train(model, opt, range(3), square_loss)
         torch.save(model.state_dict(), tmp_path / "weights.pt")
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", LOADS, str(tmp_path / "weights.pt")],
-        env=environment(PYTHONPATH=None),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "['0.0.bias', '0.0.weight', '1.0.bias', '1.0.weight'] False\n"
-
-
-def test_after_close_the_model_is_an_ordinary_one() -> None:
-    model = perceptron()
-    with adamw(model, k=0.3) as opt:
-        train(model, opt, range(8), square_loss)
-    assert "__deepcopy__" not in vars(model)
-    assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
-    assert differing(trained_alone(model), trained_alone(reference(range(8)))) == []
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert differing(saved, weights(model)) == [] and type(saved["0.0.bias"]) is Tensor
 
 
 # ---------------------------------------------------------------- writing
@@ -356,15 +331,17 @@ def test_weights_are_waited_for_wherever_a_module_is_asked_for_them(k: float) ->
 
 def test_a_module_of_an_ended_optimizer_is_an_ordinary_one() -> None:
     model = perceptron()
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(2), square_loss)
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(8), square_loss)
         block, copied, saved = model[0][0], copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         shallow = copy.copy(block)
         assert type(block._parameters) is not dict, "guarded"
         assert {type(m._parameters) for other in (copied, saved) for m in other.modules()} == {dict}
         assert torch.equal(copied[0][0].weight, saved[0][0].weight)
     assert {type(module._parameters) for module in model.modules()} == {dict}
-    assert shallow.weight is block.weight
+    assert shallow.weight is block.weight and "__deepcopy__" not in vars(model)
+    assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
+    assert differing(trained_alone(model), trained_alone(reference(range(8)))) == []
 
 
 def test_what_no_hook_can_see_is_refused_rather_than_stale() -> None:

@@ -279,7 +279,7 @@ def test_frozen_while_others_are_unfrozen() -> None:
         model[0].requires_grad_(True)
         train(model, optimizer, range(3, 6), square_loss)
         saved = optimizer.state_dict()["state"].items()
-        kept = [(index, name, entry[name].tolist()) for index, entry in saved for name in ("step", "exp_avg_sq")]
+        kept = sorted((index, name, entry[name].tolist()) for index, entry in saved for name in ("step", "exp_avg_sq"))
         model[1].requires_grad_(True)
         train(model, optimizer, range(6, 9), square_loss)
         return kept

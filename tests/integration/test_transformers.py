@@ -105,23 +105,25 @@ def test_a_trainer_with_torchs_adamw_has_the_same_bits(tmp_path: Path, overlap: 
     assert min(norms) < 1.0 < max(norms), "some steps are clipped, some are not"
 
 
-@contextmanager
-def as_torch(tmp_path: Path, kind: type[Trainer] = Trainer, **changed: Any) -> Iterator[list[Trainer]]:
-    """Two Trainers to be run, torch's AdamW in the first one; afterwards what they did is the same."""
-    plain, ours = (make_trainer(gpt2(), tmp_path / name, kind, **changed) for name in ("plain", "ours"))
+def as_torch(run: Callable[[Trainer], object], folder: Path, kind: type[Trainer] = Trainer, **changed: Any) -> None:
+    """`run(trainer)` has the same history and the same weights as with torch's AdamW."""
+    plain = make_trainer(gpt2(), folder / "plain", kind, **changed)
+    run(plain)
+    ours = make_trainer(gpt2(), folder / "ours", kind, **changed)  # seeds all random numbers again
     with adopted(ours, k=0.5):
-        yield [plain, ours]
+        run(ours)
     assert history(ours) == history(plain)
     assert differing(weights(ours.model), weights(plain.model)) == []
 
 
 def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:
     """Twelve batches, five a step: each epoch's last step has two."""
-    changed = {"gradient_accumulation_steps": 5, "num_train_epochs": 2, "max_steps": -1}
-    with as_torch(tmp_path, **changed) as trainers:
-        for trainer in trainers:
-            trainer.train()
-            assert trainer.state.global_step == 6
+
+    def run(trainer: Trainer) -> None:
+        trainer.train()
+        assert trainer.state.global_step == 6
+
+    as_torch(run, tmp_path, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1)
 
 
 class Interrupted(Trainer):
@@ -139,11 +141,13 @@ class Interrupted(Trainer):
 @pytest.mark.parametrize("accumulated", [4, 24])
 def test_train_again_after_an_interrupted_step(accumulated: int, tmp_path: Path) -> None:
     """What it had summed up is dropped, also where an epoch has fewer batches than a step."""
-    with as_torch(tmp_path, Interrupted, gradient_accumulation_steps=accumulated) as trainers:
-        for trainer in trainers:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.train()
+
+    def run(trainer: Trainer) -> None:
+        with pytest.raises(KeyboardInterrupt):
             trainer.train()
+        trainer.train()
+
+    as_torch(run, tmp_path, Interrupted, gradient_accumulation_steps=accumulated)
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -155,9 +159,8 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 def test_what_an_epoch_of_unknown_length_leaves_is_the_next_ones(tmp_path: Path) -> None:
     """Four batches make a step, then four, then two and the next epoch's four."""
-    with as_torch(tmp_path, gradient_accumulation_steps=4, max_steps=8, train_dataset=Stream()) as trainers:
-        for trainer in trainers:
-            trainer.train()
+    changed = {"gradient_accumulation_steps": 4, "max_steps": 8, "train_dataset": Stream()}
+    as_torch(lambda trainer: trainer.train(), tmp_path, **changed)
 
 
 @pytest.mark.spawns
