@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -19,26 +19,6 @@ Span = tuple[Mark, Mark]
 ANCHOR_EVERY_S: Final = 1.0
 ANCHOR_TRIES: Final = 4
 ANCHOR_PATIENCE_S: Final = 2e-4
-
-
-class Clock(Protocol):
-    #: Whether work is launched ahead of a device, which may run out of it.
-    runs_ahead: bool
-
-    def mark(self) -> Mark: ...
-
-    def passed(self, mark: Mark) -> bool: ...
-
-    def seconds(self, span: Span) -> float: ...
-
-    def anchor(self) -> None:
-        """Tie marks to the monotonic clock, now and then, without waiting for work under way."""
-
-    def at(self, mark: Mark) -> float:
-        """When a mark was passed, in seconds of the monotonic clock."""
-
-    def recycle(self, marks: Iterable[Mark]) -> None:
-        """Nobody will ask about these marks again."""
 
 
 class HostClock:
@@ -127,3 +107,6 @@ class CudaClock:
         assert self._anchor is not None, "anchor() comes first"
         event, at_s = self._anchor
         return at_s + self.seconds((event, mark))
+
+
+Clock = HostClock | CudaClock

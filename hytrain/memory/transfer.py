@@ -13,12 +13,12 @@ import ctypes
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.clock import Clock, CudaClock, HostClock, Span
+from hytrain.memory.clock import CudaClock, HostClock, Span
 from hytrain.tensors import address, count_write
 
 #: Memory is pinned in pieces of this size. The driver takes 2 ms for one, and launches nothing meanwhile.
@@ -45,40 +45,11 @@ class Transfer:
             self.done.synchronize()
 
 
-class Transfers(Protocol):
-    @property
-    def clock(self) -> Clock: ...
-
-    def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None: ...
-
-    def unpin(self, start: int, nbytes: int) -> None: ...
-
-    def stream(self) -> Stream: ...
-
-    def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None: ...
-
-    def gradients_out(self, copies: Sequence[Copy]) -> Transfer: ...
-
-    def weights_in(self, copies: Sequence[Copy]) -> Transfer: ...
-
-    def state_out(self, copies: Sequence[Copy]) -> Transfer: ...
-
-    def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer: ...
-
-    def fence(self) -> Fence: ...
-
-    def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer: ...
-
-    def land(self, transfer: Transfer) -> None: ...
-
-    def drain(self) -> None: ...
-
-
 class HostTransfers:
     """Device "cpu": parameters and planes are separate memory of one machine."""
 
     def __init__(self) -> None:
-        self.clock: Clock = HostClock()
+        self.clock = HostClock()
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Nothing to pin: no DMA engine reads host memory here."""
@@ -138,7 +109,7 @@ class CudaTransfers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.clock: Clock = CudaClock(device)
+        self.clock = CudaClock(device)
         self._device = device
         self._out, self._in, self._state = (torch.cuda.Stream(device) for _ in range(3))
 
@@ -263,6 +234,9 @@ def cut(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         stop = min((start // PIECE_BYTES + 1) * PIECE_BYTES, end)
         yield start, stop
         start = stop
+
+
+Transfers = HostTransfers | CudaTransfers
 
 
 def transfers_for(device: torch.device) -> Transfers:

@@ -14,7 +14,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -23,32 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from hytrain.model.trained import Gate, TrainedParameter
-
-
-class Reads(Protocol):
-    """What hooks call of `step.reads`."""
-
-    def enter(self, gate: Gate) -> None: ...
-
-    def read(self, parameter: TrainedParameter) -> None: ...
-
-
-class Backward(Protocol):
-    """What hooks call of `step.backward`."""
-
-    def on_gradient(self, parameter: TrainedParameter) -> None: ...
-
-
-class Engine(Protocol):
-    """What hooks call of `step.engine`."""
-
-    def before_root(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def before_load(self, what: str) -> None: ...
-
-    def weights_were_written(self) -> None: ...
+    from hytrain.step.backward import Backward
+    from hytrain.step.engine import Engine
+    from hytrain.step.reads import Reads
 
 
 T = TypeVar("T", bound="Reads | Backward | Engine")
@@ -75,7 +52,7 @@ class _Hook(Generic[T]):
         return type(self), (None,)
 
 
-class BeforeForward(_Hook[Reads]):
+class BeforeForward(_Hook["Reads"]):
     """Forward pre-hook: waits for the layers that the module is about to read."""
 
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
@@ -89,7 +66,7 @@ class BeforeForward(_Hook[Reads]):
             reads.enter(self._gate)
 
 
-class BeforeRoot(_Hook[Engine]):
+class BeforeRoot(_Hook["Engine"]):
     """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -98,7 +75,7 @@ class BeforeRoot(_Hook[Engine]):
             engine.before_root()
 
 
-class BeforeRead(_Hook[Reads]):
+class BeforeRead(_Hook["Reads"]):
     """Called with a parameter whose last update nobody has waited for, when it is taken out of its module."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -137,7 +114,7 @@ class GuardedParameters(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self),)
 
 
-class OnGradient(_Hook[Backward]):
+class OnGradient(_Hook["Backward"]):
     """Post-accumulate-grad hook: takes the gradient away."""
 
     def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:
@@ -150,7 +127,7 @@ class OnGradient(_Hook[Backward]):
             backward.on_gradient(self._parameter)
 
 
-class BeforeStateDict(_Hook[Engine]):
+class BeforeStateDict(_Hook["Engine"]):
     """State-dict pre-hook: lets every update land first. So does `torch.save(model)`, which saves this hook too."""
 
     def __call__(self, *args: Any) -> None:
@@ -162,7 +139,7 @@ class BeforeStateDict(_Hook[Engine]):
         return super().__reduce__()
 
 
-class BeforeLoadStateDict(_Hook[Engine]):
+class BeforeLoadStateDict(_Hook["Engine"]):
     """Load-state-dict pre-hook: lets every update land first."""
 
     def __call__(self, *args: Any) -> None:
@@ -171,7 +148,7 @@ class BeforeLoadStateDict(_Hook[Engine]):
             engine.synchronize()
 
 
-class AfterLoadStateDict(_Hook[Engine]):
+class AfterLoadStateDict(_Hook["Engine"]):
     """Load-state-dict post-hook: what was loaded becomes the master weights."""
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:

@@ -16,7 +16,7 @@ import ctypes
 import mmap
 from collections import deque
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,50 +28,33 @@ from hytrain.model.trained import TrainedParameter
 WINDOW_BYTES: Final = 512 << 20
 
 
-class Sums(Protocol):
-    """One sum for a parameter, float32, shape (numel,) in the parameter's storage order."""
-
-    def begin(self) -> None:
-        """Another backward begins: the sums are needed in about the order in which they were put away."""
-
-    def take(self, parameter: TrainedParameter) -> Tensor | None:
-        """The sum on the device, ready on the current stream; None if there is none. It is not kept any more."""
-
-    def put(self, parameter: TrainedParameter, total: Tensor) -> None:
-        """Keep a sum that the current stream makes."""
-
-    def waiting(self) -> list[TrainedParameter]:
-        """Parameters whose sum has not been taken."""
-
-    def clear(self) -> None:
-        """They are not wanted."""
-
-    def close(self) -> None:
-        """Give all memory up, once no copy is under way."""
-
-
 class DeviceSums:
-    """The device has room for them."""
+    """One sum for a parameter, float32, shape (numel,) in its storage order. The device has room for them."""
 
     def __init__(self) -> None:
         self._sums: dict[TrainedParameter, Tensor] = {}
 
     def begin(self) -> None:
-        """They are where they are needed."""
+        """Another backward begins: the sums are needed in about the order in which they were put away."""
 
     def take(self, parameter: TrainedParameter) -> Tensor | None:
+        """The sum on the device, ready on the current stream; None if there is none. It is not kept any longer."""
         return self._sums.pop(parameter, None)
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        """Keep a sum that the current stream makes."""
         self._sums[parameter] = total
 
     def waiting(self) -> list[TrainedParameter]:
+        """Parameters whose sum has not been taken."""
         return list(self._sums)
 
     def clear(self) -> None:
+        """The sums are not wanted."""
         self._sums.clear()
 
     def close(self) -> None:
+        """Give all memory back, once no copy is under way."""
         self._sums.clear()
 
 
@@ -158,3 +141,6 @@ class _Pinned:
 
     def close(self) -> None:
         self._transfers.unpin(self._address, len(self._pages))
+
+
+Sums = DeviceSums | HostSums
