@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import UsageError
 from hytrain.memory.capacity import GpuMemory
+from hytrain.step.backward import Departure
 from hytrain.step.sums import DeviceSums, HostSums
-from protocol import messages as m
 
 STEPS, MICRO = 12, 3
 
@@ -102,11 +102,11 @@ def test_a_step_that_comes_sooner_updates_with_what_there_is() -> None:
 
 def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing leaves before it, and everything has left when it returns."""
-    model, sent = perceptron(), list[m.Message]()
+    model, sent = perceptron(), list[Any]()
     with adamw(model, grad_accumulation=2, k=0.0) as opt:
         post = opt._session._link.post
 
-        def listen(to: str, message: m.Message, **conditions: Any) -> None:
+        def listen(to: str, message: Any, **conditions: Any) -> None:
             sent.append(message)
             post(to, message, **conditions)
 
@@ -114,7 +114,7 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         square_loss(model, 0).backward()
         assert sent == [] and all(parameter.grad is None for parameter in model.parameters())
         square_loss(model, 1).backward()
-        assert sum(isinstance(message, m.GradReady) for message in sent) == len(opt._session.layers)
+        assert sum(isinstance(message, Departure) for message in sent) == len(opt._session.layers)
         opt.step()
 
 

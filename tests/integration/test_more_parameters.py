@@ -74,7 +74,7 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
             train(model, opt, range(6))
             if again:
                 before = {name: tensor.clone() for name, tensor in (state(opt) | weights(model)).items()}
-                opt._rebuild()
+                opt._session.rebuild()
                 assert differing(state(opt) | weights(model), before) == []
             train(model, opt, range(6, 12))
             results.append(state(opt) | weights(model))
@@ -102,7 +102,7 @@ def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch
     """With a k of its own, only the rest of the layers had to fit when training began."""
     model = perceptron()
     room = 16 * sum(parameter.numel() for parameter in model.parameters()) // 2
-    monkeypatch.setattr("hytrain.memory.capacity.host_bound", lambda limit: room)
+    monkeypatch.setattr("hytrain.session.host_bound", lambda limit: room)
     with adamw(model, k=0.8) as opt:
         train(model, opt, range(4), square_loss)
         assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
@@ -204,7 +204,7 @@ def test_refused_groups_change_nothing() -> None:
         with pytest.raises(ValueError, match="more than one parameter group"):
             opt.add_param_group({"params": later})
         with adamw(perceptron()) as other, pytest.raises(UnsupportedError, match="does not have"):
-            opt.add_param_group({"params": other._parameters[0].parameter})
+            opt.add_param_group({"params": other._session.parameters[0].parameter})
         ours.head = nn.Linear(32, 32)
         with pytest.raises(ConfigError, match="must not be negative"):
             opt.add_param_group({"params": ours.head.parameters(), "lr": -1.0})
@@ -224,7 +224,7 @@ def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.
     with adamw(model, k=0.0) as opt:
         train(model, opt, range(2), square_loss)
 
-        def refuse(*args: Any) -> None:
+        def refuse(*given: Any, **options: Any) -> None:
             raise CapacityError("too much")
 
         monkeypatch.setattr("hytrain.session.require_host_memory", refuse)
@@ -244,15 +244,15 @@ def test_what_was_written_before_is_not_lost() -> None:
             train(model, opt, range(3), square_loss)
             model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
             if later:
-                opt._rebuild()
+                opt._session.rebuild()
             train(model, opt, range(3, 5), square_loss)
             results.append(state(opt) | weights(model))
             with torch.no_grad():
                 model[0][0].weight.mul_(2)
             with pytest.raises(UsageError, match="written from outside"):
-                opt._rebuild()
+                opt._session.rebuild()
             opt.import_weights()
-            opt._rebuild()
+            opt._session.rebuild()
     assert differing(*results) == []
 
 
@@ -262,7 +262,7 @@ def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(3), square_loss)
         model[0].requires_grad_(False)
-        opt._rebuild()
+        opt._session.rebuild()
         with torch.no_grad():
             model[0][0].weight.mul_(0.5)
         model[0].requires_grad_(True)
