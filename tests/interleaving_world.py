@@ -162,7 +162,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Others may go on here, if it is a thread that asks."""
-        if self.current is not None and self.rng.random() < 0.3:
+        if self.current is not None and self.rng.random() < 0.5:
             self.current.wait(lambda: True)
 
     def play(self, check: Callable[[], None]) -> None:

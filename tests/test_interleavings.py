@@ -52,7 +52,7 @@ def search(patches: Patches, *, examples: int = EXAMPLES, **parties: Any) -> Non
         phases=(Phase.generate,),
         report_multiple_bugs=False,
     )
-    @given(seed=st.integers(0, 2**32), layers=st.integers(1, 4), steps=st.integers(2, 8))
+    @given(seed=st.integers(0, 2**32), layers=st.integers(2, 4), steps=st.integers(4, 10))
     def play(seed: int, layers: int, steps: int) -> None:
         Run(seed, layers=layers, steps=steps, **parties).play()
 
@@ -126,7 +126,7 @@ def test_a_third_placement_keeps_the_invariants(seed: int, layers: int, steps: i
 
 _on, _place, _wait_for, _land = LayerLife.on, LayerLife.place, Reads.wait_for, Streams.land
 _gradients_out, _on_weights_ready, _on_departure = Streams.gradients_out, Backward.on_weights_ready, Backward.on_departure
-_begin, _state_in, _post_place = Handover.begin, Handover.state_in, Handover._place
+_begin, _state_in, _place_on = Handover.begin, Handover.state_in, Handover._place
 
 
 def lawless(self: LayerLife, event: Event, step: int) -> Command | None:
@@ -262,8 +262,8 @@ def reads_state_once(self: Handover, layer: TrainedLayer) -> None:
         _state_in(self, layer)
 
 
-def takes_over_before_the_copy(self: Handover, *arguments: Any, after: Transfer | None = None) -> None:
-    _post_place(self, *arguments, after=None if after is None else replace(after, done=None), **{})
+def takes_over_before_the_copy(self: Handover, *arguments: Any, after: Any = None, **others: Any) -> None:
+    _place_on(self, *arguments, after=None if after is None else replace(after, done=None), **others)
 
 
 def closes_arenas_early(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:
