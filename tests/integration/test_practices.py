@@ -61,6 +61,32 @@ def test_a_closure_is_called_once_in_a_step_as_with_torch(k: float) -> None:
         assert differing(weights(ours), weights(theirs)) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_gradients_that_are_set_outside_of_any_backward(k: float, options: dict[str, Any]) -> None:
+    """As pipelines reduce them: the hooks are called by hand, and `step()` ends what no backward does."""
+    ours, theirs = perceptron(), perceptron()
+    reference = Reference(theirs, lr=1e-2)
+    with adamw(ours, k=k, **options) as opt:
+        for step in range(6):
+            for model in (ours, theirs):
+                parameters = list(model.parameters())
+                gradients = torch.autograd.grad(square_loss(model, step), parameters)
+                for parameter, gradient in zip(reversed(parameters), reversed(gradients)):
+                    parameter.grad = gradient.clone()
+            for parameter in reversed(list(ours.parameters())):
+                for hook in parameter._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+                    hook(parameter)
+            if options:
+                torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+            for optimizer in (opt, reference):
+                optimizer.step()
+                optimizer.zero_grad()
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+        assert opt.statistics().step == 6
+
+
 @pytest.mark.parametrize("k", [0.0, 0.5])
 def test_text_is_generated_in_the_middle_of_training(k: float) -> None:
     """By the weights of the last step, and without harm to the next."""
