@@ -1,14 +1,14 @@
 """A run of the real step code among stand-ins, in any order.
 
-The trainer is `hytrain.step.engine.Engine` with all its parts, over real layers, real arenas and a real `PlanBook`.
-Real, too, are `UpdateQueue` and `PlanBook` of the optimizer, `CoordinatorState` or a bare `PlanLedger`, and the wire
-format. Stand-ins are what has a clock, a device or a process:
+The trainer is `hytrain.step.engine.Engine` with all its parts, over real layers. The optimizer process is its
+`Session`, with its arenas and their way to the trainer; the coordinator is `CoordinatorState`, or a bare `PlanLedger`.
+Messages have the wire format. Stand-ins are what has a clock, a device or a process:
 
-    Streams, Backend    the device: compute, gradients out, weights in, state; a tile at a time
-    Link                the sender and the receiver; first in, first out from each party, between them in any order
-    Verdicts            decide by chance
-    Optimizer           a message, or half a tile          Planner, Coordinator    a message
-    Driver              the user's loop
+    Streams, Device    compute, gradients out, weights in, state: operations in order, a tile at a time
+    Host               the optimizer's update: a tile, with a beginning and an end
+    Link, Inbox        first in, first out from each party; between parties in any order
+    Verdicts           decide by chance
+    Run.main           the user's loop
 
 `Run.play` lets chance choose who goes on until all is done. A `Violation` is what the search is after; the events that
 led to it are in its notes.
@@ -16,8 +16,9 @@ led to it are in its notes.
 
 from __future__ import annotations
 
-import os
 import random
+import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from interleaving_world import (
     BLANK,
@@ -38,40 +38,41 @@ from interleaving_world import (
     TORN,
     WRONG,
     Actor,
+    Baton,
     Mark,
     Scheduler,
     Stream,
     World,
+    at,
     holds,
     require,
-    state_beside,
-    tiles,
     written_in,
 )
 from torch import Tensor, nn
 
-from hytrain.checks import Options, check_options
+from hytrain.checks import Options
 from hytrain.errors import ClusterError
-from hytrain.memory.arena import ArenaFile, HostArena
+from hytrain.memory.arena import ArenaFile, receive_arena
 from hytrain.memory.planes import STATE_PLANES
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.link import Draft
-from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
-from hytrain.step import boundary, handover, health, verdict
-from hytrain.step import engine as engine_module
+from hytrain.run.ownership import PlanBook, PlanLedger
+from hytrain.step import boundary, engine, handover, health, verdict
 from hytrain.step.accumulation import Accumulation
-from hytrain.step.engine import Engine
 from hytrain.tensors import address, count_write
 from protocol import messages as m
-from protocol.handles import bank_plane, layout
+from protocol.handles import layout
+from workers import optimizer
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
 
 HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
-TOKEN_S = 1e-9
+TRAINER = m.Calibration(role="trainer", d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
+OPTIMIZER = m.Calibration(role="optimizer", cpu_update_s=1e-9)
+TOKEN = "token"
 
 
 # ---------------------------------------------------------------- the device
@@ -112,56 +113,61 @@ class Streams:
     def unpin(self, start: int, nbytes: int) -> None:
         require(self.pinned.pop(start, None) == nbytes, "I2: what was not pinned is unpinned")
 
-    def require_pinned(self, host: Tensor) -> None:
-        start = address(host)
-        is_pinned = any(first <= start < first + nbytes for first, nbytes in self.pinned.items())
-        require(is_pinned, "I2: a copy touches an arena that was given up")
-
     def stream(self) -> None:
         self._pause()
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         made = written_in(self._world.step())
 
-        def copy_out(into: Any, source: Any) -> None:
+        def look(into: Any, source: Any) -> None:
             require(holds(source, made), "I1: a gradient is copied before it is made")
-            require(holds(into, 0.0) or holds(into, BLANK), f"I2: the gradient {into[0]} is overwritten unread")
-            into[:] = source
+            require(into[0] in (0.0, BLANK), f"I2: the gradient {into[0]} is overwritten unread")
 
         self.out.wait(self.compute.mark())
-        leaving = self._copy(self.out, copies, copy_out, host=0)
+        leaving = self._copy(self.out, [(copy, look) for copy in copies], host=0)
         self._pause()
         return leaving
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        due = {address(into): self._world.by_address[address(into)].due for into, _ in copies}
-
-        def copy_in(into: Any, source: Any, *, value: float) -> None:
+        def look(due: float, into: Any, source: Any) -> None:
             require(not holds(source, TORN), "I2: weights are copied while an update writes them")
-            require(holds(source, value), f"I1: the copy of an update finds {source[0]}, not {value}")
-            into[:] = source
+            require(holds(source, due), f"I1: the copy of an update finds {source[0]}, not {due}")
 
-        arrivals = [
-            self._copy(self.into, [copy], partial(copy_in, value=due[address(copy[0])]), host=1) for copy in copies
-        ]
+        looks = [partial(look, self._world.by_address[address(into)].due) for into, _ in copies]
+        landing = self._copy(self.into, list(zip(copies, looks)), host=1)
         for into, _ in copies:
             count_write(into)
-        return arrivals[-1] if arrivals else self._copy(self.into, [], copy_in, host=1)
+        return landing
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
         self.state.wait(self.compute.mark())
-        return self._copy(self.state, copies, _move, host=0, keep=[source for _, source in copies])
+        return self._copy(self.state, [(copy, lambda *_: None) for copy in copies], host=0)
 
     def state_in(self, copies: Sequence[Copy], fence: Mark) -> Transfer:
-        def copy_state(into: Any, source: Any) -> None:
+        def look(into: Any, source: Any) -> None:
             require(not holds(source, TORN), "I3: a layer is handed over in the middle of an update")
-            into[:] = source
 
         for into, _ in copies:
             into.numpy()[:] = BLANK
         self.state.wait(fence)
         self.state.wait(self.into.mark())
-        return self._copy(self.state, copies, copy_state, host=1)
+        return self._copy(self.state, [(copy, look) for copy in copies], host=1)
+
+    def _copy(self, stream: Stream, copies: list[tuple[Copy, Callable[..., None]]], *, host: int) -> Transfer:
+        """`host` says which one of a copy's tensors is in host memory."""
+
+        def run(pinned: Tensor, look: Callable[..., None], into: Any, source: Any) -> None:
+            start = address(pinned)
+            is_pinned = any(first <= start < first + nbytes for first, nbytes in self.pinned.items())
+            require(is_pinned or pinned.numel() == 1, "I2: a copy touches an arena that was given up")
+            look(into, source)
+            into[:] = source
+
+        for copy, look in copies:
+            for parts in zip(*(at(address(tensor), tensor.numel()) for tensor in copy)):
+                stream.run(partial(run, copy[host], look, *parts))
+        self._world.kept += copies
+        return Transfer(stream.mark(), (self.clock.mark(), self.clock.mark()))  # type: ignore[arg-type]
 
     def fence(self) -> Mark:
         self._pause()
@@ -176,49 +182,23 @@ class Streams:
         streams = (self.compute, self.out, self.into, self.state)
         self._world.scheduler.wait_until(lambda: all(stream.is_empty for stream in streams))
 
-    def _copy(
-        self, stream: Stream, copies: Sequence[Copy], move: Callable[[Any, Any], None], *, host: int, **kept: Any
-    ) -> Transfer:
-        """`host` says which one of each copy's tensors is in host memory."""
 
-        def run(pinned: Tensor, into: Any, source: Any) -> None:
-            if pinned.numel() > 1:  # or else it is a norm
-                self.require_pinned(pinned)
-            move(into, source)
-
-        for copy in copies:
-            for into, source in tiles(*copy):
-                stream.run(partial(run, copy[host], into, source))
-        now = self.clock.mark()
-        return Transfer(stream.mark(), (now, now), **kept)  # type: ignore[arg-type]
-
-
-def _move(into: Any, source: Any) -> None:
-    into[:] = source
-
-
-class Backend:
-    """In place of AdamW on the device: an update goes onto the compute stream."""
+class Device:
+    """In place of AdamW on the GPU: an update goes onto the compute stream."""
 
     def __init__(self, world: World, compute: Stream) -> None:
         self._world, self._compute = world, compute
 
-    def update(self, *, weights: int, grads: int, exp_avg: int, exp_avg_sq: int, **others: Any) -> None:
+    def update(self, *, weights: int, grads: int, exp_avg: int, exp_avg_sq: int, numel: int, **others: Any) -> None:
         known, step = self._world.by_address[weights], self._world.step()
-        planes = known.layer.planes
-        assert planes is not None
-        state = [tensor for plane in STATE_PLANES if (tensor := planes.state(plane)[known.index]) is not None]
-        assert [address(tensor) for tensor in state] == [exp_avg, exp_avg_sq], "the state of the present placement"
+        self._world.kept += [known.layer.state(plane) for plane in STATE_PLANES]
 
-        def update(parameter: Any, gradient: Any, *moments: Any) -> None:
-            before = known.before[step]
-            require(holds(gradient, written_in(step)), "I1: an update without its gradient")
-            fits = holds(parameter, before) and all(holds(moment, state_beside(before)) for moment in moments)
-            require(fits, f"I1: an update on another's leftovers: {[x[0] for x in (parameter, *moments)]}, not {before}")
-            for array in (parameter, *moments):
-                array[:] = written_in(step)
+        def update(gradient: Any, *planes: Any) -> None:
+            self._world.require_update(step, known.before[step], gradient, *planes)
+            for plane in planes:
+                plane[:] = written_in(step)
 
-        for parts in tiles(known.weights, self._world.gradients[grads], *state):
+        for parts in zip(*(at(start, numel) for start in (grads, weights, exp_avg, exp_avg_sq))):
             self._compute.run(partial(update, *parts))
 
 
@@ -226,73 +206,51 @@ class Backend:
 
 
 class Link:
-    """In place of the link: `post` and the two I/O threads, as functions. `listener` is set once the plan is agreed."""
+    """In place of the link: `post`, and its two I/O threads as functions. `listener` is set when the plan is agreed."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, arenas: socket.socket) -> None:
+        self._world, self._arenas = world, arenas
         self._jobs: deque[tuple[str, m.Message | Draft, Transfer | None]] = deque()
-        self._closed = False
         self.is_closing = False
-        self.listener: Engine | None = None
+        self.listener: engine.Engine | None = None
         world.scheduler.add(Actor(self._can_send, self._send))
         for sender in ("optimizer", "coordinator"):
             world.scheduler.add(Actor(partial(self._can_receive, sender), partial(self._receive, sender)))
 
-    def agree(self, book: PlanBook) -> m.Plan:
+    def agree(self, table: m.LayerTable, book: PlanBook) -> m.Plan:
         """As `hytrain.run.link.Link.agree`."""
-        self.post("coordinator", self._world.table)
-        self.post("coordinator", m.Calibration(role="trainer", d2h_s=TOKEN_S, h2d_s=TOKEN_S, gpu_update_s=TOKEN_S))
-        plan = self._expect()
-        assert isinstance(plan, m.Plan)
-        self._world.plans[plan.plan_id] = plan
+
+        def expect() -> Any:
+            self._world.scheduler.wait_until(lambda: self._world.waits("trainer", "coordinator"))
+            return self._world.take("trainer", "coordinator")
+
+        for message in (table, TRAINER):
+            self.post("coordinator", message)
+        plan: m.Plan = expect()
         self.post("coordinator", book.on_plan(plan))
-        reassign = self._expect()
-        assert isinstance(reassign, m.Reassign)
-        book.on_reassign(reassign)
+        book.on_reassign(expect())
         return plan
 
-    def _expect(self) -> m.Message:
-        self._world.scheduler.wait_until(lambda: self._world.waits("trainer", "coordinator"))
-        return self._world.take("trainer", "coordinator")
-
     def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
-        match what:
-            case m.PlanAck(accepted=True):
-                self._world.accepted.setdefault(what.plan_id, set()).add("trainer")
-            case m.TakeOver() | m.GiveUp():
-                self._require_agreed(what.plan_id, what.step)
-                self._world.handing.add(what.lid)
-            case m.PlanApplied() if to == "coordinator":
-                plan = self._require_agreed(what.plan_id, what.step)
-                self._world.moved += what.moved
-                self._world.postponed += plan.step < what.step
+        if isinstance(what, m.TakeOver | m.GiveUp):
+            self._world.handing.add(what.lid)
         self._jobs.append((to, what, after))
         self._world.scheduler.pause()
 
-    def _require_agreed(self, plan_id: int, step: int) -> m.Plan:
-        plan = self._world.plans[plan_id]
-        require(plan.step <= step, "I3: a plan holds from its step on")
-        require(self._world.accepted.get(plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
-        return plan
-
     def receive_arena(self, layouts: dict[int, Any]) -> ArenaFile:
-        self._world.scheduler.wait_until(lambda: bool(self._world.descriptors) or self._closed)
-        if self._closed:
+        self._world.scheduler.wait_until(lambda: self.is_closing or bool(select.select([self._arenas], [], [], 0)[0]))
+        if self.is_closing:
             raise ClusterError("the link is closed")
-        file: ArenaFile = self._world.descriptors.popleft()
-        require(file.layout is layouts.get(file.layout.lid) or file.layout == layouts[file.layout.lid], "I3: asked for")
-        return file
+        return receive_arena(self._arenas, layouts, token=TOKEN)
 
     def close(self) -> None:
         self.is_closing = True
+        self.post("optimizer", m.Goodbye(role="trainer", rank=0))
         self._world.scheduler.wait_until(lambda: not self._jobs)
-        self._closed = True
 
     def _can_send(self) -> bool:
-        if not self._jobs:
-            return False
-        _, _, after = self._jobs[0]
-        return after is None or after.done is None or after.done.passed  # type: ignore[attr-defined]
+        after: Any = self._jobs[0][2] if self._jobs else None
+        return bool(self._jobs) and (after is None or after.done is None or after.done.passed)
 
     def _send(self) -> None:
         to, what, _ = self._jobs.popleft()
@@ -302,14 +260,11 @@ class Link:
         self._world.send("trainer", to, what)
 
     def _can_receive(self, sender: str) -> bool:
-        return self.listener is not None and not self._closed and self._world.waits("trainer", sender)
+        return self.listener is not None and not self.is_closing and self._world.waits("trainer", sender)
 
     def _receive(self, sender: str) -> None:
-        message = self._world.take("trainer", sender)
-        if isinstance(message, m.Plan):
-            self._world.plans[message.plan_id] = message
         assert self.listener is not None
-        self.listener.on_message(message)
+        self.listener.on_message(self._world.take("trainer", sender))
 
 
 class Health(health.Health):
@@ -327,28 +282,26 @@ class Health(health.Health):
 class Verdicts(verdict.Verdicts):
     """Decide by chance: whether a step awaits a verdict, and which."""
 
-    def __init__(self, world: World, streams: Streams, parameters: list[TrainedParameter], *others: Any, **options: Any):
-        super().__init__(parameters, *others, **options)
+    def __init__(self, world: World, streams: Streams, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._world, self._streams, self._rng = world, streams, world.rng
         self.takes_norms = False
 
     def count_last(self) -> None:
         """Called before a step begins."""
         super().count_last()
-        self.awaited, scale = self._rng.random() < 0.7, None if self._rng.random() < 0.3 else 1.0
-        if scale is not None and self._rng.random() < 0.3:
-            scale = 0.5
-        self._world.scales[self._world.step()] = scale if self.awaited else 1.0
-        self.scale = None
+        self.awaited, self.scale = self._rng.random() < 0.7, None
+        scale = self._rng.choice((1.0, 1.0, 1.0, 0.5, None, None)) if self.awaited else 1.0
+        self._world.scales[self._world.step()] = scale
 
     def norm_so_far(self, layer: TrainedLayer) -> Any:
-        exceeds, copy = self._rng.random() < 0.1, (torch.zeros(1), torch.full((1,), written_in(self._world.step())))
-        return SimpleNamespace(copy=copy, exceeds=lambda: exceeds)
+        norm, exceeds = torch.full((1,), written_in(self._world.step())), self._rng.random() < 0.1
+        return SimpleNamespace(copy=(torch.zeros(1), norm), exceeds=lambda: exceeds)
 
     def judge(self, step: int) -> verdict.Judgement:
-        scale, now = self._world.scales[step], self._streams.clock.mark()
+        scale = self._world.scales[step]
         self.scale = torch.tensor([verdict.SKIPPED if scale is None else scale])
-        arrival = Transfer(self._streams.compute.mark(), (now, now))  # type: ignore[arg-type]
+        arrival = Transfer(self._streams.compute.mark(), (0.0, 0.0))  # type: ignore[arg-type]
         self._last = verdict.Judgement(step, arrival, self.scale)
         self._world.judged(step)
         return self._last
@@ -357,127 +310,77 @@ class Verdicts(verdict.Verdicts):
 # ---------------------------------------------------------------- the other processes
 
 
-class Optimizer:
-    """The optimizer process: messages, and updates a tile at a time, each with a beginning and an end."""
+class Queue(UpdateQueue):
+    """Remembers the tile that is being updated."""
 
-    book_type = PlanBook
-    queue_type = UpdateQueue
+    def next_tile(self) -> Tile | None:
+        self.tile = super().next_tile()
+        return self.tile
+
+
+class Host:
+    """In place of AdamW in the optimizer process."""
+
+    threads = 1
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._world = run, run.world
+
+    def touch(self, start: int, nbytes: int) -> None:
+        """A new arena is zeros."""
+
+    def update(self, *, grads: int, into: Any = None, numel: int, **planes: Any) -> None:
+        tile = self._run.session._queue.tile  # type: ignore[attr-defined]
+        names = ("weights", "exp_avg", "exp_avg_sq")
+        [gradient], sources = at(grads, numel), [at(planes[name], numel)[0] for name in names]
+        targets = sources if into is None else [at(getattr(into, name), numel)[0] for name in names]
+        before = self._world.expected[tile.lid][tile.segment].before[tile.step]
+        self._world.require_update(tile.step, before, gradient, *sources)
+        for target in targets:
+            target[:] = TORN
+        self._world.scheduler.wait_until(lambda: True)
+        require(holds(gradient, written_in(tile.step)), "I2: a gradient is overwritten while it is being read")
+        is_right = tile.scale == self._world.scales[tile.step]
+        self._world.undone += not is_right
+        for target in targets:
+            target[:] = written_in(tile.step) if is_right else WRONG
+
+
+class Inbox:
+    """The optimizer's: one of its two channels may be ahead of the other."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.queue: UpdateQueue | None = None
-        self.book = self.book_type("optimizer", len(world.layers))
-        self.arenas: dict[int, HostArena] = {}
-        self.tile: Tile | None = None
-        world.scheduler.add(Actor(lambda: self.queue is not None and not self.queue.idle, self.work))
-        for sender in ("trainer", "coordinator"):
-            ready = partial(lambda sender: self.tile is None and world.waits("optimizer", sender), sender)
-            world.scheduler.add(Actor(ready, partial(self.receive, sender)))
+        self._world, self._ahead = world, ""
 
-    def receive(self, sender: str) -> None:
-        message = self.world.take("optimizer", sender)
-        if isinstance(message, m.LayerTable):
-            self.queue = self.queue_type(message.layers, tile_numel=TILE, speculate=message.banks == 2)
-            self.world.send("optimizer", "coordinator", m.Calibration(role="optimizer", cpu_update_s=TOKEN_S))
-            return
-        assert self.queue is not None
-        match message:
-            case m.Plan():
-                ack = self.book.on_plan(message)
-                if ack.accepted:
-                    self.world.accepted.setdefault(message.plan_id, set()).add("optimizer")
-                self.world.send("optimizer", "coordinator", ack)
-            case m.AllocatePlanes(lid=lid):
-                self.allocate(lid)
-            case m.TakeOver(lid=lid):
-                self.require_plan(message, "cpu")
-                self.queue.take_over(lid)
-                self.world.handing.discard(lid)
-            case m.GiveUp(lid=lid):
-                self.require_plan(message, "gpu")
-                if lid in self.queue.owned:
-                    self.queue.give_up(lid)
-                self.world.handing.discard(lid)
-                self.arenas.pop(lid).close()
-            case m.StepBegin():
-                self.queue.begin(message)
-            case m.GradReady():
-                self.announce(self.queue.grad_ready(message))
-            case m.Verdict():
-                for done in self.queue.verdict(message):
-                    self.announce(done)
-            case m.SetMode(speculate=speculate):
-                self.queue.speculate = speculate
-            case m.PositionsLearned(positions=positions):
-                self.queue.learn_positions(positions)
-            case m.PlanApplied(plan_id=plan_id):
-                self.book.forget(plan_id)
+    def receive(self, timeout_s: float | None) -> Any:
+        rng, senders = self._world.rng, ("trainer", "coordinator")
+        self._world.scheduler.wait_until(lambda: timeout_s is not None or bool(self._waiting(senders)))
+        if rng.random() < 0.1:
+            self._ahead = rng.choice(("", *senders))
+        waiting = self._waiting(senders)
+        if not waiting or (timeout_s is not None and rng.random() < 0.3):  # it comes later
+            return None
+        message = self._world.take("optimizer", self._ahead if self._ahead in waiting else rng.choice(waiting))
+        if isinstance(message, m.TakeOver | m.GiveUp):
+            self._world.handing.discard(message.lid)
+        return SimpleNamespace(message=message)
 
-    def allocate(self, lid: int) -> None:
-        require(lid not in self.arenas, f"I3: layer {lid} has its planes already")
-        arena = self.arenas[lid] = HostArena(self.world.layers[lid].layout)
-        self.world.descriptors.append(ArenaFile(arena.layout, os.dup(arena.descriptor)))
+    def _waiting(self, senders: tuple[str, ...]) -> list[str]:
+        return [sender for sender in senders if self._world.waits("optimizer", sender)]
 
-    def require_plan(self, handover: m.TakeOver | m.GiveUp, updates: str) -> None:
-        assert self.queue is not None
-        lid = handover.lid
-        if not self.book.allows(handover.plan_id, lid, updates) or lid not in self.arenas:
-            raise OwnershipError(f"layer {lid} cannot go to the {updates}")
-        require(handover.step == self.queue.step + 1, "I3: a handover happens between two steps")
 
-    def work(self) -> None:
-        assert self.queue is not None
-        if self.tile is None:
-            self.tile = self.queue.next_tile()
-            assert self.tile is not None
-            self.begin(self.tile)
-            return
-        tile, self.tile = self.tile, None
-        self.end(tile)
+class Outbox:
+    """The optimizer's. The gradients of an update that is announced are used up."""
 
-    def begin(self, tile: Tile) -> None:
-        before = self.world.expected[tile.lid, tile.segment].before[tile.step]
-        made = self.part(tile, "grads")
-        require(holds(made, written_in(tile.step)), "I1: the optimizer reads a gradient that has not arrived")
-        found = self.banked(tile, tile.source)
-        values = (before, state_beside(before), state_beside(before))
-        fits = all(holds(array, value) for array, value in zip(found, values))
-        require(fits, f"I1: an update on another's leftovers: {[array[0] for array in found]}, not {before}")
-        for array in self.banked(tile, tile.target):
-            array[:] = TORN
+    def __init__(self, run: Run, to: str) -> None:
+        self._run, self._to = run, to
 
-    def end(self, tile: Tile) -> None:
-        made = self.part(tile, "grads")
-        require(holds(made, written_in(tile.step)), "I2: a gradient is overwritten while it is being read")
-        right = tile.scale == self.world.scales[tile.step]
-        self.world.undone += not right
-        for array in self.banked(tile, tile.target):
-            array[:] = written_in(tile.step) if right else WRONG
-        self.tile_done(tile)
-
-    def tile_done(self, tile: Tile) -> None:
-        assert self.queue is not None
-        self.announce(self.queue.tile_done(tile))
-
-    def announce(self, done: m.WeightsReady | None) -> None:
-        """The layer's gradients have been used up."""
-        if done is not None:
-            for index in range(len(self.world.layers[done.lid].segments)):
-                self.plane(done.lid, "grads", index)[:] = BLANK
-            self.world.send("optimizer", "trainer", done)
-
-    def banked(self, tile: Tile, bank: int) -> list[Any]:
-        return [self.part(tile, bank_plane(plane, bank)) for plane in ("weights", "exp_avg", "exp_avg_sq")]
-
-    def part(self, tile: Tile, plane: str) -> Any:
-        return self.plane(tile.lid, plane, tile.segment)[tile.start : tile.stop]
-
-    def plane(self, lid: int, plane: str, index: int) -> Any:
-        arena = self.arenas[lid]
-        handle = arena.layout.handles[plane][index]
-        assert handle is not None
-        buffer = arena._mapping.buffer
-        return np.frombuffer(buffer, dtype=np.float32, count=handle.numel, offset=handle.offset)
+    def send(self, message: m.Message) -> None:
+        if isinstance(message, m.WeightsReady):
+            for planes in self._run.session._arenas.segments[message.lid]:
+                for tile in at(planes.grads[0], planes.segment.numel):
+                    tile[:] = BLANK
+        self._run.world.send("optimizer", self._to, message)
 
 
 class Planner:
@@ -486,11 +389,10 @@ class Planner:
     `choices[lid % len(choices)]` are the placements that a layer may have.
     """
 
-    ledger_type = PlanLedger
     choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu"),)
 
     def __init__(self, world: World) -> None:
-        self.world, self.ledger = world, self.ledger_type(("cpu",) * len(world.layers))
+        self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))
 
     def handle(self, message: m.Message) -> None:
         match message:
@@ -499,8 +401,7 @@ class Planner:
             case m.Calibration(role="optimizer"):
                 self.propose(0)
             case m.PlanAck():
-                reassign = self.ledger.on_ack(message)
-                if reassign is not None:
+                if (reassign := self.ledger.on_ack(message)) is not None:
                     self.world.send("coordinator", "trainer", reassign)
             case m.PlanApplied():
                 self.ledger.on_applied(message)
@@ -514,15 +415,8 @@ class Planner:
     def propose(self, step: int) -> None:
         lids = range(len(self.world.layers))
         placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
-        plan = m.Plan(
-            plan_id=self.ledger.next_id,
-            step=step,
-            placements=placements,
-            k=0.0,
-            policy="random",
-            reason="",
-            predicted_step_s=None,
-        )
+        why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
+        plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
         for role in ("trainer", "optimizer"):
             self.world.send("coordinator", role, plan)
         self.ledger.propose(plan)
@@ -551,101 +445,112 @@ class Coordinator:
 
 
 class Run:
-    """A run with all its parties. Patch the real code, or subclass a party, to plant a fault."""
+    """A run with all its parties. To plant a fault, patch the real code."""
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        layers: int,
-        steps: int,
-        optimizer: type[Optimizer] = Optimizer,
-        coordinator: type[Planner] | type[Coordinator] = Planner,
-    ) -> None:
+    def __init__(self, seed: int, *, layers: int, steps: int, coordinator: type[Any] = Planner) -> None:
         self.rng, self.steps = random.Random(seed), steps
         self.scheduler = Scheduler(self.rng)
-        self.layers, self.parameters, table = random_layers(self.rng, layers)
+        self.layers, self.parameters = random_layers(self.rng, layers)
         self.gates = [Gate([layer]) for layer in self.layers]
-        self.world = World(self.rng, self.scheduler, table, self.layers)
+        self.world = World(self.rng, self.scheduler, self.layers)
         self.streams, self.book = Streams(self.world), PlanBook("trainer", layers)
-        self.link, self.optimizer, self.coordinator = Link(self.world), optimizer(self.world), coordinator(self.world)
+        self.coordinator = coordinator(self.world)
         for sender in ("trainer", "optimizer"):
             ready = partial(self.world.waits, "coordinator", sender)
             self.scheduler.add(Actor(ready, partial(self._coordinate, sender)))
+        self._arenas = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link = Link(self.world, self._arenas[0])
+        self.session: Any = None
 
     def _coordinate(self, sender: str) -> None:
         self.coordinator.handle(self.world.take("coordinator", sender))
 
     def play(self) -> World:
         """Let chance decide who goes on, until all is done."""
-        with self._stand_ins():
-            self.engine = Engine(
-                self.layers,
-                self.parameters,
-                link=self.link,  # type: ignore[arg-type]
-                plans=self.book,
-                transfers=self.streams,  # type: ignore[arg-type]
-                host=Backend(self.world, self.streams.compute),  # type: ignore[arg-type]
-                read_groups=lambda: (HYPER,),
-                free_gpu_bytes=lambda: None,
-                accumulation=Accumulation(1),
-                options=random_options(self.rng),
-            )
-            self.world.step = lambda: self.engine.steps
-            try:
-                self.scheduler.thread(self.main).start()
+        try:
+            with self._stand_ins():
+                self.engine = engine.Engine(
+                    self.layers,
+                    self.parameters,
+                    link=self.link,  # type: ignore[arg-type]
+                    plans=self.book,
+                    transfers=self.streams,  # type: ignore[arg-type]
+                    host=Device(self.world, self.streams.compute),  # type: ignore[arg-type]
+                    read_groups=lambda: (HYPER,),
+                    free_gpu_bytes=lambda: None,
+                    accumulation=Accumulation(1),
+                    options=random_options(self.rng),
+                )
+                self.world.step = lambda: self.engine.steps
+                for serve in (self.main, self.optimize):
+                    Baton(self.scheduler, serve).start()
                 self.scheduler.play(self.check)
-            except Exception as error:
-                error.add_note("\n".join(self.world.story))
-                raise
-            finally:
-                self.scheduler.stop()
-                for arena in (*self.optimizer.arenas.values(), *self.world.descriptors):
-                    arena.close()
+        except Exception as error:
+            error.add_note("\n".join(self.world.story))
+            raise
+        finally:
+            self.scheduler.stop()
+            if self.session is not None:
+                self.session.close()
+            for end in self._arenas:
+                end.close()
         return self.world
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
+        time = SimpleNamespace(monotonic=self.streams.clock.mark)
+        threads = SimpleNamespace(Thread=partial(Baton, self.scheduler), Lock=threading.Lock)
         with ExitStack() as stack:
-            for module, name, stand_in in (
-                (engine_module, "Verdicts", partial(Verdicts, self.world, self.streams)),
-                (engine_module, "Health", partial(Health, self.scheduler)),
-                (handover, "threading", SimpleNamespace(Thread=self.scheduler.thread, Lock=threading.Lock)),
-                (boundary, "time", SimpleNamespace(monotonic=self.streams.clock.mark)),
+            for module, stand_ins in (
+                (engine, {"Verdicts": partial(Verdicts, self.world, self.streams)}),
+                (engine, {"Health": partial(Health, self.scheduler)}),
+                (handover, {"threading": threads}),
+                (boundary, {"time": time}),
+                (optimizer, {"time": time, "UpdateQueue": partial(Queue, tile_numel=TILE), "accept": lambda end: end}),
             ):
-                stack.enter_context(mock.patch.object(module, name, stand_in))
+                stack.enter_context(mock.patch.multiple(module, **stand_ins))
             yield
 
     def check(self) -> None:
         """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""
-        health, queue = self.engine._health, self.optimizer.queue
-        if health.failure is not None and not self.link.is_closing:
-            raise health.failure
-        health.life.check()
+        failure = self.engine._health.failure
+        if failure is not None and not self.link.is_closing:
+            raise failure
+        self.engine._health.life.check()
         self.book.check()
         self.coordinator.check()
-        if queue is None:
+        if self.session is None:
             return
+        queue = self.session._queue
         queue.check()
         for layer in self.layers:
             layer.life.check()
-            owned = layer.lid in queue.owned
-            has_owner = owned == (layer.life.placement.updates == "cpu") or layer.lid in self.world.handing
-            require(has_owner, f"I3: layer {layer.lid} has two owners or none")
+            is_owned = (layer.lid in queue.owned) == (layer.life.placement.updates == "cpu")
+            require(is_owned or layer.lid in self.world.handing, f"I3: layer {layer.lid} has two owners or none")
+
+    def optimize(self) -> None:
+        """The optimizer process, on a thread of its own."""
+        inbox, trainer, coordinator = Inbox(self.world), Outbox(self, "trainer"), Outbox(self, "coordinator")
+        table, host, end = inbox.receive(None).message, Host(self), self._arenas[1]
+        self.session = optimizer.Session(
+            table, host, trainer, coordinator, end, token=TOKEN, max_threads=1, trace=None  # type: ignore[arg-type]
+        )
+        coordinator.send(OPTIMIZER)
+        self.session.run(inbox)
 
     # ------------------------------------------------------------ the user's loop
 
     def main(self) -> None:
         """On a thread of its own."""
         engine = self.engine
-        plan = self.link.agree(self.book)
+        plan = self.link.agree(table_of(self.layers), self.book)
         self.link.listener = engine
         engine.start(plan)
         while engine.steps < self.steps:
             self.step()
         engine.synchronize()
         self.streams.drain()
-        for known in self.world.expected.values():
+        for known in self.world.by_address.values():
             require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
         engine.close()
         require(not self.streams.pinned, "I2: memory is still pinned when all is closed")
@@ -659,7 +564,11 @@ class Run:
         most = rng.choice((0.9, 0.9, 0.4))
         entered = [layer for layer in self.layers if rng.random() < most] or self.layers[:1]
         for layer in entered:
-            self.enter(layer)
+            if rng.random() < 0.9:
+                engine.reads.enter(self.gates[layer.lid])
+            else:  # not the module is called, its parameters are read
+                for segment in layer.segments:
+                    engine.reads.read(segment.owner)
             self.streams.compute.run(self.world.reading(layer))
         for layer in reversed(entered):
             read = self.world.reading(layer)
@@ -671,19 +580,11 @@ class Run:
         for known in self.parameters:
             known.parameter.grad = None
 
-    def enter(self, layer: TrainedLayer) -> None:
-        """The module is called, or its parameters are read one by one."""
-        if self.rng.random() < 0.9:
-            self.engine.reads.enter(self.gates[layer.lid])
-        else:
-            for segment in layer.segments:
-                self.engine.reads.read(segment.owner)
-
     def gradient(self, known: TrainedParameter, read: Callable[[], None]) -> None:
         """Backward reaches a parameter: its gradient is made when the device comes to it."""
         step, expected = self.engine.steps, self.world.by_address[known.address]
         made = known.parameter.grad = torch.full_like(known.parameter, NEVER)
-        self.world.gradients[address(made)] = made
+        self.world.kept.append(made)
 
         def backward() -> None:
             read()
@@ -698,48 +599,29 @@ def _look_away() -> None:
     pass
 
 
-def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], list[TrainedParameter], m.LayerTable]:
+def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
     """Layers of one or two parameters of one or two tiles, with two banks."""
     parts = []
     for lid in range(layers):
         numels = [TILE * rng.randint(1, 2) for _ in range(rng.randint(1, 2))]
-        parameters = [nn.Parameter(torch.full((numel,), INITIAL)) for numel in numels]
-        pieces = (Piece(parameter, f"{lid}.{i}", 0, parameter.numel()) for i, parameter in enumerate(parameters))
+        pieces = [Piece(nn.Parameter(torch.full((numel,), INITIAL)), f"{lid}.{numel}", 0, numel) for numel in numels]
         parts.append(ModelLayer(lid, f"layer {lid}", tuple(pieces)))
     built, parameters = build_layers(parts, [[piece.parameter for part in parts for piece in part.pieces]], None)
     for layer in built:
         layer.layout = layout(layer.spec, banks=2)
-    table = m.LayerTable(
-        layers=tuple(layer.spec for layer in built),
-        inbox="trainer-0",
-        device="cpu",
-        policy="random",
-        objective="speed",
-        awaits_verdict=True,
-        speculate=None,
-        k=None,
-        backend="auto",
-        gpu_bytes=None,
-        host_bytes=None,
-        continues=False,
-    )
-    return built, parameters, table
+    return built, parameters
+
+
+def table_of(layers: list[TrainedLayer]) -> m.LayerTable:
+    wishes: Any = {"policy": "random", "objective": "speed", "speculate": None, "k": None, "backend": "auto"}
+    limits: Any = {"gpu_bytes": None, "host_bytes": None, "awaits_verdict": True, "continues": False}
+    specs = tuple(layer.spec for layer in layers)
+    return m.LayerTable(layers=specs, inbox="trainer-0", device="cpu", **wishes, **limits)
 
 
 def random_options(rng: random.Random) -> Options:
     """Most runs overlap updates with backward."""
-    return check_options(
-        k="auto",
-        policy="random",
-        objective="speed",
-        backend="auto",
-        gradient_dtype=None,
-        grad_accumulation=1,
-        accumulate_on="device",
-        max_grad_norm=1.0,
-        clip="global",
-        on_nonfinite="skip",
-        speculate=None,
-        loss_scale=None,
-        overlap=rng.random() < 0.85,
-    )
+    overlap = rng.random() < 0.85
+    wishes: Any = {"k": None, "policy": "random", "objective": "speed", "backend": "auto", "gradient_dtype": None}
+    sums: Any = {"grad_accumulation": 1, "accumulate_on": "device", "loss_scale": None, "overlap": overlap}
+    return Options(**wishes, **sums, max_grad_norm=1.0, clip="global", on_nonfinite="skip", speculate=None)

@@ -9,6 +9,7 @@ right one; `require` raises `Violation` if it is not.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections import deque
@@ -25,7 +26,7 @@ from protocol import messages as m
 from protocol.channel import MemoryNetwork
 
 TILE = 128
-#: Weights before the first update; the state is zero then.
+#: Weights before the first update, beside which the state is zero.
 INITIAL = 999.0
 #: A gradient that has not been made.
 NEVER = -1.0
@@ -55,11 +56,6 @@ def written_in(step: int) -> float:
     return 1000.0 + step
 
 
-def state_beside(weights: float) -> float:
-    """What the state planes hold beside such weights."""
-    return 0.0 if weights == INITIAL else weights
-
-
 # ---------------------------------------------------------------- who goes on
 
 
@@ -71,9 +67,9 @@ class Actor:
 
 
 class Baton:
-    """A thread that runs only while it has the turn. Has the face of `threading.Thread`."""
+    """A thread that runs only while it has the turn, with the face of `threading.Thread`."""
 
-    def __init__(self, scheduler: Scheduler, target: Callable[[], None]) -> None:
+    def __init__(self, scheduler: Scheduler, target: Callable[[], None], **options: Any) -> None:
         self._scheduler, self._target = scheduler, target
         self._turn = threading.Semaphore(0)
         self._until: Callable[[], bool] = lambda: True
@@ -104,23 +100,19 @@ class Baton:
             raise self._error
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """On this thread: give the turn back until the condition holds, and the thread is chosen."""
+        """On this thread: give the turn back until the condition holds and the thread is chosen."""
         self._until = until
-        self._give_back()
-
-    def stop(self) -> None:
-        """End the thread, wherever it waits."""
-        while not self.done:
-            self._turn.release()
-            self._scheduler.returned.acquire()
-        self._thread.join()
-
-    def _give_back(self) -> None:
         if not self._scheduler.stopping:
             self._scheduler.returned.release()
             self._turn.acquire()
         if self._scheduler.stopping:
             raise Stopped
+
+    def stop(self) -> None:
+        """End the thread, wherever it waits."""
+        if not self.done:
+            self._turn.release()
+        self._thread.join()
 
     def _run(self) -> None:
         self._turn.acquire()
@@ -139,9 +131,9 @@ class Scheduler:
     """Chooses by chance who goes on, with paces that change now and then so that anybody may fall far behind."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.current, self.stopping = rng, None, False
+        self.rng, self.stopping = rng, False
+        self.current: Baton | None = None
         self.returned = threading.Semaphore(0)
-        self.current: Baton | None
         self._actors: list[Actor | Baton] = []
         self._paces: list[float] = []
 
@@ -149,12 +141,8 @@ class Scheduler:
         self._actors.append(actor)
         self._paces.append(1.0)
 
-    def thread(self, target: Callable[[], None], **options: Any) -> Baton:
-        """In place of `threading.Thread`."""
-        return Baton(self, target)
-
     def wait_until(self, happened: Callable[[], bool]) -> None:
-        """A blocking point. Those who are no threads never come here before it has happened."""
+        """A blocking point. Parties without a thread come here only when it has happened."""
         if self.current is not None:
             self.current.wait(happened)
         else:
@@ -167,18 +155,14 @@ class Scheduler:
 
     def play(self, check: Callable[[], None]) -> None:
         """Go on until nobody can. `check` is called after every turn."""
-        rng = self.rng
-        while True:
-            if rng.random() < 0.03:
-                self._paces = [rng.choice((0.001, 0.1, 1.0, 1.0, 10.0)) for _ in self._actors]
-            able = [index for index, actor in enumerate(self._actors) if actor.ready()]
-            if not able:
-                waiting = [actor for actor in self._actors if isinstance(actor, Baton) and not actor.done]
-                require(not waiting, "nobody can go on: a deadlock")
-                return
-            (chosen,) = rng.choices(able, [self._paces[index] for index in able])
+        while able := [index for index, actor in enumerate(self._actors) if actor.ready()]:
+            if self.rng.random() < 0.03:
+                self._paces = [self.rng.choice((0.001, 0.1, 1.0, 1.0, 10.0)) for _ in self._actors]
+            (chosen,) = self.rng.choices(able, [self._paces[index] for index in able])
             self._actors[chosen].act()
             check()
+        waiting = [actor for actor in self._actors if isinstance(actor, Baton) and not actor.done]
+        require(not waiting, "nobody can go on: a deadlock")
 
     def stop(self) -> None:
         """End all threads."""
@@ -242,10 +226,10 @@ class Stream:
 # ---------------------------------------------------------------- memory
 
 
-def tiles(*tensors: Tensor) -> list[tuple[Any, ...]]:
-    """Views of tensors of one length, tile by tile. A write to them does not count as one for autograd."""
-    arrays = [tensor.numpy() for tensor in tensors]
-    return [tuple(array[start : start + TILE] for array in arrays) for start in range(0, len(arrays[0]), TILE)]
+def at(start: int, numel: int) -> list[Any]:
+    """The float32 elements at an address, tile by tile. A write to them is none that autograd counts."""
+    array = np.frombuffer((ctypes.c_float * numel).from_address(start), dtype=np.float32)
+    return [array[first : first + TILE] for first in range(0, numel, TILE)]
 
 
 def holds(array: Any, value: float) -> bool:
@@ -258,30 +242,24 @@ class Expected:
     must find. A parameter is one segment, so its gradients come as a whole."""
 
     layer: TrainedLayer
-    index: int
+    weights: Tensor
     due: float = INITIAL
     before: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def weights(self) -> Tensor:
-        return self.layer.segments[self.index].weights
 
 
 @dataclass
 class World:
-    """What everybody shares, and the record of who did what."""
+    """What everybody shares, and the record of who did what. `scales` has each step's verdict; None: it is skipped."""
 
     rng: random.Random
     scheduler: Scheduler
-    table: m.LayerTable
     layers: list[TrainedLayer]
     step: Callable[[], int] = lambda: 0
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
-    descriptors: deque[Any] = field(default_factory=deque)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # the device's memory is never given back
     accepted: dict[int, set[str]] = field(default_factory=dict)
     plans: dict[int, m.Plan] = field(default_factory=dict)
-    scales: dict[int, float | None] = field(default_factory=dict)  # by step; None: it is skipped
+    scales: dict[int, float | None] = field(default_factory=dict)
     handing: set[int] = field(default_factory=set)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=60))
     moved: int = 0
@@ -289,29 +267,46 @@ class World:
     undone: int = 0
 
     def __post_init__(self) -> None:
-        found = [Expected(layer, index) for layer in self.layers for index in range(len(layer.segments))]
-        self.expected = {(known.layer.lid, known.index): known for known in found}
-        self.by_address = {address(known.weights): known for known in found}
+        self.expected = [[Expected(layer, weights) for weights in layer.weights] for layer in self.layers]
+        self.by_address = {address(known.weights): known for layer in self.expected for known in layer}
 
     def reading(self, layer: TrainedLayer) -> Callable[[], None]:
         """A kernel that reads a layer's weights: every update that was caused before it was launched, and no other."""
-        step, due = self.step(), [self.expected[layer.lid, index].due for index in range(len(layer.segments))]
+        step, due = self.step(), [known.due for known in self.expected[layer.lid]]
 
         def read() -> None:
-            for segment, value in zip(layer.segments, due):
-                found = segment.weights.numpy()
+            for weights, value in zip(layer.weights, due):
+                found = weights.numpy()
                 require(holds(found, value), f"I1: step {step} reads layer {layer.lid} at {found[::TILE]}, not {value}")
 
         return read
 
+    def require_update(self, step: int, before: float, gradient: Any, weights: Any, *state: Any) -> None:
+        """What an update must find: its gradient, and what the update before has left."""
+        require(holds(gradient, written_in(step)), "I1: an update without its gradient")
+        left = holds(weights, before) and all(holds(plane, 0.0 if before == INITIAL else before) for plane in state)
+        require(left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}")
+
     def judged(self, step: int) -> None:
         """The verdict is known. A skipped step is as if it had not been."""
-        for known in self.expected.values() if self.scales[step] is None else ():
+        for known in self.by_address.values() if self.scales[step] is None else ():
             known.due = known.before.get(step, known.due)
 
     def send(self, sender: str, to: str, message: m.Message) -> None:
         self.story.append(f"{sender} → {to}: {message}")
         self.network.send(sender, f"{to} from {sender}", message)
+        match message:
+            case m.Plan():
+                self.plans[message.plan_id] = message
+            case m.PlanAck(accepted=True):
+                self.accepted.setdefault(message.plan_id, set()).add(message.role)
+            case m.TakeOver() | m.GiveUp() | m.PlanApplied():
+                plan = self.plans[message.plan_id]
+                require(plan.step <= message.step, "I3: a plan holds from its step on")
+                require(self.accepted.get(message.plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
+                if isinstance(message, m.PlanApplied) and to == "coordinator":
+                    self.moved += message.moved
+                    self.postponed += plan.step < message.step
 
     def take(self, at: str, sender: str) -> m.Message:
         incoming = self.network.try_receive(f"{at} from {sender}")
