@@ -347,26 +347,27 @@ class Host:
 
 
 class Inbox:
-    """The optimizer's: one of its two channels may be ahead of the other."""
+    """The optimizer's: what one of the two senders sends may come late."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._ahead = world, ""
+        self._world, self._late = world, ""
 
     def receive(self, timeout_s: float | None) -> Any:
         rng, senders = self._world.rng, ("trainer", "coordinator")
-        self._world.scheduler.wait_until(lambda: timeout_s is not None or bool(self._waiting(senders)))
-        if rng.random() < 0.1:
-            self._ahead = rng.choice(("", *senders))
-        waiting = self._waiting(senders)
-        if not waiting or (timeout_s is not None and rng.random() < 0.3):  # it comes later
+
+        def waiting() -> list[str]:
+            return [sender for sender in senders if self._world.waits("optimizer", sender)]
+
+        self._world.scheduler.wait_until(lambda: timeout_s is not None or bool(waiting()))
+        if rng.random() < 0.05:
+            self._late = rng.choice(("", *senders))
+        here = [sender for sender in waiting() if sender != self._late]
+        if not here or (timeout_s is not None and rng.random() < 0.3):
             return None
-        message = self._world.take("optimizer", self._ahead if self._ahead in waiting else rng.choice(waiting))
+        message = self._world.take("optimizer", rng.choice(here))
         if isinstance(message, m.TakeOver | m.GiveUp):
             self._world.handing.discard(message.lid)
         return SimpleNamespace(message=message)
-
-    def _waiting(self, senders: tuple[str, ...]) -> list[str]:
-        return [sender for sender in senders if self._world.waits("optimizer", sender)]
 
 
 class Outbox:
@@ -403,14 +404,15 @@ class Planner:
             case m.PlanAck():
                 if (reassign := self.ledger.on_ack(message)) is not None:
                     self.world.send("coordinator", "trainer", reassign)
-            case m.PlanApplied():
+            case m.PlanApplied(step=step):
                 self.ledger.on_applied(message)
+                self.propose(step + self.world.rng.choice((0, 1, 2)))
             case m.TrainerReport(step=step):
                 if self.world.rng.random() < 0.3:
                     mode = m.SetMode(speculate=self.world.rng.random() < 0.5)
                     self.world.send("coordinator", "optimizer", mode)
-                if not self.ledger.busy and self.world.rng.random() < 0.8:
-                    self.propose(step + self.world.rng.choice((0, 1, 2, 2, 3)))
+                if not self.ledger.busy:
+                    self.propose(step + self.world.rng.choice((0, 1, 2, 3)))
 
     def propose(self, step: int) -> None:
         lids = range(len(self.world.layers))
@@ -531,10 +533,10 @@ class Run:
     def optimize(self) -> None:
         """The optimizer process, on a thread of its own."""
         inbox, trainer, coordinator = Inbox(self.world), Outbox(self, "trainer"), Outbox(self, "coordinator")
-        table, host, end = inbox.receive(None).message, Host(self), self._arenas[1]
-        self.session = optimizer.Session(
-            table, host, trainer, coordinator, end, token=TOKEN, max_threads=1, trace=None  # type: ignore[arg-type]
-        )
+        while (table := inbox.receive(None)) is None:
+            continue
+        host, end, told = Host(self), self._arenas[1], {"token": TOKEN, "max_threads": 1, "trace": None}
+        self.session = optimizer.Session(table.message, host, trainer, coordinator, end, **told)  # type: ignore[arg-type]
         coordinator.send(OPTIMIZER)
         self.session.run(inbox)
 
@@ -561,7 +563,7 @@ class Run:
         if rng.random() < 0.1:
             engine.synchronize()
         engine.before_root()
-        most = rng.choice((0.9, 0.9, 0.4))
+        most = rng.choice((0.9, 0.5))
         entered = [layer for layer in self.layers if rng.random() < most] or self.layers[:1]
         for layer in entered:
             if rng.random() < 0.9:

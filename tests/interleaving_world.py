@@ -285,7 +285,9 @@ class World:
         """What an update must find: its gradient, and what the update before has left."""
         require(holds(gradient, written_in(step)), "I1: an update without its gradient")
         left = holds(weights, before) and all(holds(plane, 0.0 if before == INITIAL else before) for plane in state)
-        require(left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}")
+        require(
+            left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}"
+        )
 
     def judged(self, step: int) -> None:
         """The verdict is known. A skipped step is as if it had not been."""
