@@ -21,8 +21,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -53,6 +52,7 @@ from torch import Tensor, nn
 from hytrain.checks import Options
 from hytrain.errors import ClusterError
 from hytrain.memory.arena import ArenaFile, receive_arena
+from hytrain.memory.clock import HostClock
 from hytrain.memory.planes import STATE_PLANES
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.layers import ModelLayer, Piece
@@ -71,37 +71,19 @@ from workers.update_queue import Tile, UpdateQueue
 
 HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 TRAINER = m.Calibration(role="trainer", d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
-OPTIMIZER = m.Calibration(role="optimizer", cpu_update_s=1e-9)
 TOKEN = "token"
 
 
 # ---------------------------------------------------------------- the device
 
 
-class Clock:
-    """Marks are numbers that count up."""
-
-    runs_ahead = False
-
-    def __init__(self) -> None:
-        numbers = count()
-        self.mark = lambda: 1e-3 * next(numbers)
-
-    def passed(self, mark: float) -> bool:
-        return True
-
-    def seconds(self, span: tuple[float, float]) -> float:
-        return span[1] - span[0]
-
-    def recycle(self, marks: object) -> None:
-        """Numbers need no pool."""
-
-
 class Streams:
     """In place of `CudaTransfers`. `pinned` is the host memory that copies may touch: address and size."""
 
     def __init__(self, world: World) -> None:
-        self.clock = Clock()
+        numbers = count()
+        self.clock: Any = HostClock()
+        self.clock.mark = lambda: 1e-3 * next(numbers)
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))
@@ -210,7 +192,7 @@ class Link:
 
     def __init__(self, world: World, arenas: socket.socket) -> None:
         self._world, self._arenas = world, arenas
-        self._jobs: deque[tuple[str, m.Message | Draft, Transfer | None]] = deque()
+        self._jobs: deque[tuple[str, Any, Any]] = deque()
         self.is_closing = False
         self.listener: engine.Engine | None = None
         world.scheduler.add(Actor(self._can_send, self._send))
@@ -249,7 +231,7 @@ class Link:
         self._world.scheduler.wait_until(lambda: not self._jobs)
 
     def _can_send(self) -> bool:
-        after: Any = self._jobs[0][2] if self._jobs else None
+        after = self._jobs[0][2] if self._jobs else None
         return bool(self._jobs) and (after is None or after.done is None or after.done.passed)
 
     def _send(self) -> None:
@@ -370,20 +352,6 @@ class Inbox:
         return SimpleNamespace(message=message)
 
 
-class Outbox:
-    """The optimizer's. The gradients of an update that is announced are used up."""
-
-    def __init__(self, run: Run, to: str) -> None:
-        self._run, self._to = run, to
-
-    def send(self, message: m.Message) -> None:
-        if isinstance(message, m.WeightsReady):
-            for planes in self._run.session._arenas.segments[message.lid]:
-                for tile in at(planes.grads[0], planes.segment.numel):
-                    tile[:] = BLANK
-        self._run.world.send("optimizer", self._to, message)
-
-
 class Planner:
     """A coordinator that proposes anything for any step: the real ledger without the real planner.
 
@@ -469,20 +437,18 @@ class Run:
 
     def play(self) -> World:
         """Let chance decide who goes on, until all is done."""
+        time: Any = SimpleNamespace(monotonic=self.streams.clock.mark)
+        threads: Any = SimpleNamespace(Thread=partial(Baton, self.scheduler), Lock=threading.Lock)
+        verdicts: Any = partial(Verdicts, self.world, self.streams)
+        queues: Any = partial(Queue, tile_numel=TILE)
         try:
-            with self._stand_ins():
-                self.engine = engine.Engine(
-                    self.layers,
-                    self.parameters,
-                    link=self.link,  # type: ignore[arg-type]
-                    plans=self.book,
-                    transfers=self.streams,  # type: ignore[arg-type]
-                    host=Device(self.world, self.streams.compute),  # type: ignore[arg-type]
-                    read_groups=lambda: (HYPER,),
-                    free_gpu_bytes=lambda: None,
-                    accumulation=Accumulation(1),
-                    options=random_options(self.rng),
-                )
+            with (
+                mock.patch.multiple(engine, Verdicts=verdicts, Health=partial(Health, self.scheduler)),
+                mock.patch.multiple(optimizer, time=time, UpdateQueue=queues, accept=lambda end: end),
+                mock.patch.object(handover, "threading", threads),
+                mock.patch.object(boundary, "time", time),
+            ):
+                self.engine = self._make_engine()
                 self.world.step = lambda: self.engine.steps
                 for serve in (self.main, self.optimize):
                     Baton(self.scheduler, serve).start()
@@ -498,20 +464,16 @@ class Run:
                 end.close()
         return self.world
 
-    @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        time = SimpleNamespace(monotonic=self.streams.clock.mark)
-        threads = SimpleNamespace(Thread=partial(Baton, self.scheduler), Lock=threading.Lock)
-        with ExitStack() as stack:
-            for module, stand_ins in (
-                (engine, {"Verdicts": partial(Verdicts, self.world, self.streams)}),
-                (engine, {"Health": partial(Health, self.scheduler)}),
-                (handover, {"threading": threads}),
-                (boundary, {"time": time}),
-                (optimizer, {"time": time, "UpdateQueue": partial(Queue, tile_numel=TILE), "accept": lambda end: end}),
-            ):
-                stack.enter_context(mock.patch.multiple(module, **stand_ins))
-            yield
+    def _make_engine(self) -> engine.Engine:
+        parts: Any = {
+            "link": self.link,
+            "plans": self.book,
+            "transfers": self.streams,
+            "host": Device(self.world, self.streams.compute),
+            "options": random_options(self.rng),
+        }
+        now: Any = {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
+        return engine.Engine(self.layers, self.parameters, accumulation=Accumulation(1), **parts, **now)
 
     def check(self) -> None:
         """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""
@@ -532,13 +494,24 @@ class Run:
 
     def optimize(self) -> None:
         """The optimizer process, on a thread of its own."""
-        inbox, trainer, coordinator = Inbox(self.world), Outbox(self, "trainer"), Outbox(self, "coordinator")
+        inbox, outboxes = Inbox(self.world), [SimpleNamespace(send=self._tell), SimpleNamespace(send=self._report)]
         while (table := inbox.receive(None)) is None:
             continue
-        host, end, told = Host(self), self._arenas[1], {"token": TOKEN, "max_threads": 1, "trace": None}
-        self.session = optimizer.Session(table.message, host, trainer, coordinator, end, **told)  # type: ignore[arg-type]
-        coordinator.send(OPTIMIZER)
+        parts: Any = (table.message, Host(self), *outboxes, self._arenas[1])
+        self.session = optimizer.Session(*parts, token=TOKEN, max_threads=1, trace=None)
+        self._report(m.Calibration(role="optimizer", cpu_update_s=1e-9))
         self.session.run(inbox)
+
+    def _report(self, message: m.Message) -> None:
+        self.world.send("optimizer", "coordinator", message)
+
+    def _tell(self, message: m.Message) -> None:
+        """The optimizer tells the trainer. The gradients of an update that is announced are used up."""
+        if isinstance(message, m.WeightsReady):
+            for planes in self.session._arenas.segments[message.lid]:
+                for tile in at(planes.grads[0], planes.segment.numel):
+                    tile[:] = BLANK
+        self.world.send("optimizer", "trainer", message)
 
     # ------------------------------------------------------------ the user's loop
 

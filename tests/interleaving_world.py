@@ -59,11 +59,12 @@ def written_in(step: int) -> float:
 # ---------------------------------------------------------------- who goes on
 
 
+@dataclass
 class Actor:
     """A party without a thread: `act` does one thing, whenever `ready` says that it can."""
 
-    def __init__(self, ready: Callable[[], bool], act: Callable[[], None]) -> None:
-        self.ready, self.act = ready, act
+    ready: Callable[[], bool]
+    act: Callable[[], None]
 
 
 class Baton:
@@ -181,9 +182,6 @@ class Mark:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.passed = stream, False
 
-    def set(self) -> None:
-        self.passed = True
-
     def synchronize(self) -> None:
         self.stream.scheduler.wait_until(lambda: self.passed)
 
@@ -194,7 +192,7 @@ class Stream:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._operations: deque[tuple[Mark | None, Callable[[], None] | None]] = deque()
-        scheduler.add(Actor(self._ready, self._act))
+        scheduler.add(Actor(self._is_ready, self._act))
 
     def run(self, operation: Callable[[], None]) -> None:
         self._operations.append((None, operation))
@@ -204,18 +202,16 @@ class Stream:
 
     def mark(self) -> Mark:
         mark = Mark(self)
-        self.run(mark.set)
+        self.run(lambda: setattr(mark, "passed", True))
         return mark
 
     @property
     def is_empty(self) -> bool:
         return not self._operations
 
-    def _ready(self) -> bool:
-        if not self._operations:
-            return False
-        mark, _ = self._operations[0]
-        return mark is None or mark.passed
+    def _is_ready(self) -> bool:
+        mark = self._operations[0][0] if self._operations else None
+        return bool(self._operations) and (mark is None or mark.passed)
 
     def _act(self) -> None:
         _, operation = self._operations.popleft()
