@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interleaving_run import Coordinator, Planner, Run, Streams
+from interleaving_run import Run
+from interleaving_stand_ins import Coordinator, Planner, Streams
 from interleaving_world import Violation, World
 
 from hytrain.memory.planes import HOST_PLANES, ArenaPlanes
