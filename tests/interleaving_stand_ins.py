@@ -1,10 +1,10 @@
 """What replaces clocks, devices and processes in a run of the real step code.
 
-    Streams, Device       compute, gradients out, weights in, state: operations in order, a tile at a time
-    Host                  the optimizer's update: a tile, with a beginning and an end
-    Link, Inbox           first in, first out from each party; between parties in any order
-    Health, Verdicts      as the real ones, but waits give the turn back, and chance decides
-    Planner, Coordinator  who proposes plans
+Streams, Device       compute, gradients out, weights in, state: operations in order, a tile at a time
+Host                  the optimizer's update: a tile, with a beginning and an end
+Link, Inbox           first in, first out from each party; between parties in any order
+Health, Verdicts      as the real ones, but waits give the turn back, and chance decides
+Planner, Coordinator  who proposes plans
 """
 
 from __future__ import annotations
