@@ -1,13 +1,16 @@
-# Everything runs in .venv, which `make setup` makes with $(PYTHON) from setup.cfg and constraints.txt.
+# Everything runs in .venv, which `make setup` creates with $(PYTHON) from setup.cfg and constraints.txt.
 #
 #   make demo       train a small Llama on real text, through three processes, on the CPU
-#   make test       linters, types and the tests that need no GPU
-#   make test-gpu   the tests that need one, with $(PYTHON) as it is
-#   make bench      seconds a step on the CPU, beside a one-process loop
-#   make bench-gpu  the same on a GPU, beside training without offload, with $(PYTHON) as it is; more: benchmarks/
+#   make test       linters, types, the website and the tests that need no GPU
+#   make docs       the website, in build/site/index.html; a broken link is an error
+#   make test-slow  the tests that take minutes
+#   make faults     plants known faults one at a time, and says which of them the tests do not notice
+#   make test-gpu   the tests that need a GPU, with $(PYTHON) as it is
+#   make bench      seconds per step on the CPU, compared with a one-process loop
+#   make bench-gpu  the same on a GPU, compared with training without offload, with $(PYTHON) as it is; more: benchmarks/
 #
 # On a machine with a GPU, install the torch of your choice, then `make setup SYSTEM_TORCH=1`: .venv borrows
-# the torch that $(PYTHON) imports, from an active environment too, installs none, and remembers that.
+# the torch that $(PYTHON) imports, also from an active environment, installs none, and remembers that.
 
 PYTHON ?= python3
 SYSTEM_TORCH ?= $(if $(wildcard .venv/.ready-system-torch),1)
@@ -16,7 +19,7 @@ BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
 IN_VENV := .venv/bin/python
 
-.PHONY: setup demo test lint test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow faults lint docs test-gpu bench bench-gpu
 
 setup: $(READY)
 
@@ -42,20 +45,29 @@ ifdef BORROW
 else
 	cp constraints.txt .venv/constraints.txt
 endif
-	$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[all,test]'
+	$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[all,test,docs]'
 	@touch $@
 
 demo: setup
 	$(IN_VENV) bin/hytrain-cluster examples/demo.yaml
 
-# Tests wait for processes most of the time. Beyond a few at once they would wait for one another.
-test: lint
+# Tests wait for processes most of the time. With more than a few at once they would wait for each other.
+test: lint docs
 	$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-slow: setup
+	$(IN_VENV) -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+
+faults: setup
+	$(IN_VENV) -m tests.faults --jobs 2
 
 lint: setup
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from benchmarks.columns import markdown, number
 from hytrain.recipe import config, loop
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.journal import History
@@ -157,15 +158,13 @@ def numbers(found: dict[str, dict[int, History]]) -> dict[str, Any]:
 
 def table(found: dict[str, dict[int, History]]) -> str:
     """The same as Markdown."""
-    lines = [
-        "| system | final validation loss, by seed | mean | standard deviation | largest distance of a step |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    body = []
     for system, result in numbers(found).items():
-        final = ", ".join(f"{value:.4f}" for value in result["final_validation"].values())
-        apart = result["largest_distance_of_a_step"]
-        lines.append(f"| {system} | {final} | {result['mean']:.4f} | {result['stdev']:.4f} | {apart:.4g} |")
-    return "\n".join(lines)
+        final = ", ".join(number(value, 4) for value in result["final_validation"].values())
+        apart = f"{result['largest_distance_of_a_step']:.4g}"
+        body.append([system, final, number(result["mean"], 4), number(result["stdev"], 4), apart])
+    head = ("system", "final validation loss, by seed", "mean", "standard deviation", "largest distance of a step")
+    return markdown(head, body)
 
 
 def draw(found: dict[str, dict[int, History]], path: Path) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import psutil
 
@@ -26,7 +26,7 @@ from benchmarks import host
 TICK_S: Final = 0.1
 GRACE_S: Final = 2.0
 END_S: Final = 30.0
-#: a line, and the most memory in use until then beside what was before
+#: a line, and the most memory in use until then, above what was in use before the child
 OnLine = Callable[[str, int], None]
 #: "SomeError: what went wrong", as the last line of a traceback
 _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Error|Exception|Timeout|Unavailable)\b.*)$")
@@ -34,10 +34,9 @@ _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Erro
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended. `error` is None if all is well; memory is the most in use beside what was before."""
+    """How it ended. `error` is None if all is well; memory is the most in use, above what was in use before."""
 
     error: str | None
-    host_base_bytes: int
     host_peak_bytes: int
     took_s: float
 
@@ -52,38 +51,39 @@ class Bounds:
 
 
 def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) -> Outcome:
-    """Run `command` with `--rows-to FD` appended; what it writes there goes to `on_line`, all else to `log`."""
-    rows_from, rows_to = os.pipe()
-    os.set_blocking(rows_from, False)
+    """Run `command` with `--rows-to FILE` appended; what it writes there goes to `on_line`, all else to `log`."""
     base, began_s, began_at = host.used_bytes(), time.monotonic(), log.stat().st_size if log.exists() else 0
-    peak, stopped, rest = base, None, b""
-    with log.open("ab") as output:
+    peak, stopped = base, None
+    with tempfile.NamedTemporaryFile() as rows, log.open("ab") as output:
         child = subprocess.Popen(
-            [*command, "--rows-to", str(rows_to)],
+            [*command, "--rows-to", rows.name],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=(rows_to,),
             start_new_session=True,
         )
-    os.close(rows_to)
-    try:
-        while child.poll() is None and stopped is None:
-            readable, _, _ = select.select([rows_from], [], [], TICK_S)
-            peak = max(peak, host.used_bytes())
-            rest = _feed(rest + _read(rows_from), peak - base, on_line) if readable else rest
-            stopped = _reason_to_stop(bounds, time.monotonic() - began_s)
-            if readable and not rest:
-                time.sleep(TICK_S / 10)  # the pipe's end, which a child may close before it ends
-        took_s = time.monotonic() - began_s
-    finally:
-        _end(child)
-        _feed(rest + _read(rows_from), peak - base, on_line)
-        os.close(rows_from)
+        try:
+            while child.poll() is None and stopped is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(TICK_S)
+                peak = max(peak, host.used_bytes())
+                _hand_out(rows, peak - base, on_line)
+                stopped = _reason_to_stop(bounds, time.monotonic() - began_s)
+            took_s = time.monotonic() - began_s
+        finally:
+            _end(child)
+            _hand_out(rows, peak - base, on_line)
     error = stopped
     if stopped is None and child.returncode:
         error = last_meaningful_line(_tail(log, began_at)) or f"exit status {child.returncode}"
-    return Outcome(error, base, peak - base, took_s)
+    return Outcome(error, peak - base, took_s)
+
+
+def _hand_out(rows: IO[bytes], peak_bytes: int, on_line: OnLine) -> None:
+    """The whole lines that are new; what remains is the beginning of the next."""
+    while (line := rows.readline()).endswith(b"\n"):
+        on_line(line.decode(), peak_bytes)
+    rows.seek(-len(line), os.SEEK_CUR)
 
 
 def _reason_to_stop(bounds: Bounds, running_s: float) -> str | None:
@@ -91,23 +91,6 @@ def _reason_to_stop(bounds: Bounds, running_s: float) -> str | None:
     if left < bounds.floor_bytes:
         return f"stopped: host memory, {left / 1e9:.1f} GB were left"
     return f"stopped: took longer than {bounds.timeout_s:.0f} s" if running_s > bounds.timeout_s else None
-
-
-def _read(descriptor: int) -> bytes:
-    """All that is there now."""
-    chunks = []
-    with contextlib.suppress(BlockingIOError):
-        while chunk := os.read(descriptor, 65536):
-            chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _feed(data: bytes, peak_bytes: int, on_line: OnLine) -> bytes:
-    """Hand out whole lines; what remains is the beginning of the next."""
-    *lines, rest = data.split(b"\n")
-    for line in lines:
-        on_line(line.decode(), peak_bytes)
-    return rest
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

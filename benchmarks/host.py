@@ -1,7 +1,8 @@
-"""The machine under the benchmarks: who it is, what is in it, how much memory is left. Imports no torch.
+"""The machine under the benchmarks: its identity, its hardware, the memory that is left. Imports neither torch nor
+hytrain, so that one `benchmarks` folder can measure several commits.
 
-Machines of one kind differ by half in speed, and a machine that was started anew may be another. So every row bears
-its host's identity, and only rows of one identity are compared.
+Machines of one kind differ by half in speed, and after a restart the machine may be another one. So every row has its
+host's identity, and only rows of one identity are compared.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import platform
 import secrets
 import subprocess
 import tempfile
-from importlib import metadata
+from collections.abc import Iterator
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
-
-from hytrain.memory.host import left_in_groups
 
 PACKAGES: Final = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
 _QUERY: Final = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
@@ -59,11 +59,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus if tracked files differ from it; "unknown" where there is no git."""
-    home = Path(__file__).resolve().parent
+    """The commit of the `hytrain` that Python finds, with a plus if tracked files differ; "unknown" without git."""
+    found = util.find_spec("hytrain")
+    home = str(Path(found.origin).parent) if found and found.origin else "."
     try:
-        short = _run("git", "-C", str(home), "rev-parse", "--short", "HEAD")
-        return short + ("+" if _run("git", "-C", str(home), "status", "--porcelain", "-uno") else "")
+        short = _run("git", "-C", home, "rev-parse", "--short", "HEAD")
+        return short + ("+" if _run("git", "-C", home, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -102,17 +103,33 @@ def used_bytes() -> int:
 def left_bytes(total: int | None = None) -> int:
     """What may still be taken, by the machine's account and by this process's control groups.
 
-    `total`: what the machine has in truth, where MemTotal grows with use.
+    `total`: the machine's real memory, where MemTotal grows with use.
     """
     known = _meminfo()
     left = known["MemAvailable"] if total is None else total - used_bytes()
-    in_groups = left_in_groups()
-    return left if in_groups is None else min(left, in_groups)
+    return min([left, *_left_in_groups()])
 
 
 def _meminfo() -> dict[str, int]:
     lines = (line.split() for line in _text("/proc/meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 2}
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes below each memory limit of this process's control groups; cached files count as left."""
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
+        limit, usage = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        inner = Path(path.lstrip("/"))
+        for group in dict.fromkeys((top / inner, *(top / each for each in inner.parents))):
+            sizes = [_text(group / f"memory.{name}").strip() for name in (limit, usage)]
+            if all(size.isdigit() for size in sizes):
+                stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+                cached = stat.get("total_inactive_file") or stat.get("inactive_file") or 0
+                yield int(sizes[0]) - int(sizes[1]) + int(cached)
 
 
 def _text(path: str | Path) -> str:

@@ -1,30 +1,102 @@
-"""The parts of the suite: which systems, in which segments. A part fits into a few minutes on an H200.
+"""What is measured: the parts of the suite, their jobs, and a job's segments.
 
-A machine may be lent for minutes at a time, and the next one is another. So each part that compares brings the systems
-that it compares with; where this machine has measured them already, they are not measured again.
+    suite ── Job as JSON ──▶ benchmarks.step ── a row for each Segment ──▶ suite
+
+A job is one system in one process. Building a model takes longer than twenty of its steps, so one process measures
+several batch sizes, k or policies in turn: it sends a segment's commands to the coordinator, as `hytrain-monitor` does,
+and lets the steps settle.
+
+A part fits into a few minutes on an H200. A machine may be available for minutes at a time, and the next one differs.
+So each part that compares includes the systems that it compares with; what this machine has measured is not repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+import json
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Final, Self
 
 from benchmarks.host import optimizer_threads
-from benchmarks.job import Job, Segment
 
+#: hidden, intermediate, layers, heads, vocabulary
+SHAPES: Final = {
+    "demo": (176, 480, 5, 4, 256),
+    "tiny": (256, 688, 4, 4, 2048),
+    "1b": (2048, 5632, 22, 16, 32000),
+    "3b": (3200, 8640, 26, 32, 32000),
+}
+#: HyTrain as it is by default: the planner chooses k.
+AUTO: Final = "hytrain:auto"
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
 NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Steps of one kind: `settle` steps that are only noted, then `measure` steps that count.
+
+    Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
+    the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
+    of the weights after them.
+    """
+
+    batch: int
+    label: str = ""
+    settle: int = 4
+    measure: int = 8
+    patience: int = 0
+    commands: tuple[tuple[str, str], ...] = ()
+    profile: bool = False
+    digest: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One system, e.g. "deepspeed-zero2" or "hytrain:auto", and its segments. `start_s` and `step_s` are guesses."""
+
+    system: str = ""
+    segments: tuple[Segment, ...] = ()
+    shape: str = "3b"
+    sequence: int = 1024
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    clip: float = 0.0
+    threads: int | None = None
+    deterministic: bool = False
+    start_s: float = 15.0
+    step_s: float = 0.6
+
+    @property
+    def expected_s(self) -> float:
+        """The expected time with the process's start; a step's cost grows with its batch."""
+        costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure) for s in self.segments]
+        return self.start_s + sum(costs)
+
+    def only(self, batches: Collection[int]) -> Self:
+        """The job without segments of other batch sizes."""
+        return replace(self, segments=tuple(segment for segment in self.segments if segment.batch in batches))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        fields = json.loads(text)
+        given = ({**each, "commands": tuple(map(tuple, each["commands"]))} for each in fields.pop("segments"))
+        return cls(segments=tuple(Segment(**each) for each in given), **fields)
+
+
 @dataclass(frozen=True)
 class Known:
-    """Of a system: seconds to start and seconds a step at batch 8, guessed from runs on an H200 for the budget's sake;
-    and whether its update is exact AdamW on fp32 masters."""
+    """What is known of a system. The two times are guesses from runs on an H200, used for the budget.
+
+    `exact`: whether its update is AdamW on fp32 masters.
+    """
 
     start_s: float
-    step_s: float
+    step_s: float  # at batch 8
     exact: str = "yes"
 
 
@@ -37,15 +109,16 @@ KNOWN: Final = {
     "torchao-bf16": Known(20, 1.1, "no"),
     "deepspeed-zero2": Known(75, 2.0),
     "deepspeed-twinflow": Known(40, 2.1),
-    "deepspeed-superoffload": Known(45, 4.2),
-    "deepspeed-zenflow": Known(60, 3.0, "no"),
     "fsdp2": Known(40, 2.2),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
 #: DeepSpeed compiles its kernel at first use, so its first system starts slowly.
 TIMEOUT_S: Final = 240.0
-#: What HyTrain's planner has taken of the GPU's memory for a few slow steps at the start is given back by then.
+#: The first steps are slow, and the planner takes GPU memory for them. After so many steps it has given that back.
 AT_REST_STEPS: Final = 40
+STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
+BATCHES: Final = (8, 16, 4, 2, 1)
+NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 
 
 def about(system: str) -> Known:
@@ -58,134 +131,116 @@ def job(template: Job, system: str, *segments: Segment) -> Job:
 
 
 def plain(template: Job, system: str, batch: int = 8) -> Job:
-    """One system at one batch size; the slow ones with fewer steps, HyTrain's planner at rest."""
+    """One system at one batch size: fewer steps of the slow ones, and enough for HyTrain's planner to be at rest."""
     if system.startswith("hytrain"):
-        steps = Segment(batch=batch, settle=AT_REST_STEPS if ":auto" in system else 10, measure=20)
-    elif about(system).step_s > 1:
-        steps = Segment(batch=batch, settle=2, measure=5)
+        settle, measure = AT_REST_STEPS if ":auto" in system else 10, 20
     else:
-        steps = Segment(batch=batch, settle=4, measure=10)
-    return job(template, system, steps)
+        settle, measure = (2, 5) if about(system).step_s > 1 else (4, 10)
+    return job(template, system, Segment(batch=batch, settle=settle, measure=measure))
 
 
 def _plain(*systems: str) -> Callable[[Job], list[Job]]:
     return lambda template: [plain(template, system) for system in systems]
 
 
-def _beside(*systems: str) -> Callable[[Job], list[Job]]:
-    """Peers, after what they are compared with."""
-    return _plain("no-offload", "hytrain:auto", *systems)
-
-
 def sweep(template: Job) -> list[Job]:
-    """The planner from a cold start, then static k up and down, the planner again at the end, all in one process."""
+    """The planner from a cold start, then static k up and down, and the planner again, all in one process."""
     segments = [Segment(batch=8, label="auto from the start", settle=10, measure=10)]
     before = 0.2
     for k in (*STATIC_KS, *reversed(STATIC_KS)):
-        # The more layers move, the longer their memory takes to be there.
+        # The more layers move, the longer it takes to prepare their memory.
         settle = 6 + round(20 * abs(float(k) - before))
         segments.append(Segment(batch=8, label=f"k={k}", settle=settle, measure=6, patience=12, commands=(("k", k),)))
         before = float(k)
     again = Segment(batch=8, label="auto", settle=16, measure=8, patience=16, commands=(("k", "auto"),))
-    return [job(template, "hytrain:auto", *segments, again)]
+    return [job(template, AUTO, *segments, again)]
 
 
 def policies(template: Job) -> list[Job]:
-    """Four policies at five batch sizes in one process; "fixed" gets the ratio that Twin-Flow gets.
+    """Four policies at five batch sizes in one process; "fixed" has Twin-Flow's ratio.
 
-    The host drifts: the default comes before the policies that it is compared with, and again after them.
+    The host drifts, so the default is measured before the policies that it is compared with, and again after them.
     """
-    segments = []
-    for batch in BATCHES:
-        for policy in ("deadline", "balance", "cotrain", "deadline", "fixed"):
-            commands = (("k", "0.5"),) if policy == "fixed" else (("k", "auto"), ("policy", policy))
-            # Short steps are over before many layers have moved.
-            settle, measure = (10, 5) if batch > 8 else (14, 7) if batch > 4 else (20, 9)
-            segments.append(
-                Segment(batch=batch, label=policy, settle=settle, measure=measure, patience=20, commands=commands)
-            )
-    return [job(template, "hytrain:auto", *segments)]
+
+    def segment(batch: int, policy: str) -> Segment:
+        commands = (("k", "0.5"),) if policy == "fixed" else (("k", "auto"), ("policy", policy))
+        # Short steps are over before many layers have moved.
+        settle, measure = (10, 5) if batch > 8 else (14, 7) if batch > 4 else (20, 9)
+        return Segment(batch=batch, label=policy, settle=settle, measure=measure, patience=20, commands=commands)
+
+    turns = ("deadline", "balance", "cotrain", "deadline", "fixed")
+    return [job(template, AUTO, *(segment(batch, policy) for batch in BATCHES for policy in turns))]
 
 
 def objectives(template: Job) -> list[Job]:
     """What the planner gives up for memory."""
-    segments = [
-        Segment(batch=8, label=name, settle=12, measure=8, patience=20, commands=(("objective", name),))
-        for name in ("speed", "gpu-memory", "host-memory")
-    ]
-    return [job(template, "hytrain:auto", *segments)]
+    names = ("speed", "gpu-memory", "host-memory")
+    steps = Segment(batch=8, settle=12, measure=8, patience=20)
+    return [job(template, AUTO, *(replace(steps, label=name, commands=(("objective", name),)) for name in names))]
 
 
 def batches(template: Job) -> list[Job]:
-    """Other batch sizes, in one process a system; torchao at the smallest, where offloading costs most."""
-    return [
-        job(template, "no-offload", *(Segment(batch=batch, settle=3, measure=7) for batch in BATCHES)),
-        job(template, "forward-backward", *(Segment(batch=batch, settle=3, measure=7) for batch in BATCHES)),
-        job(template, "hytrain:auto", *(_settled(batch) for batch in BATCHES)),
-        plain(template, "torchao-fp32", batch=1),
-    ]
-
-
-def _settled(batch: int) -> Segment:
-    """Memory of layers that have moved is given back for seconds, by the operating system too: more of short steps."""
-    return Segment(batch=batch, settle=14 + 48 // batch, measure=8, patience=30)
+    """All batch sizes, one process for each system; torchao at the smallest, where offloading costs most."""
+    few = [Segment(batch=batch, settle=3, measure=7) for batch in BATCHES]
+    # The memory of layers that have moved is given back for seconds, also by the system: more of the short steps.
+    settled = [Segment(batch=batch, settle=14 + 48 // batch, measure=8, patience=30) for batch in BATCHES]
+    systems = {"no-offload": few, "forward-backward": few, AUTO: settled}
+    return [*(job(template, system, *steps) for system, steps in systems.items()), plain(template, "torchao-fp32", 1)]
 
 
 def threads(template: Job) -> list[Job]:
-    """The optimizer's threads halved by command and given back, and what static k would have given meanwhile."""
+    """The optimizer's threads halved by command and given back, with the static k that could be had each time."""
     every = optimizer_threads()
-    half = max(every // 2, 1)
 
     def moment(label: str, *commands: tuple[str, str], settle: int = 20) -> Segment:
         return Segment(batch=8, label=label, settle=settle, measure=10, commands=commands)
 
     def static(label: str, *ks: str) -> list[Segment]:
-        return [
-            Segment(batch=8, label=f"{label}, k={k}", settle=6, measure=5, patience=6, commands=(("k", k),)) for k in ks
-        ]
+        steps = Segment(batch=8, settle=6, measure=5, patience=6)
+        return [replace(steps, label=f"{label}, k={k}", commands=(("k", k),)) for k in ks]
 
     segments = [
         moment("all threads", settle=14),
-        moment("halved", ("threads", str(half))),
+        moment("halved", ("threads", str(max(every // 2, 1)))),
         *static("halved", "0.2", "0.3", "0.4", "0.5", "0.6", "0.8"),
         moment("halved again", ("k", "auto"), settle=10),
         moment("given back", ("threads", str(every))),
         *static("given back", "0.1", "0.2", "0.3", "0.4"),
     ]
-    return [job(template, f"hytrain:auto,threads={every}", *segments)]
+    return [job(template, f"{AUTO},threads={every}", *segments)]
 
 
 def idle(template: Job) -> list[Job]:
     """The GPU's idle share and its causes; with half of the layers on the GPU, no forward waits for weights."""
-    return [
-        job(template, system, Segment(batch=8, label="profiled", settle=settle, measure=7, patience=16, profile=True))
-        for system, settle in (("hytrain:auto", 14), ("hytrain:0.5", 6), ("no-offload", 4), ("forward-backward", 4))
-    ]
+    steps = Segment(batch=8, label="profiled", measure=7, patience=16, profile=True)
+    settle = {AUTO: 14, "hytrain:0.5": 6, "no-offload": 4, "forward-backward": 4}
+    return [job(template, system, replace(steps, settle=count)) for system, count in settle.items()]
 
 
 def clipping(template: Job) -> list[Job]:
-    """The global norm clipped never and always, beside not asking for it, and beside a peer that clips."""
+    """The global norm clipped never and always, compared with no clipping and with a peer that clips."""
+
+    def clipped(limit: float, system: str, label: str, settle: int, measure: int, patience: int = 0) -> Job:
+        steps = Segment(batch=8, label=label, settle=settle, measure=measure, patience=patience)
+        return job(replace(template, clip=limit), system, steps)
+
     limits = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
-    jobs = []
-    for label, limit in limits.items():
-        steps = Segment(batch=8, label=label, settle=24, measure=10, patience=20)
-        jobs.append(job(replace(template, clip=limit), "hytrain:auto", steps))
-    always = Segment(batch=8, label=ALWAYS_CLIPPED, settle=2, measure=5)
-    return [*jobs, job(replace(template, clip=limits[ALWAYS_CLIPPED]), "deepspeed-zero2", always)]
+    ours = [clipped(limit, AUTO, label, settle=24, measure=10, patience=20) for label, limit in limits.items()]
+    return [*ours, clipped(limits[ALWAYS_CLIPPED], "deepspeed-zero2", ALWAYS_CLIPPED, settle=2, measure=5)]
 
 
 def identical(template: Job) -> list[Job]:
     """200 steps, overlapped with layers moving as the planner likes, and with nothing overlapped: the same bits?"""
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, deterministic=True)
     steps = Segment(batch=2, label="200 steps", settle=190, measure=10, digest=True)
-    systems = ("hytrain:auto", "hytrain:0,serial")
-    return [replace(job(small, system, steps), step_s=0.6) for system in systems]
+    return [replace(job(small, system, steps), step_s=0.6) for system in (AUTO, "hytrain:0,serial")]
 
 
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
-    "main": _plain("no-offload", "forward-backward", "hytrain:auto", "hytrain:1", "hytrain:0"),
-    "peers": _beside("torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16"),
-    "peers-slow": _beside("deepspeed-superoffload", "deepspeed-zenflow"),
+    "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
+    "peers": _plain(
+        "no-offload", AUTO, "torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16"
+    ),
     "sweep": sweep,
     "policies": policies,
     "objectives": objectives,
@@ -194,5 +249,5 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "idle": idle,
     "clipping": clipping,
     "identical": identical,
-    "cpu": _plain("torch", "hytrain:0", "hytrain:auto"),
+    "cpu": _plain("torch", "hytrain:0", AUTO),
 }

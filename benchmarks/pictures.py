@@ -1,11 +1,17 @@
-"""Pictures of a result set, with matplotlib: systems, the sweep over k, policies, the change of threads.
+"""All pictures, with matplotlib: of a result set, and of one or two timelines.
 
-`report` calls `draw`; a picture whose part was not measured is not drawn.
+    python -m benchmarks.pictures OUT.png --steps A:B TITLE=trace.json [TITLE=trace.json]
+
+`report` calls `draw`; a picture whose part was not measured is not drawn. A timeline has a track for each part of the
+machine that works at the same time: the GPU (or the trainer's cores), the copies out, the CPU, the copies in. The kind
+of work is a colour, and the layer a shade of it: the layers that forward needs first are the darkest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,37 +19,62 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.colors import to_rgb  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks.goals import AUTO  # noqa: E402
+from benchmarks.parts import AUTO  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
+from benchmarks.timeline import Span, Timeline, read_titled, steps_range  # noqa: E402
+
+pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
 OURS: Final = "#c8553d"
 THEIRS: Final = "#8d99ae"
 LIMIT: Final = "#2b2d42"
 POLICY_COLOURS: Final = {"deadline": OURS, "balance": "#588b8b", "cotrain": "#e0a458", "fixed": THEIRS}
 WIDTH_IN: Final = 9.0
+BAR: Final = 0.8
+#: From top to bottom: a track's name, and its kinds of work.
+TRACKS: Final = (
+    ("compute", ("forward", "backward", "update", "stall")),
+    ("D2H", ("D2H",)),
+    ("CPU update", ("CPU update",)),
+    ("H2D", ("H2D",)),
+)
+KINDS: Final = {
+    "forward": "#2f6690",
+    "backward": "#588b8b",
+    "update": "#7b4b94",
+    "stall": "#d7263d",
+    "D2H": "#8a6f3c",
+    "CPU update": "#c8553d",
+    "H2D": "#4a7c3a",
+}
+WORDS: Final = {"update": "GPU update", "D2H": "D2H (gradients)", "H2D": "H2D (weights)"}
+#: How far the last layer's shade is on the way to white.
+PALEST: Final = 0.62
+EDGE: Final = "#2b2d42"
 
 
-def draw(rows: Rows, folder: Path) -> Iterator[str]:
-    """Write each picture that there are rows for, as bench-NAME.png; its name."""
+def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
+    """Write each picture that there are rows for, as bench-NAME.png. Yields its name and what it shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    for name, (make, _) in PICTURES.items():
+    for name, (make, shows) in PICTURES.items():
         figure = make(rows)
         if figure is not None:
             figure.savefig(folder / f"bench-{name}.png", dpi=130, bbox_inches="tight")
             pyplot.close(figure)
-            yield name
+            yield name, shows
 
 
 def systems(rows: Rows) -> Any:
-    """Step time beside no offload on the same host, and GPU memory: bars, the shortest step on top."""
-    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers", "peers-slow")]
+    """Step time relative to no offload on the same host, and GPU memory: bars, the shortest step on top."""
+    parts = [part for part in dict.fromkeys(row["part"] for row in rows) if part in ("main", "peers")]
     bars: dict[str, tuple[float, float]] = {}
     for part in parts:
         here = rows.of_part(part).beside(rows).where(batch=8, label="")
         base = here.where(system="no-offload").median("step_s")
-        for name in rows.of_part(part).systems():
+        for name in rows.of_part(part).distinct("system"):
             mine = here.where(system=name)
             step_s, memory = mine.median("step_s"), mine.median("gpu_peak_gb")
             if base and step_s is not None and memory is not None:
@@ -75,13 +106,13 @@ def _colour(name: str) -> str:
 def sweep(rows: Rows) -> Any:
     """Step time and GPU memory over static k, with what the planner chose."""
     here = rows.of_part("sweep")
-    static = sorted(_points(here, [label for label in here.labels() if label.startswith("k=")]))
+    static = sorted(_points(here, [label for label in here.distinct("label") if label.startswith("k=")]))
     chosen = _points(here, ["auto"]) or _points(here, ["auto from the start"])
     if not static:
         return None
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(WIDTH_IN, 6), sharex=True)
     ks = [point[0] for point in static]
-    for axes, index, title in ((top, 1, "seconds a step"), (bottom, 2, "GPU peak, GB")):
+    for axes, index, title in ((top, 1, "seconds per step"), (bottom, 2, "GPU peak, GB")):
         axes.plot(ks, [point[index] for point in static], "o-", color=LIMIT, label="static k")
         for point in chosen:
             axes.plot(point[0], point[index], "*", color=OURS, markersize=17, label="the planner's choice")
@@ -108,10 +139,10 @@ def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
 
 
 def policies(rows: Rows) -> Any:
-    """Policies over batch sizes: step time beside no offload at the same batch (where the host has it), GPU memory."""
+    """Policies over batch sizes: GPU memory, and step time, relative to no offload where the host has measured it."""
     here = rows.of_part("policies")
     sizes = sorted({row["batch"] for row in here})
-    labels = [label for label in here.labels() if here.where(label=label).values("step_s")]
+    labels = [label for label in here.distinct("label") if here.where(label=label).values("step_s")]
     if not labels:
         return None
     base = {size: here.beside(rows).where(system="no-offload", batch=size).median("step_s") for size in sizes}
@@ -129,7 +160,7 @@ def policies(rows: Rows) -> Any:
             axes.bar_label(found, [form.format(value) for value in values], padding=2, fontsize=7.5)
     if relative:
         top.axhline(1.0, color=LIMIT, linewidth=0.8, linestyle=":")
-    top.set_title("step time, no offload = 1" if relative else "seconds a step", loc="left")
+    top.set_title("step time, no offload = 1" if relative else "seconds per step", loc="left")
     bottom.set_title("GPU peak, GB", loc="left")
     bottom.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     top.legend(frameon=False, ncols=len(labels), loc="lower right", bbox_to_anchor=(1, 1.0))
@@ -139,9 +170,8 @@ def policies(rows: Rows) -> Any:
 
 def threads(rows: Rows) -> Any:
     """Step by step: the optimizer loses half of its threads and gets them back."""
-    here = rows.of_part("threads").where(system=tuple(name for name in rows.systems() if name.startswith(AUTO)))
-    found = [here.where(label=label).last() for label in ("all threads", "halved", "given back")]
-    moments = [row for row in found if row is not None and row.get("ks")]
+    here = Rows(row for row in rows.of_part("threads") if row["system"].startswith(AUTO) and row.get("ks"))
+    moments = [mine[-1] for label in ("all threads", "halved", "given back") if (mine := here.where(label=label))]
     if len(moments) < 3:
         return None
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(WIDTH_IN, 5), sharex=True)
@@ -155,7 +185,7 @@ def threads(rows: Rows) -> Any:
             axes.axvline(start, color=THEIRS, linewidth=0.8)
         top.text(start + 0.6, 0.02, row["label"], transform=top.get_xaxis_transform())
         start += len(times)
-    top.set_title("seconds a step (the static sweeps between are left out)", loc="left", pad=12)
+    top.set_title("seconds per step (the static sweeps between are left out)", loc="left", pad=12)
     bottom.set_title("k", loc="left")
     bottom.set_xlabel("step")
     top.set_ylim(bottom=0)
@@ -171,3 +201,80 @@ PICTURES: Final[dict[str, tuple[Callable[[Rows], Any], str]]] = {
     "policies": (policies, "step time and GPU memory of the policies at each batch size"),
     "threads": (threads, "step time and k while threads are taken and given back"),
 }
+
+
+# ---------------------------------------------------------------- timelines
+
+
+def draw_timelines(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
+    """Write the picture of these steps. Raises `ValueError` if a timeline has none of them."""
+    height_in = 0.9 + 1.75 * len(timelines)
+    figure, panels = pyplot.subplots(len(timelines), 1, figsize=(WIDTH_IN, height_in), sharex=True, squeeze=False)
+    longest_ms = 0.0
+    for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        longest_ms = max(longest_ms, _panel(axes, title, timeline, steps))
+    panels[0, 0].set_xlim(0.0, longest_ms)
+    panels[-1, 0].set_xlabel("ms (dark shades: layers that forward needs first)")
+    shown = {span.kind for timeline in timelines.values() for span in timeline.spans}
+    patches = [Patch(color=colour, label=WORDS.get(kind, kind)) for kind, colour in KINDS.items() if kind in shown]
+    figure.tight_layout(rect=(0, 0.28 / height_in, 1, 1), h_pad=1.2)
+    spacing = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.5}
+    figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False, fontsize=9, **spacing)
+    figure.savefig(path, dpi=200)
+    pyplot.close(figure)
+
+
+def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
+    """One run's tracks; how many ms its steps take."""
+    began_ms, ended_ms = timeline.within(steps)
+    positions = timeline.positions()
+    for row, (_, kinds) in enumerate(TRACKS):
+        for kind in kinds:
+            _bars(axes, row, timeline.of_kind(kind), positions, (began_ms, ended_ms))
+    for step in steps:
+        if step in timeline.steps:
+            at_ms = timeline.steps[step][0] - began_ms
+            axes.axvline(at_ms, color=EDGE, linewidth=0.8, linestyle=":")
+            axes.text(at_ms, -0.52, f" step {step}", fontsize=8, color=EDGE, va="bottom")
+    axes.axvline(ended_ms - began_ms, color=EDGE, linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(TRACKS)), [name for name, _ in TRACKS])
+    axes.set_ylim(len(TRACKS) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    count = sum(step in timeline.steps for step in steps)
+    axes.set_title(f"{title}: {(ended_ms - began_ms) / count:.1f} ms per step", loc="left", fontsize=11, pad=14)
+    return ended_ms - began_ms
+
+
+def _bars(axes: Any, row: int, spans: Sequence[Span], positions: dict[int, int], window: tuple[float, float]) -> None:
+    """Spans of one kind, as far as they are in the window."""
+    bars, colours = [], []
+    for span in spans:
+        began_ms, ended_ms = max(span.began_ms, window[0]), min(span.ended_ms, window[1])
+        if began_ms < ended_ms:
+            bars.append((began_ms - window[0], ended_ms - began_ms))
+            colours.append(_shade(span.kind, positions[span.lid] / max(len(positions) - 1, 1)))
+    axes.broken_barh(bars, (row - BAR / 2, BAR), facecolors=colours, linewidth=0)
+
+
+def _shade(kind: str, depth: float) -> tuple[float, ...]:
+    """The colour of a kind, paler the later the layer is in forward; a stall is a stall."""
+    white = 0.0 if kind == "stall" else PALEST * depth
+    return tuple(part + (1.0 - part) * white for part in to_rgb(KINDS[kind]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description="Draw one or two timelines.")
+    parser.add_argument("picture", type=Path, metavar="OUT.png")
+    parser.add_argument("timelines", nargs="+", metavar="[TITLE=]trace.json")
+    parser.add_argument("--steps", type=steps_range, metavar="A:B", required=True, help="from step A up to B")
+    arguments = parser.parse_args(argv)
+    try:
+        draw_timelines(read_titled(arguments.timelines), arguments.steps, arguments.picture)
+    except (OSError, ValueError) as error:
+        print(f"benchmarks.pictures: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

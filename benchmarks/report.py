@@ -1,11 +1,12 @@
-"""Result sets into docs/benchmarks.md: tables between markers, pictures beside them.
+"""Result sets into docs/benchmarks.md: the goals and tables between markers, and pictures.
 
     python -m benchmarks.report [--results DIR...]
 
-    DIR/rows*.jsonl, DIR/kernel*.json ─▶ tables ─▶ <!-- begin: NAME --> … <!-- end: NAME -->
+    DIR/rows*.jsonl, DIR/kernel*.json ─▶ GOALS, TABLES ─▶ <!-- begin: NAME --> … <!-- end: NAME -->
                                       └▶ pictures ─▶ docs/pictures/bench-*.png
 
-Everything between markers is written anew from the rows; all else in the page is left as it is.
+Everything between markers is written anew from the rows; the rest of the page stays as it is. A ratio is of two
+medians of one host and commit. What was not measured is said to be missing. `suite` prints `one_host`.
 """
 
 from __future__ import annotations
@@ -16,34 +17,348 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from benchmarks import tables
-from benchmarks.rows import Rows
-from benchmarks.words import NOTHING
+from benchmarks import columns as col
+from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
+from benchmarks.idle import CAUSES
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING
+from benchmarks.rows import Rows, is_steady, pair, ratio
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
-PICTURES: Final = ROOT / "docs" / "pictures"
-RESULTS: Final = ROOT / "benchmarks" / "results"
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    "machines": tables.machines,
-    "systems": tables.all_systems,
-    "hosts": tables.hosts,
-    "sweep": tables.sweep,
-    "policies": tables.policies,
-    "objectives": tables.objectives,
-    "batches": tables.batches,
-    "threads": tables.threads,
-    "prediction": tables.prediction,
-    "idle": tables.idle,
-    "clipping": tables.clipping,
-    "identical": tables.identical,
-}
-_BLOCK: Final = re.compile(
-    r"(?P<begin><!-- begin: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end: (?P=name) -->)", re.DOTALL
+RESULTS: Final = Path(__file__).resolve().with_name("results")
+PAGE: Final = RESULTS.parent.parent / "docs" / "benchmarks.md"
+SAME: Final = 0.01  # two step times count as the same if they differ by no more than this
+REACHED_STEPS: Final = 20
+_BLOCK: Final = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+
+
+# ---------------------------------------------------------------- goals
+
+
+class NotMeasured(Exception):
+    """No rows for this goal; the text is what the table says of it."""
+
+
+class Verdict(NamedTuple):
+    text: str
+    met: bool | None
+    word: str
+
+
+#: What was measured, in words, and whether it meets the bar. Raises `NotMeasured`.
+Judge = Callable[[Rows], tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`each_host`: some hosts meet it and others miss it, so all that measured it count, the newest first."""
+
+    what: str
+    bar: str
+    judge: Judge
+    each_host: bool = False
+
+    def verdict(self, rows: Rows) -> Verdict:
+        found, missing = list[tuple[str, bool]](), "not measured"
+        for here in reversed(rows.by_host()) if self.each_host else [rows]:
+            try:
+                found.append(self.judge(here))
+            except NotMeasured as reason:
+                missing = str(reason) or missing
+        if not found:
+            return Verdict(missing, None, MISSING)
+        good, text = sum(met for _, met in found), "; ".join(text for text, _ in found)
+        word = "yes" if good == len(found) else f"on {good} of {len(found)} hosts" if good else "**no**"
+        return Verdict(text, good == len(found), word)
+
+
+def known(value: Any) -> Any:
+    if value is None:
+        raise NotMeasured
+    return value
+
+
+def vs_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
+    """Step time and GPU memory, compared with everything on the GPU."""
+
+    def judge(here: Rows) -> tuple[str, bool]:
+        time, memory = (known(here.ratio(AUTO, "no-offload", batch, each)) for each in ("step_s", "gpu_peak_gb"))
+        return f"{time:.3f} at {share(memory)}", time <= time_bar and memory <= memory_bar
+
+    return judge
+
+
+def compared(part: str, above: str, below: str, *, at_most: float = 0, at_least: float = 0, batch: int = 8) -> Judge:
+    """The ratio of two step times on the host that measured this part. One of the bars is given."""
+
+    def judge(rows: Rows) -> tuple[str, bool]:
+        here = rows.where(batch=batch).of_part(part).beside(rows)
+        if error := here.named(above, batch).error():
+            raise NotMeasured(f"failed: {error}")
+        value = known(here.ratio(above, below, batch))
+        return (f"{value:.3f}", value <= at_most) if at_most else (f"{value:.2f} ×", value >= at_least)
+
+    return judge
+
+
+def near_the_best_static(rows: Rows) -> tuple[str, bool]:
+    """The planner's k compared with the best of the sweep, ten steps after a cold start and at rest."""
+    sweep = rows.of_part("sweep")
+    medians = (sweep.where(label=label).median("step_s") for label in ("auto from the start", "auto"))
+    cold, rest = (known(ratio(step_s, sweep.best_static())) for step_s in medians)
+    return f"{cold:.3f} in steps 11 to 20, {rest:.3f} at rest", cold <= 1.05
+
+
+def follows_the_threads(rows: Rows) -> tuple[str, bool]:
+    texts, met = [], True
+    for label in ("halved", "given back"):
+        steps, before, after = known(rows.of_part("threads").reaction(label))
+        texts.append(f"{label}: k {before:.2f} to {after:.2f}, step {steps}")
+        met = met and steps <= REACHED_STEPS and before != after
+    return "; ".join(texts), met
+
+
+def prediction_error(rows: Rows) -> tuple[str, bool]:
+    """The worst prediction among steady rows; the other rows are reported and do not count."""
+    off: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows.predicted():
+        off[is_steady(row)].append(abs(row["predicted_step_s"] / row["step_s"] - 1))
+    worst = known(max(off[True], default=None))
+    others = f"; {share(max(off[False]))} in {len(off[False])} that were not steady" if off[False] else ""
+    return f"at worst {share(worst)} off in {len(off[True])} rows{others}", worst <= 0.1
+
+
+def against_formulas(rows: Rows) -> tuple[str, bool]:
+    """`deadline` compared with `balance` and `cotrain` at each batch size: the worst ratio of step times, and GPU
+    memory compared with those of them that are as fast.
+    """
+    ratios, less, more, alike = list[float](), 0, 0, 0
+    for here in rows.of_part("policies").by("batch"):
+        ours, others = here.where(label="deadline"), here.where(label=("balance", "cotrain"))
+        time, memory = ours.median("step_s"), ours.median("gpu_peak_gb") or 0.0
+        if time is None or not others.values("step_s"):
+            continue
+        ratios.append(time / min(others.values("step_s")))
+        if as_fast := [row["gpu_peak_gb"] for row in others if row.get("step_s", 2 * time) <= (1 + SAME) * time]:
+            alike += 1
+            less += memory < min(as_fast)
+            more += memory > (1 + SAME) * min(as_fast)
+    worst = known(max(ratios, default=None))
+    memory_text = f"less GPU memory at {less} of {alike} batch sizes where one of them is as fast, more at {more}"
+    return f"at worst {worst:.3f}; {memory_text}", worst <= 1 + SAME and more == 0
+
+
+def idle_share(rows: Rows) -> tuple[str, bool]:
+    idle = known(rows.of_part("idle").where(system=AUTO).last("idle") or None)["share"]
+    return share(idle), idle <= 0.03
+
+
+def same_bits(rows: Rows) -> tuple[str, bool]:
+    """Equal checksums of all weights, however much overlapped and whoever owned the layers."""
+    digests = [known(row.get("digest")) for row in rows.of_part("identical")]
+    if len(digests) < 2:
+        raise NotMeasured
+    same = len(set(digests)) == 1
+    return f"{len(digests)} runs, {'the same bits' if same else 'different bits'}", same
+
+
+# fmt: off
+GOALS: Final = (
+    Goal("batch 8: step / no offload, GPU memory / no offload", "≤ 1.00 at ≤ 40 %",
+         vs_no_offload(8, 1.0, 0.4), each_host=True),
+    Goal("batch 8: step / HyTrain with k = 1, all on the GPU", "≤ 1.01",
+         compared("main", AUTO, "hytrain:1", at_most=1.01)),
+    Goal("batch 8: step / forward and backward only", "≤ 1.06",
+         compared("main", AUTO, "forward-backward", at_most=1.06)),
+    Goal("faster than torchao, fp32", "≥ 2.2 ×", compared("peers", "torchao-fp32", AUTO, at_least=2.2), each_host=True),
+    Goal("faster than DeepSpeed ZeRO-2 offload", "≥ 3.0 ×",
+         compared("peers", "deepspeed-zero2", AUTO, at_least=3.0), each_host=True),
+    Goal("faster than FSDP2 CPU offload", "≥ 3.4 ×", compared("peers", "fsdp2", AUTO, at_least=3.4), each_host=True),
+    Goal("batch 1: step / no offload, GPU memory / no offload", "≤ 1.10 at ≤ 75 %",
+         vs_no_offload(1, 1.1, 0.75), each_host=True),
+    Goal("batch 1: faster than torchao, fp32", "≥ 5 ×",
+         compared("batches", "torchao-fp32", AUTO, at_least=5.0, batch=1)),
+    Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),
+    Goal("threads halved, then given back: k moves, within 10 % of the new best", "within 20 steps",
+         follows_the_threads),
+    Goal("predicted / measured step time in steady state", "within 10 %", prediction_error),
+    Goal("deadline / the better of balance and cotrain, batch 1 to 16", "≤ 1.01, less memory", against_formulas),
+    Goal("GPU idle at batch 8", "≤ 3 %", idle_share, each_host=True),
+    Goal("overlapped or not, 200 steps", "the same bits", same_bits),
+    Goal("max_grad_norm, never clipped: step / the step without it", "≤ 1.03",
+         compared("clipping", f"{AUTO} {NEVER_CLIPPED}", f"{AUTO} {NO_CLIPPING}", at_most=1.03)),
+    Goal("max_grad_norm, always clipped: faster than ZeRO-2 that clips, too", "≥ 1.5 ×",
+         compared("clipping", f"deepspeed-zero2 {ALWAYS_CLIPPED}", f"{AUTO} {ALWAYS_CLIPPED}", at_least=1.5)),
 )
+# fmt: on
+KERNEL_GOALS: Final = {"native / stream": 0.9, "native / DeepSpeed's operator with casts": 1.3}
+
+
+def goals(rows: Rows, kernel: dict[str, float]) -> str:
+    """Each goal, its bar, what was measured, and whether it is met. `kernel`: `benchmarks.kernel`'s summary."""
+    body = [(goal.what, goal.bar, verdict.text, verdict.word) for goal in GOALS for verdict in [goal.verdict(rows)]]
+    for what, bar in KERNEL_GOALS.items():
+        rate = next((value for name, value in kernel.items() if name.startswith(what)), None)
+        met = MISSING if rate is None else "yes" if rate >= bar else "**no**"
+        body.append((f"CPU kernel: {what}", f"≥ {bar}", "not measured" if rate is None else f"{rate:.2f}", met))
+    return markdown(("goal", "bar", "measured", "met?"), body)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def one_host(rows: Rows) -> str:
+    """Every system at each batch size and label compared with no offload, on one host: medians over repeats."""
+
+    def to_no_offload(mine: Rows) -> float | None:
+        base = rows.where(system="no-offload", batch=mine.last("batch"))
+        return ratio(mine.median("step_s"), base.median("step_s"))
+
+    named = ("system", lambda mine: f"{mine.last('system')} {mine.last('label')}".strip())
+    speed = (col.STEP, computed("relative to no offload", to_no_offload), median("TFLOP/s", "tflops", 0))
+    exact = last("exact fp32 AdamW?", "exact")
+    return table(rows.by("system", "batch", "label"), named, col.BATCH, col.K, *speed, *col.MEMORY, exact)
+
+
+def systems(rows: Rows) -> str:
+    """The main part and the peers' at batch 8: a table for each host that measured some of them."""
+    parts = [part for part in rows.distinct("part") if part in ("main", "peers")]
+    found = []
+    for there in Rows(row for part in parts for row in rows.of_part(part)).by_host():
+        wanted = (*there.distinct("system"), "no-offload", AUTO)
+        mine = rows.where(**pair(there), system=wanted, batch=8, label="")
+        found.append(f"Host {there.last('host')}, commit {there.last('commit')}:\n\n" + one_host(mine))
+    return "\n\n".join(found) or NOTHING
+
+
+def hosts(rows: Rows) -> str:
+    """The main part on each host: the CPU's rate while it trains, and the planner's choice."""
+
+    def rate(here: Rows) -> str:
+        rate = ratio(*(here.named("hytrain:0").median(field) for field in ("parameters", "cpu_busy_s")))
+        return number(None if rate is None else rate / 1e9, 1)
+
+    lines = [here for here in rows.where(part="main").by_host() if here.ratio(AUTO, "no-offload")]
+
+    def relative(field: str) -> Callable[[Rows], float | None]:
+        return lambda here: here.ratio(AUTO, "no-offload", field=field)
+
+    time = computed("s/step relative to no offload", relative("step_s"))
+    memory = computed("GPU memory relative to no offload", relative("gpu_peak_gb"), share)
+    return table(lines, *col.HOST, ("CPU, Gparam/s", rate), of("k", AUTO, "k", 2), time, memory)
+
+
+def sweep(rows: Rows) -> str:
+    """Static k and the planner's in one process."""
+    lines = rows.of_part("sweep").by("label")
+    best = min((value for mine in lines if (value := mine.median("step_s"))), default=None)
+
+    def asked(mine: Rows) -> str:
+        label: str = mine.last("label")
+        return f"**{label}**" if label.startswith("auto") else label
+
+    k, to_best = median("k, in whole layers", "k", 3), lambda mine: ratio(mine.median("step_s"), best)
+    speed = (col.STEP, computed("relative to the best", to_best), col.PREDICTED)
+    return table(lines, ("asked for", asked), k, *speed, *col.MEMORY)
+
+
+def policies(rows: Rows) -> str:
+    lines = sorted(rows.of_part("policies").by("batch", "label"), key=lambda mine: mine.last("batch"))
+    return table(lines, col.BATCH, last("policy", "label"), *col.PLAN)
+
+
+def objectives(rows: Rows) -> str:
+    return table(rows.of_part("objectives").by("label"), last("objective", "label"), *col.PLAN)
+
+
+def batches(rows: Rows) -> str:
+    """Batch sizes, each on the host that measured it: HyTrain between no offload and no update at all."""
+    sizes = sorted(rows.where(part="batches").distinct("batch"))
+    names = {"HyTrain": AUTO, "no offload": "no-offload", "forward + backward": "forward-backward"}
+
+    def to_no_offload(here: Rows, field: str = "step_s") -> float | None:
+        return here.ratio(AUTO, "no-offload", here.last("batch"), field)
+
+    return table(
+        [rows.where(batch=size).of_part("batches") for size in sizes],
+        *(col.BATCH, col.HOST[0], of("k", AUTO, "k", 2)),
+        *(of(f"{name} s/step", system, "step_s", 4) for name, system in names.items()),
+        of("torchao fp32 s/step", "torchao-fp32", "step_s", 4),
+        computed("HyTrain / no offload", to_no_offload),
+        *(of(f"{name} GPU GB", names[name], "gpu_peak_gb", 1) for name in ("HyTrain", "no offload")),
+        computed("GPU memory / no offload", lambda here: to_no_offload(here, "gpu_peak_gb"), share),
+    )
+
+
+def threads(rows: Rows) -> str:
+    """Each moment of the threads part, and how long the run took to get near the best static k."""
+    here = rows.of_part("threads")
+
+    def near(mine: Rows) -> str:
+        found = here.reaction(mine.last("label"))
+        return f"step {found[0]}" if found else MISSING
+
+    return table(here.by("label"), last("moment", "label"), *col.PLAN[:3], ("within 10 % of the best from", near))
+
+
+def prediction(rows: Rows) -> str:
+    """Predicted and measured, wherever the planner's default policy was at rest."""
+    what = ("setting", lambda mine: mine.last("label") or "auto")
+    quotient = computed("predicted / measured", lambda mine: ratio(mine.last("predicted_step_s"), mine.last("step_s")))
+    steady = ("steady", lambda mine: "yes" if is_steady(mine[-1]) else "no")
+    times = (col.PREDICTED, median("measured s/step", "step_s", 4), quotient, median("stall s", "stall_s", 4))
+    return table(rows.predicted().each(), last("part", "part"), col.BATCH, what, col.K, *times, steady)
+
+
+def idle(rows: Rows) -> str:
+    """The GPU's idle share by cause, on each host, with HyTrain's own measure of its stalls."""
+
+    def of_cause(cause: str) -> Callable[[Rows], str]:
+        return lambda mine: share((mine.last("idle") or {}).get(cause), 2)
+
+    def in_all(mine: Rows) -> str:
+        return f"failed: {mine.error()}" if mine.error() else of_cause("share")(mine)
+
+    columns = (*col.HOST, col.SYSTEM, col.K, ("idle", in_all), *((cause, of_cause(cause)) for cause in CAUSES))
+    stalls = (
+        "stalls as HyTrain measures them",
+        lambda mine: share(ratio(mine.last("stall_s"), mine.last("step_s")), 2),
+    )
+    return table(rows.where(part="idle").each(), *columns, stalls)
+
+
+def clipping(rows: Rows) -> str:
+    """The global norm clipped or not, compared with HyTrain's step without it."""
+    here = rows.of_part("clipping")
+    base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
+    to_base = computed("relative to no clipping", lambda mine: ratio(mine.median("step_s"), base))
+    return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
+
+
+def identical(rows: Rows) -> str:
+    checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
+    columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
+    return table(rows.of_part("identical").each(), *columns)
+
+
+def machines(rows: Rows) -> str:
+    """Hardware, versions and commands of every host and commit in the set; what several share is written once."""
+    alike: dict[str, list[Rows]] = {}
+    for mine in rows.by_host():
+        facts = {**mine.last("hardware"), **mine.last("versions")}
+        text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value)
+        alike.setdefault(text, []).append(mine)
+    day = ("measured on", lambda mine: mine[0]["at"][:10])
+    commands = ("commands", lambda mine: "<br>".join(f"`{command}`" for command in mine.distinct("command")))
+    return "\n\n".join(f"{text}:\n\n{table(same, *col.HOST, day, commands)}" for text, same in alike.items()) or NOTHING
+
+
+# ---------------------------------------------------------------- the page
+
+_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,58 +366,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, nargs="+", default=[RESULTS], help="folders with rows*.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder")
+    parser.add_argument("--pictures", type=Path, default=PAGE.with_name("pictures"), help="folder")
     parser.add_argument("--no-pictures", action="store_true", help="where matplotlib is missing")
     arguments = parser.parse_args(argv)
     rows = Rows.read(*arguments.results)
-    if not len(rows):
+    if not rows:
         parser.error(f"no rows*.jsonl with anything in it in {', '.join(map(str, arguments.results))}")
-    texts = blocks(rows, kernel_result(arguments.results))
+    kernels = sorted(path for folder in arguments.results for path in folder.glob("kernel*.json"))
+    texts = blocks(rows, json.loads(kernels[-1].read_text()) if kernels else {})
     if not arguments.no_pictures:
-        add_pictures(texts, rows, arguments.pictures, arguments.page)
+        from benchmarks import pictures  # needs matplotlib
+
+        for name, shows in pictures.draw(rows, arguments.pictures):
+            path = os.path.relpath(arguments.pictures / f"bench-{name}.png", arguments.page.parent)
+            texts[name] = f"![{shows}]({path})\n\n{texts[name]}"
     arguments.page.write_text(fill(arguments.page.read_text(), texts))
     return 0
 
 
 def blocks(rows: Rows, kernel: dict[str, Any]) -> dict[str, str]:
-    """The text of every block that a page may have."""
-    found = {name: table(rows) for name, table in TABLES.items()}
-    found["goals"] = tables.goals_met(rows, kernel.get("summary", {}))
-    found["kernel"] = kernel_table(kernel)
-    return found
+    """The text of every block that a page may have. `kernel`: what `benchmarks.kernel --json` wrote."""
+    from benchmarks.kernel import table as kernel_table  # needs hytrain, as no other table does
 
-
-def add_pictures(texts: dict[str, str], rows: Rows, folder: Path, page: Path) -> None:
-    """Draw what there are rows for, and put each picture above its table."""
-    from benchmarks import pictures
-
-    for name in pictures.draw(rows, folder):
-        shown = os.path.relpath(folder / f"bench-{name}.png", page.parent)
-        texts[name] = f"![{pictures.PICTURES[name][1]}]({shown})\n\n{texts[name]}"
-
-
-def kernel_result(folders: Sequence[Path]) -> dict[str, Any]:
-    """What `benchmarks.kernel --json` wrote last, by the file's name."""
-    paths = sorted(path for folder in folders for path in folder.glob("kernel*.json"))
-    result: dict[str, Any] = json.loads(paths[-1].read_text()) if paths else {}
-    return result
-
-
-def kernel_table(kernel: dict[str, Any]) -> str:
-    if not kernel:
-        return NOTHING
-    from benchmarks.kernel import table
-
-    return table(kernel)
+    texts = {name: make(rows) for name, make in TABLES.items()}
+    summary = kernel_table(kernel) if kernel else NOTHING
+    return texts | {"goals": goals(rows, kernel.get("summary", {})), "kernel": summary}
 
 
 def fill(page: str, texts: dict[str, str]) -> str:
     """The page with its blocks replaced. Raises `KeyError` for a block that nobody makes."""
-
-    def replaced(block: re.Match[str]) -> str:
-        return f"{block['begin']}\n{texts[block['name']]}\n\n{block['end']}"
-
-    return _BLOCK.sub(replaced, page)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{texts[block[2]]}\n\n{block[3]}", page)
 
 
 if __name__ == "__main__":

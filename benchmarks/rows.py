@@ -1,19 +1,22 @@
-"""The result set: JSON lines, one a row, in `rows*.jsonl` of a folder; and the questions that tables ask of it.
+"""The result set: one JSON line per row, in `rows*.jsonl` of a folder; and the questions that tables ask of it.
 
-Only rows of one host and one commit are ever put beside each other: `Rows.of_part` picks the pair, and the rest works
-on what it gives.
+Only rows of one host and one commit are compared with each other: `Rows.of_part` chooses the host and commit, and the
+rest works on what it returns.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 Row = dict[str, Any]
 FILE: Final = "rows.jsonl"
+#: A state is steady if the medians of the measured steps and of this many before them differ by no more than STEADY.
+STEADY_STEPS: Final = 6
+STEADY: Final = 0.1
 
 
 def append(folder: Path, row: Row) -> None:
@@ -21,21 +24,13 @@ def append(folder: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    """As `Job.key`: rows with one key, of one host and commit, are repeats."""
-    return tuple(row[name] for name in ("system", "shape", "batch", "sequence", "dtype", "clip", "label"))
+def key(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Rows with one key, of one host and commit, are repeats of each other. `fields`: a row, or a job and a segment."""
+    return tuple(fields[name] for name in ("system", "shape", "batch", "sequence", "dtype", "clip", "label"))
 
 
-def group(row: Row) -> tuple[str, str]:
-    """What two rows must share to be compared."""
-    return row["host"], row["commit"]
-
-
-class Rows:
+class Rows(list[Row]):
     """Some rows, in the order in which they were measured."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = list(rows)
 
     @classmethod
     def read(cls, *folders: Path) -> Rows:
@@ -46,53 +41,102 @@ class Rows:
                 lines.update(dict.fromkeys(filter(None, path.read_text().splitlines())))
         return cls(sorted((json.loads(line) for line in lines), key=lambda row: str(row["at"])))
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def where(self, **fields: Any) -> Rows:
         """Those with these values; a value may be a tuple of several."""
         wanted = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
-        return Rows(row for row in self._rows if all(row.get(name) in values for name, values in wanted.items()))
+        return Rows(row for row in self if all(row.get(name) in values for name, values in wanted.items()))
+
+    def by(self, *fields: str) -> list[Rows]:
+        """Split by the values of these fields, in the order of their first appearance."""
+        found: dict[tuple[Any, ...], Rows] = {}
+        for row in self:
+            found.setdefault(tuple(row[field] for field in fields), Rows()).append(row)
+        return list(found.values())
+
+    def each(self) -> list[Rows]:
+        return [Rows([row]) for row in self]
+
+    def by_host(self) -> list[Rows]:
+        """Split into what may be compared: rows of one host and one commit."""
+        return self.by("host", "commit")
 
     def of_part(self, part: str) -> Rows:
         """A part's rows of one host and commit: the pair with most rows that did not fail, of several the newest."""
-        mine = self.where(part=part)
-        newest = {group(row): row["at"] for row in mine}
-        good = {pair: sum(group(row) == pair and "error" not in row for row in mine) for pair in newest}
-        best = max(good, key=lambda pair: (good[pair], newest[pair]), default=None)
-        return Rows(row for row in mine if group(row) == best)
 
-    def beside(self, all_rows: Rows) -> Rows:
-        """These, and all else that was measured on their host at their commit."""
-        groups = {group(row) for row in self._rows}
-        return Rows(row for row in all_rows if group(row) in groups)
+        def fullest(rows: Rows) -> tuple[int, str]:
+            return sum("error" not in row for row in rows), rows[-1]["at"]
+
+        return max(self.where(part=part).by_host(), key=fullest, default=Rows())
+
+    def beside(self, everything: Rows) -> Rows:
+        """All that was measured on these rows' host at their commit."""
+        return Rows(row for here in self.by_host() for row in everything.where(**pair(here)))
 
     def values(self, field: str) -> list[float]:
-        return [row[field] for row in self._rows if row.get(field) is not None]
+        return [row[field] for row in self if row.get(field) is not None]
+
+    def distinct(self, field: str) -> list[Any]:
+        """The field's values in the order of their first appearance."""
+        return list(dict.fromkeys(row[field] for row in self))
 
     def median(self, field: str) -> float | None:
         """Of the rows that have it; None if none has."""
         values = self.values(field)
         return statistics.median(values) if values else None
 
-    def systems(self) -> list[str]:
-        """In the order of their first appearance."""
-        return list(dict.fromkeys(row["system"] for row in self._rows))
-
-    def labels(self) -> list[str]:
-        return list(dict.fromkeys(row["label"] for row in self._rows))
-
-    def last(self) -> Row | None:
-        return self._rows[-1] if self._rows else None
+    def last(self, field: str) -> Any:
+        """Of the newest row; None if it lacks the field, or there are no rows."""
+        return self[-1].get(field) if self else None
 
     def error(self) -> str | None:
-        """The last failure, if nothing but failures is here."""
-        errors = [row.get("error") for row in self._rows]
-        return errors[-1] if errors and all(errors) else None
+        """The last failure, if there is nothing but failures."""
+        return self.last("error") if all("error" in row for row in self) else None
+
+    # ------------------------------------------------------------ what goals, tables and pictures ask
+
+    def named(self, name: str, batch: int = 8) -> Rows:
+        """One system's rows at one batch size. `name`: the system, and behind a space its label if it has one."""
+        system, _, label = name.partition(" ")
+        return self.where(system=system, label=label, batch=batch)
+
+    def ratio(self, above: str, below: str, batch: int = 8, field: str = "step_s") -> float | None:
+        """Of two systems' medians at one batch size; names as in `named`."""
+        return ratio(self.named(above, batch).median(field), self.named(below, batch).median(field))
+
+    def best_static(self, prefix: str = "k=") -> float | None:
+        """The shortest step of a sweep over k; each k counts with the median over its repeats."""
+        each = (mine.median("step_s") for mine in self.by("label") if mine.last("label").startswith(prefix))
+        return min((step_s for step_s in each if step_s is not None), default=None)
+
+    def reaction(self, label: str) -> tuple[int, float, float] | None:
+        """After a command: steps until five in a row are within 10 % of the best static k, k before, k after.
+
+        If that never happened, the number of steps plus one.
+        """
+        here, best = self.where(label=label), self.best_static(f"{label}, k=")
+        ks = here.last("ks")
+        if best is None or not ks:
+            return None
+        times = [*here.last("settling_s"), *here.last("steps_s")]
+        fives = (index for index in range(len(times) - 4) if statistics.median(times[index : index + 5]) <= 1.1 * best)
+        return next(fives, len(times)) + 1, ks[0], ks[-1]
+
+    def predicted(self) -> Rows:
+        """Those with a prediction, of parts in which the planner had the time to settle."""
+        settled = self.where(part=("main", "sweep", "batches", "policies"), policy="deadline")
+        return Rows(row for row in settled if row.get("predicted_step_s"))
+
+
+def pair(here: Rows) -> dict[str, str]:
+    """What two rows must share to be compared."""
+    return {name: here[-1][name] for name in ("host", "commit")}
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
+
+
+def is_steady(row: Row) -> bool:
+    """Whether the steps just before the measured ones took as long: a prediction is made from those before."""
+    before = row.get("settling_s", [])[-STEADY_STEPS:]
+    return not before or abs(statistics.median(before) / row["step_s"] - 1) <= STEADY

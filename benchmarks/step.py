@@ -1,11 +1,14 @@
 """One job in this process: builds the system, runs the segments' steps, writes a row for each. `suite` starts it.
 
-    python -m benchmarks.step --rows-to FD JOB     JOB as JSON, see benchmarks.job; rows as JSON lines to descriptor FD
+    python -m benchmarks.step --rows-to FILE JOB     JOB as JSON, see `parts`; rows as JSON lines, behind what is there
 
     build ─▶ segment: commands ─▶ settle ─▶ measure ─▶ row ─▶ next segment … ─▶ close
 
-A step's time is the device's: from one step's end to the next, by CUDA events (on a CPU the wall's clock), without a
-synchronisation between. What is measured is written at once, so a process that is stopped keeps its rows.
+A step's time is the device's: from one step's end to the next, by CUDA events (on a CPU by the wall clock), without a
+synchronisation in between. Each row is written at once, so a process that is stopped keeps its rows.
+
+All systems share the model, the batches and the loss: same seed, same shapes, same random tokens; parameters are made
+on the device in their dtype.
 """
 
 from __future__ import annotations
@@ -22,31 +25,33 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import copy
 from typing import Any, Final, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import idle
 from benchmarks.host import used_bytes
-from benchmarks.job import Job, Segment
-from benchmarks.loop import Running, Setting, Unavailable, batches, build_model, flops_a_step
-from benchmarks.systems import SYSTEMS
+from benchmarks.parts import SHAPES, Job, Segment
+from benchmarks.systems import SYSTEMS, Running, Setting, Unavailable
 
-#: Steps for which k must have stood still, and no layer have moved, before a segment that has patience is measured: the
-#: planner, which decides every fourth step, has looked at its last plan twice.
+#: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
+#: decides every fourth step, so it has looked at its last plan twice.
 STILL_STEPS: Final = 8
+BATCHES: Final = 4
 
 
 def main() -> int:
     """The command line; 1 after an exception, whose last line is the reason."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows-to", type=int, default=1, metavar="FD")
+    parser.add_argument("--rows-to", default="/dev/stdout", metavar="FILE")
+    parser.add_argument("--run-dir", help="keep HyTrain's run folder, with its trace and logs, here")
     parser.add_argument("job", type=Job.from_json)
     arguments = parser.parse_args()
     try:
-        with os.fdopen(arguments.rows_to, "w", buffering=1) as out, tempfile.TemporaryDirectory() as run_dir:
-            for row in rows(arguments.job, run_dir):
+        with open(arguments.rows_to, "a", buffering=1) as out, tempfile.TemporaryDirectory() as folder:
+            for row in rows(arguments.job, arguments.run_dir or folder):
                 out.write(json.dumps(row) + "\n")
     except Exception:
         traceback.print_exc()
@@ -70,7 +75,7 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     began_s = time.perf_counter()
     model = build_model(job, system.dtype or job.dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
-    running = system.build(model, Setting(option, job.clip, job.device, job.segments[0].batch, run_dir))
+    running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir))
     facts = {
         "parameters": parameters,
         "start_s": round(time.perf_counter() - began_s, 2),
@@ -81,11 +86,51 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
             row.update(measure(job, segment, model, running))
-            row["tflops"] = round(flops_a_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
+            row["tflops"] = round(flops_per_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
         except Unavailable as error:
             row["error"] = str(error)
         yield row
-    running.close()
+    if running.optimizer is not None:
+        running.optimizer.close()
+
+
+def build_model(job: Job, dtype: str) -> nn.Module:
+    """A Llama with random weights on the job's device; with activation checkpointing on a GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, intermediate, layers, heads, vocabulary = SHAPES[job.shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device(job.device):
+        model: nn.Module = LlamaForCausalLM(config).train()
+    torch.set_default_dtype(torch.float32)
+    if job.device == "cuda":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def batches(job: Job, batch: int) -> list[Tensor]:
+    """Random tokens of a fixed seed, on the device: (batch, sequence) each."""
+    generator = torch.Generator().manual_seed(1)
+    shape, vocabulary = (batch, job.sequence), SHAPES[job.shape][-1]
+    return [torch.randint(0, vocabulary, shape, generator=generator).to(job.device) for _ in range(BATCHES)]
+
+
+def flops_per_step(job: Job, parameters: int, batch: int) -> int:
+    """6 FLOP per parameter and token, and causal attention's; what checkpointing repeats does not count."""
+    hidden, _, layers, _, _ = SHAPES[job.shape]
+    return (6 * parameters + 6 * layers * hidden * job.sequence) * batch * job.sequence
 
 
 def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> dict[str, Any]:
@@ -135,27 +180,29 @@ class Steps:
         self._batches = batches(job, segment.batch)
         self._cuda = job.device == "cuda"
         self._marks: list[Any] = []
-        self.ks: list[float | None] = []
-        self._moving: list[bool] = []
-        self.first = running.number() + 1
-        self.loss = 0.0
+        self.statistics: list[Any] = []  # HyTrain's, after each step
+        self.first = running.optimizer.statistics().step + 1 if running.optimizer else 0
+        self.count, self.loss = 0, 0.0
         self._mark()
 
     def run(self) -> None:
-        loss = self._running.step(self._batches[len(self.ks) % len(self._batches)])
+        loss = self._running.step(self._batches[self.count % len(self._batches)])
         self._mark()
-        self.ks.append(self._running.k())
-        self._moving.append(self._running.moving())
+        self.count += 1
+        if self._running.optimizer is not None:
+            self.statistics.append(copy(self._running.optimizer.statistics()))
         self._last_loss = loss.detach()
 
     def settled(self) -> bool:
         """The segment's settling is over, or its patience."""
-        done, segment = len(self.ks), self._segment
-        if done < segment.settle:
+        segment = self._segment
+        if self.count < segment.settle:
             return False
-        same_k = done >= STILL_STEPS and len(set(self.ks[-STILL_STEPS:])) == 1
-        still = same_k and not any(self._moving[-STILL_STEPS:])
-        return still or done >= segment.settle + segment.patience
+        last = self.statistics[-STILL_STEPS:]
+        still = (
+            self.count >= STILL_STEPS and len({each.k for each in last}) <= 1 and not any(each.moving for each in last)
+        )
+        return still or self.count >= segment.settle + segment.patience
 
     def times(self) -> list[float]:
         """Seconds of each step. Waits for the device."""
@@ -176,20 +223,22 @@ class Steps:
 
 
 def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, Any]:
-    """What HyTrain says of itself: k of every step, and over the measured ones its prediction and its stalls."""
+    """HyTrain's own numbers: k of every step, and over the measured ones its prediction and its stalls."""
     if running.optimizer is None:
         return {}
-    records = running.records(steps.first, running.number(), steps.loss)
-    measured = records[-segment.measure :]
-    predictions = [value for record in measured if (value := record.get("predicted_step_s"))]
+    last = steps.statistics[-1]
+    measured = running.records(steps.first, last.step, steps.loss)[-segment.measure :]
+
+    def median(field: str) -> float | None:
+        values = [record[field] for record in measured if record.get(field) is not None]
+        return round(statistics.median(values), 5) if values else None
+
     return {
-        "k": steps.ks[-1],
-        "ks": [None if k is None else round(k, 4) for k in steps.ks],
-        "moved": running.optimizer.statistics().moved,
+        "k": float(last.k),
+        "ks": [round(float(each.k), 4) for each in steps.statistics],
+        "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,
-        "predicted_step_s": round(statistics.median(predictions), 5) if predictions else None,
-        "stall_s": round(statistics.median(record["stall_s"] for record in measured), 5) if measured else None,
-        "cpu_busy_s": round(statistics.median(record["cpu_busy_s"] for record in measured), 5) if measured else None,
+        **{field: median(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s")},
     }
 
 

@@ -1,4 +1,4 @@
-"""HyTrain and its peers, one after the other, each in a process of its own: the one command of the benchmarks.
+"""HyTrain and its peers in turn, each in a process of its own: the one command of the benchmarks.
 
     python -m benchmarks.suite --results DIR PART...                 parts: see --list
     python -m benchmarks.suite --results DIR --systems no-offload hytrain:auto hytrain:0.2
@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import guard, host, parts, rows, tables
-from benchmarks.job import SHAPES, Job
+from benchmarks import guard, host, parts, report, rows
+from benchmarks.parts import SHAPES, Job
 
 #: Seconds kept back from a budget: for ending processes, and for writing.
 MARGIN_S: Final = 5.0
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.results.mkdir(parents=True, exist_ok=True)
     run = Run(arguments, argv if argv is not None else sys.argv[1:])
     left = [f"{part}: {job.system}" for part, job in plan if not run.job(part, job)]
-    print(tables.systems(run.measured))
+    print(report.one_host(run.measured))
     if left:
         print(f"\nnot started, {arguments.budget_s:.0f} s would not have sufficed: {'; '.join(left)}")
     return 0
@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing that would end later")
     parser.add_argument("--rounds", type=int, default=1, help="repeat everything so many times, in turn")
     parser.add_argument("--again", action="store_true", help="measure again what this host has measured")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="name of the measured code, where git cannot tell")
+    parser.add_argument("--runs", type=Path, help="keep HyTrain's run folders, as RUNS/SYSTEM: logs, metrics, a trace")
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="only these batch sizes; --systems: else 8")
     parser.add_argument("--sequence", type=int, default=1024)
@@ -71,34 +72,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
-    template = Job(
-        system="",
-        segments=(),
-        shape=arguments.shape,
-        sequence=arguments.sequence,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        clip=arguments.clip,
-        threads=arguments.threads,
-    )
-    if part == "":
-        batches = arguments.batch or [8]
-        return [parts.plain(template, system, batch) for system in arguments.systems for batch in batches]
+    given = ("shape", "sequence", "device", "dtype", "clip", "threads")
+    template = Job(**{name: getattr(arguments, name) for name in given})
+    if not part:
+        sizes = arguments.batch or [8]
+        return [parts.plain(template, system, batch) for system in arguments.systems for batch in sizes]
     jobs = parts.PARTS[part](template)
-    return (
-        [job.only(arguments.batch) for job in jobs if job.only(arguments.batch).segments] if arguments.batch else jobs
-    )
+    return [kept for job in jobs if (kept := job.only(arguments.batch)).segments] if arguments.batch else jobs
 
 
 def _plan(arguments: argparse.Namespace) -> list[tuple[str, Job]]:
     """Part by part, round by round; what several parts have in common is once in a round."""
-    wanted = [*arguments.parts, *([""] if arguments.systems else [])]
     once: dict[Job, str] = {}
-    for part in wanted:
+    for part in [*arguments.parts, *([""] if arguments.systems else [])]:
         for job in _jobs(arguments, part):
             once.setdefault(job, part)
-    rounds: int = arguments.rounds
-    return [(part, job) for job, part in once.items()] * rounds
+    return [(part, job) for job, part in once.items()] * int(arguments.rounds)
 
 
 def _listed(plan: list[tuple[str, Job]]) -> list[str]:
@@ -126,13 +115,11 @@ class Run:
         self._floor_bytes = int(arguments.memory_floor_gb * 1e9)
         self._total = None if total_gb is None else int(total_gb * 1e9)
         known = rows.Rows.read(arguments.results)
-        mine = known.where(host=self._common["host"], commit=self._common["commit"])
-        self._done = {} if arguments.again else _counted(mine)
-        self._rows: list[rows.Row] = []
-
-    @property
-    def measured(self) -> rows.Rows:
-        return rows.Rows(self._rows)
+        self._done: dict[tuple[Any, ...], list[rows.Row]] = {}
+        if not arguments.again:
+            for row in known.where(host=self._common["host"], commit=self._common["commit"]):
+                self._done.setdefault(rows.key(row), []).append(row)
+        self.measured = rows.Rows()
 
     def job(self, part: str, job: Job) -> bool:
         """Measure a job, unless that is done; False if the budget does not suffice."""
@@ -146,10 +133,10 @@ class Run:
 
     def _take_done(self, job: Job) -> bool:
         """Whether the result set has this job already; each repeat is taken once."""
-        keys = [job.key(segment) for segment in job.segments]
+        keys = [rows.key({**vars(job), **vars(segment)}) for segment in job.segments]
         if any(len(self._done.get(key, ())) < keys.count(key) for key in keys):
             return False
-        self._rows += [self._done[key].pop() for key in keys]
+        self.measured += [self._done[key].pop() for key in keys]
         return True
 
     def _measure(self, part: str, job: Job, timeout_s: float) -> None:
@@ -165,6 +152,8 @@ class Run:
             self._add(row)
 
         command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
+        if self._arguments.runs:
+            command += ["--run-dir", str((self._arguments.runs / job.system).resolve())]
         outcome = guard.watch(command, guard.Bounds(timeout_s, self._floor_bytes, self._total), log, on_line)
         for segment in job.segments[len(got) :]:
             failed = {"batch": segment.batch, "label": segment.label, "error": outcome.error or "ended without a word"}
@@ -186,17 +175,10 @@ class Run:
 
     def _add(self, row: rows.Row) -> None:
         rows.append(self._arguments.results, row)
-        self._rows.append(row)
+        self.measured.append(row)
         told = row.get("error") or f"{row['step_s']:.4f} s, GPU {row['gpu_peak_gb']:.1f} GB"
         k = f", k={row['k']:.3f}" if row.get("k") is not None else ""
         print(f"    batch {row['batch']} {row['label']}: {told}{k}", file=sys.stderr, flush=True)
-
-
-def _counted(known: rows.Rows) -> dict[tuple[Any, ...], list[rows.Row]]:
-    found: dict[tuple[Any, ...], list[rows.Row]] = {}
-    for row in known:
-        found.setdefault(rows.key(row), []).append(row)
-    return found
 
 
 def _now() -> str:

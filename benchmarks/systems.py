@@ -1,32 +1,124 @@
-"""The systems that are timed, by name. Each builds its optimizer and gives the function of one step.
+"""The systems that are timed, by name. Each builds its optimizer and returns the function of one step.
 
 forward-backward   no update at all: the limit
 no-offload         bfloat16 parameters, fp32 masters and moments on the device, torch's fused AdamW
 torch              torch's fused AdamW on the parameters themselves (float32, the CPU's plain loop)
 hytrain            `hytrain.AdamW`: "hytrain:auto", "hytrain:0.2", "hytrain:policy=balance,threads=7"
-the others         see `benchmarks.peers`
+
+Other ways to keep optimizer state in host memory, each set up as its own documentation recommends:
+
+torchao            CPUOffloadOptimizer over torch's fused AdamW; float32 weights under autocast, or all in bfloat16
+deepspeed          ZeRO-2 offload, Twin-Flow (ZeRO-3, half of the update on the GPU)
+fsdp2              fully_shard with CPUOffloadPolicy on one rank, float32 masters, torch's fused AdamW on the CPU
+
+Packages are imported where they are needed: a missing one costs its own row and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import peers
-from benchmarks.loop import LR, Running, Setting, clip, loss_of
+LR: Final = 1e-4
+#: Parameters that DeepSpeed's ZeRO-3 updates at a time.
+SUB_GROUP: Final = 100_000_000
+RECORD_PATIENCE_S: Final = 5.0
+
+
+class Unavailable(Exception):
+    """This system cannot do what is asked for, here or at all; the text is the row's error."""
 
 
 @dataclass(frozen=True)
-class System:
-    """How to build it; the dtype of its parameters if not the job's; whether it needs CUDA."""
+class Setting:
+    """What a system's builder is told besides the model. `option` is what follows the system's colon."""
 
-    build: Callable[[nn.Module, Setting], Running]
-    dtype: str | None = None
-    cuda_only: bool = False
+    option: str
+    clip: float
+    batch: int
+    run_dir: str
+
+
+class Running:
+    """A system that was built: its step, and for HyTrain its own account of what it does.
+
+    `optimizer` is a `hytrain.AdamW`, None for all other systems; of one only its public face is used.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], optimizer: Any = None, *, fixed_batch: bool = False) -> None:
+        self.step, self.optimizer = step, optimizer
+        self.fixed_batch = fixed_batch  # whether other batch sizes need another process
+
+    def records(self, first: int, last: int, loss: float) -> list[dict[str, Any]]:
+        """HyTrain's records of these steps. Its coordinator holds them until the loop has logged: so log the loss."""
+        self.optimizer.log(last, loss=loss)
+        path, deadline = Path(self.optimizer.run_dir) / "metrics.jsonl", time.monotonic() + RECORD_PATIENCE_S
+        found: dict[int, dict[str, Any]] = {}
+        while last not in found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            lines = path.read_text().splitlines() if path.exists() else []
+            found = {record["step"]: record for line in lines if "step_s" in (record := _whole(line))}
+        return [found[number] for number in range(first, last + 1) if number in found]
+
+    def command(self, name: str, value: str) -> None:
+        """Ask the coordinator as `hytrain-monitor` does. Raises `Unavailable` with its answer if it refuses."""
+        from protocol import messages as m
+        from workers.monitor import Attachment, find
+
+        if self.optimizer is None:
+            raise Unavailable(f"only HyTrain takes commands such as {name}={value}")
+        with Attachment(find(str(self.optimizer.run_dir))) as attachment:
+            reply = attachment.require(m.Command(name=name, value=value), m.CommandReply)
+        if not reply.ok:
+            raise Unavailable(f"{name}={value}: {reply.text}")
+
+
+def _whole(line: str) -> dict[str, Any]:
+    """The record of a line; nothing while its end is still being written."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return {}
+    return record
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
+
+
+def clip(parameters: Iterable[Tensor], max_norm: float) -> None:
+    if max_norm:
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def plain_step(
+    model: nn.Module, optimizer: Any, max_norm: float = 0.0, loss_of: Callable[..., Tensor] = loss_of
+) -> Callable[[Tensor], Tensor]:
+    """The usual loop's step; gradients are clipped at `max_norm`, 0 does not."""
+
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        clip(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+# ---------------------------------------------------------------- without offload, and HyTrain
 
 
 def forward_backward(model: nn.Module, setting: Setting) -> Running:
@@ -42,7 +134,7 @@ def forward_backward(model: nn.Module, setting: Setting) -> Running:
 
 
 def no_offload(model: nn.Module, setting: Setting) -> Running:
-    """Everything on the device, with fp32 masters: what HyTrain is measured against."""
+    """Everything on the device, with fp32 masters: what HyTrain is compared with."""
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
@@ -54,7 +146,7 @@ def no_offload(model: nn.Module, setting: Setting) -> Running:
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
-        clip(masters, setting)
+        clip(masters, setting.clip)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(list[Tensor](parameters), masters)
@@ -66,17 +158,7 @@ def no_offload(model: nn.Module, setting: Setting) -> Running:
 
 def torch_adamw(model: nn.Module, setting: Setting) -> Running:
     """The loop that HyTrain replaces."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-
-    def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
-        clip(model.parameters(), setting)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Running(step)
+    return Running(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), setting.clip))
 
 
 def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
@@ -87,33 +169,109 @@ def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
     if setting.clip:
         options["max_grad_norm"] = setting.clip
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
-
-    def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Running(step, optimizer)
+    return Running(plain_step(model, optimizer), optimizer)
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Arguments of hytrain.AdamW: "0.2", "auto" are k's, "serial" is overlap=False, others are named."""
+    """Arguments of hytrain.AdamW: "0.2" and "auto" are values of k, "serial" is overlap=False, others are named."""
     options: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
-        name, equals, value = word.partition("=")
+        name, equals, value = word.partition("=") if "=" in word else ("k", "", word)
         if word == "serial":
             options["overlap"] = False
-        elif not equals:
-            options["k"] = word if word == "auto" else float(word)
         elif name == "threads":
             options[name] = int(value)
-        elif name == "k":
-            options[name] = value if value == "auto" else float(value)
         else:
-            options[name] = value
+            options[name] = float(value) if name == "k" and value != "auto" else value
     return options
+
+
+# ---------------------------------------------------------------- peers
+
+
+def torchao(model: nn.Module, setting: Setting) -> Running:
+    """Its gradients leave for the host while backward runs, as HyTrain's do; its update waits for step()."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    if setting.clip:
+        raise Unavailable("torchao's CPUOffloadOptimizer has sent the gradients off before they could be clipped")
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    autocast = next(model.parameters()).dtype == torch.float32
+
+    def loss_under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            return loss_of(model, batch)
+
+    return Running(plain_step(model, optimizer, loss_of=loss_under_autocast))
+
+
+_PINNED: Final = {"device": "cpu", "pin_memory": True}
+#: DeepSpeed's "zero_optimization" for each of its systems. Twin-Flow has half of the state on the GPU, by hand.
+_ZERO: Final[dict[str, dict[str, Any]]] = {
+    "zero2": {"stage": 2, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
+    "twinflow": {"stage": 3, "offload_optimizer": _PINNED | {"ratio": 0.5}, "sub_group_size": SUB_GROUP},
+}
+
+
+def deepspeed(model: nn.Module, setting: Setting, *, zero: str) -> Running:
+    _be_rank_zero_of_one()
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": setting.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "zero_optimization": _ZERO[zero],
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return Running(step, fixed_batch=True)
+
+
+def fsdp2(model: nn.Module, setting: Setting) -> Running:
+    """Parameters, gradients and state in host memory; the layers come to the GPU as they are needed."""
+    _be_rank_zero_of_one()
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    options: dict[str, Any] = {
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    }
+    model = model.float()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return torch_adamw(model, setting)
+
+
+def _be_rank_zero_of_one() -> None:
+    """What torch.distributed reads. This process measures one system and ends, so nobody else sees it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **rank)
+
+
+@dataclass(frozen=True)
+class System:
+    """How to build it; the dtype of its parameters if not the job's; whether it needs CUDA."""
+
+    build: Callable[[nn.Module, Setting], Running]
+    dtype: str | None = None
+    cuda_only: bool = False
 
 
 SYSTEMS: Final[dict[str, System]] = {
@@ -121,11 +279,8 @@ SYSTEMS: Final[dict[str, System]] = {
     "no-offload": System(no_offload),
     "torch": System(torch_adamw),
     "hytrain": System(hytrain_adamw),
-    "torchao-fp32": System(peers.torchao, dtype="float32", cuda_only=True),
-    "torchao-bf16": System(peers.torchao, cuda_only=True),
-    "deepspeed-zero2": System(peers.deepspeed_zero2, cuda_only=True),
-    "deepspeed-twinflow": System(peers.deepspeed_twinflow, cuda_only=True),
-    "deepspeed-superoffload": System(peers.deepspeed_superoffload, cuda_only=True),
-    "deepspeed-zenflow": System(peers.deepspeed_zenflow, cuda_only=True),
-    "fsdp2": System(peers.fsdp2, cuda_only=True),
+    "torchao-fp32": System(torchao, dtype="float32", cuda_only=True),
+    "torchao-bf16": System(torchao, cuda_only=True),
+    **{f"deepspeed-{zero}": System(partial(deepspeed, zero=zero), cuda_only=True) for zero in _ZERO},
+    "fsdp2": System(fsdp2, cuda_only=True),
 }

@@ -1,14 +1,13 @@
-"""What a run's timeline says in numbers and as a picture: reads the `trace.json` that `--trace` leaves.
+"""A run's timeline in numbers: reads the `trace.json` that a traced run leaves. `pictures` draws it.
 
     python -m benchmarks.timeline RUN/trace.json … [--steps A:B] [--json]
-    python -m benchmarks.timeline --picture OUT.png TITLE=trace.json [TITLE=trace.json] --steps A:B
 
     D2H ──▶ (GradReady) ──▶ taken in ─ waiting ─ CPU update ──▶ (WeightsReady) ──▶ H2D
          └─ latency out ─┘                                   └─ latency in ─┘
 
-A message also waits for whoever is at work: the optimizer looks at its inbox between two tiles, a copy into the GPU
-begins when the one before has ended. So the latency proper is that of messages whose receiver was free. Device times
-stand on the host's clock to some 0.1 ms.
+A message also waits while its receiver is at work: the optimizer looks at its inbox between two tiles, and a copy into
+the GPU begins when the one before has ended. So messages whose receiver was free are also counted alone. Device times
+are tied to the host's clock to some 0.1 ms.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import math
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
+from benchmarks.columns import markdown
 from benchmarks.idle import Interval, union
 
 #: Steps at the beginning that are left out of the numbers: they warm up.
@@ -179,42 +179,29 @@ def _share(spans: Iterable[Span], window: Interval) -> float:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """One column for each timeline."""
-    rows: list[tuple[str, list[str]]] = [("", list(found))]
 
-    def row(name: str, *cells: str) -> None:
-        rows.append((name, list(cells)))
+    def latency(name: str, prefix: str) -> Callable[[dict[str, Any]], str]:
+        def cell(result: dict[str, Any]) -> str:
+            median_ms, p99_ms, count = (result[name][prefix + key] for key in ("median_ms", "p99_ms", "messages"))
+            return "none" if median_ms is None else f"{median_ms:.3f}, {p99_ms:.3f} ({count})"
 
-    results = list(found.values())
-    row("steps", *(str(result["steps"]) for result in results))
-    row("ms a step, median", *(f"{result['step_ms']:.2f}" for result in results))
-    for name, words in (("out", "D2H ended -> GradReady taken in"), ("in", "WeightsReady sent -> H2D began")):
-        for prefix, whose in (("free_", ", receiver free"), ("", ", all")):
-            sides = [
-                {key: side[prefix + key] for key in ("messages", "median_ms", "p99_ms")}
-                for side in (r[name] for r in results)
-            ]
-            row(f"{words}{whose}: ms, p99 (messages)", *(_latency(side) for side in sides))
-    row("GradReady and WeightsReady a step", *(f"{result['messages_a_step']:g}" for result in results))
-    for key, words in (
-        ("share_of_one_gradient", "of the step: one gradient's two messages"),
-        ("share_one_after_the_other", "of the step: all, if none overlapped"),
-        ("cpu_busy_share", "of the time: CPU updates"),
-        ("stall_share", "of the time: the GPU stalls"),
-    ):
-        row(words, *(f"{result[key]:.2%}" for result in results))
-    widths = [max(len(cells[index]) for _, cells in rows) for index in range(len(results))]
-    first = max(len(name) for name, _ in rows)
-    lines = [
-        [name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]
-        for name, cells in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+        return cell
 
-
-def _latency(side: dict[str, Any]) -> str:
-    if side["median_ms"] is None:
-        return "none"
-    return f"{side['median_ms']:.3f}, {side['p99_ms']:.3f} ({side['messages']})"
+    out, back = "D2H ended -> GradReady taken in", "WeightsReady sent -> H2D began"
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "steps": lambda result: str(result["steps"]),
+        "ms per step, median": lambda result: f"{result['step_ms']:.2f}",
+        f"{out}, receiver free: ms, p99 (messages)": latency("out", "free_"),
+        f"{out}, all: ms, p99 (messages)": latency("out", ""),
+        f"{back}, receiver free: ms, p99 (messages)": latency("in", "free_"),
+        f"{back}, all: ms, p99 (messages)": latency("in", ""),
+        "GradReady and WeightsReady per step": lambda result: f"{result['messages_a_step']:g}",
+        "share of the step: one gradient's two messages": lambda result: f"{result['share_of_one_gradient']:.2%}",
+        "share of the step: all, if none overlapped": lambda result: f"{result['share_one_after_the_other']:.2%}",
+        "share of the time: CPU updates": lambda result: f"{result['cpu_busy_share']:.2%}",
+        "share of the time: the GPU stalls": lambda result: f"{result['stall_share']:.2%}",
+    }
+    return markdown(["", *found], [[name, *map(cell, found.values())] for name, cell in cells.items()])
 
 
 # ---------------------------------------------------------------- the command
@@ -223,19 +210,11 @@ def _latency(side: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__.splitlines()[0])
     parser.add_argument("timelines", nargs="+", metavar="[TITLE=]trace.json")
-    parser.add_argument("--steps", type=_range, metavar="A:B", help="from step A up to B, as in Python")
+    parser.add_argument("--steps", type=steps_range, metavar="A:B", help="from step A up to B, as in Python")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw one timeline, or two above each other")
     arguments = parser.parse_args(argv)
     try:
-        timelines = {title: Timeline.read(path) for title, path in _titled(arguments.timelines).items()}
-        if arguments.picture is not None:
-            from benchmarks.gantt import draw  # needs matplotlib, which a machine for measuring may lack
-
-            if arguments.steps is None:
-                parser.error("--picture needs --steps A:B")
-            draw(timelines, arguments.steps, arguments.picture)
-            return 0
+        timelines = read_titled(arguments.timelines)
         found = {title: numbers(each, arguments.steps or _settled(each)) for title, each in timelines.items()}
     except (OSError, ValueError) as error:
         print(f"benchmarks.timeline: {error}", file=sys.stderr)
@@ -244,19 +223,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _titled(texts: Sequence[str]) -> dict[str, Path]:
+def read_titled(texts: Sequence[str]) -> dict[str, Timeline]:
     """By title: TITLE=PATH, or a path, whose run's folder is the title. Raises `ValueError` if two have the same."""
-    titled: dict[str, Path] = {}
+    titled: dict[str, Timeline] = {}
     for text in texts:
         title, equals, path = text.rpartition("=")
         title, path = (title, path) if equals else (Path(text).resolve().parent.name, text)
         if title in titled:
             raise ValueError(f"two timelines are called {title}: give each a title, as in before={path}")
-        titled[title] = Path(path)
+        titled[title] = Timeline.read(Path(path))
     return titled
 
 
-def _range(text: str) -> range:
+def steps_range(text: str) -> range:
     first, colon, last = text.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal() or int(first) >= int(last):
         raise argparse.ArgumentTypeError(f"{text!r}: two steps, as in 4:6")

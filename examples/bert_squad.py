@@ -1,11 +1,12 @@
-"""The Hugging Face Trainer with HyTrain on questions: BERT marks the answer in a paragraph.
+"""The Hugging Face Trainer with HyTrain: BERT answers questions by marking the answer in a paragraph.
 
     python examples/bert_squad.py                             # half a minute on two cores
     python examples/bert_squad.py --small                     # seconds
     python examples/bert_squad.py --squad train-v1.1.json     # any file in the format of SQuAD 1.1
 
-Nothing is downloaded: the model starts from random numbers and its WordPiece vocabulary is made from the file. The one
-that comes with it, of 24 questions, is learned by heart; to answer new ones, start from a pretrained BERT.
+Nothing is downloaded: the model starts from random weights, and its WordPiece vocabulary is built from the file. The
+model memorizes the file that comes with the example, which has 24 questions. To answer new questions, start from a
+pretrained BERT.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def encode(question: str, context: str) -> Any:
 
 
 def example(qa: dict[str, Any], context: str) -> dict[str, list[int] | int]:
-    """Model inputs, with the answer's first and last token; 0, the first token, where it was cut off."""
+    """Model inputs, with the answer's first and last token; 0, the first token, if the answer was truncated."""
     encoded = encode(qa["question"], context)
     answer = qa["answers"][0]
     first = encoded.char_to_token(answer["answer_start"], sequence_index=1)
@@ -53,7 +54,7 @@ def example(qa: dict[str, Any], context: str) -> dict[str, list[int] | int]:
 
 
 def answer(model: BertForQuestionAnswering, question: str, context: str) -> str:
-    """The likeliest span of the context."""
+    """The most likely span of the context."""
     encoded = encode(question, context)
     inputs = {name: torch.tensor([encoded[name]], device=model.device) for name in tokenizer.model_input_names}
     with torch.no_grad():
@@ -87,7 +88,7 @@ args = TrainingArguments(
     report_to="none",
 )
 trainer = Trainer(model, args, train_dataset=[example(*question) for question in questions], processing_class=tokenizer)
-opt = adopt(trainer)  # the one line
+opt = adopt(trainer)  # the only new line
 trainer.train()
 
 model.eval()

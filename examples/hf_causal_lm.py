@@ -1,10 +1,10 @@
-"""The Hugging Face Trainer, one line added: a small Llama learns State of the Union addresses, byte by byte.
+"""The Hugging Face Trainer with one new line: a small Llama learns State of the Union addresses, byte by byte.
 
     python examples/hf_causal_lm.py             # minutes on two cores
     python examples/hf_causal_lm.py --small     # seconds
-    python examples/hf_causal_lm.py --resume    # goes on from the last checkpoint, bit for bit
+    python examples/hf_causal_lm.py --resume    # continues from the last checkpoint, bit for bit
 
-The training arguments mean what they mean without HyTrain: `max_grad_norm` and `weight_decay` go to its AdamW.
+The training arguments keep their meaning: `max_grad_norm` and `weight_decay` are passed to HyTrain's AdamW.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hytrain.integrations.transformers import adopt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--small", action="store_true", help="a model and a text for trying it out")
-parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+parser.add_argument("--small", action="store_true", help="a small model and a short text, to try it out")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 chosen = parser.parse_args()
 width, depth, window, steps = (64, 2, 64, 40) if chosen.small else (192, 4, 256, 500)
 
@@ -55,7 +55,7 @@ args = TrainingArguments(
     report_to="none",
 )
 trainer = Trainer(model, args, train_dataset=examples[64:], eval_dataset=examples[:64])
-opt = adopt(trainer, k="auto")  # the one line
+opt = adopt(trainer, k="auto")  # the only new line
 trainer.train(resume_from_checkpoint=chosen.resume)
 
 for record in trainer.state.log_history:

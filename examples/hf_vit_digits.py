@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with HyTrain on pictures: a small ViT learns scikit-learn's handwritten digits.
+"""The Hugging Face Trainer with HyTrain: a small ViT learns scikit-learn's handwritten digits.
 
 python examples/hf_vit_digits.py            # half a minute on two cores
 python examples/hf_vit_digits.py --small    # seconds
@@ -16,11 +16,11 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, 
 from hytrain.integrations.transformers import adopt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--small", action="store_true", help="fewer epochs of a smaller model")
+parser.add_argument("--small", action="store_true", help="a smaller model and fewer epochs")
 small = parser.parse_args().small
 width, depth, epochs = (64, 2, 3) if small else (96, 4, 15)
 
-digits = load_digits()  # 1,797 pictures of 8 × 8 pixels, from 0 to 16
+digits = load_digits()  # 1,797 images of 8 × 8 pixels with values from 0 to 16
 pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
 examples = [{"pixel_values": picture, "labels": label} for picture, label in zip(pictures, digits.target)]
 training, validation = train_test_split(examples, test_size=360, random_state=0)
@@ -54,7 +54,7 @@ args = TrainingArguments(
     report_to="none",
 )
 trainer = Trainer(model, args, train_dataset=training, eval_dataset=validation, compute_metrics=accuracy)
-opt = adopt(trainer)  # the one line
+opt = adopt(trainer)  # the only new line
 trainer.train()
 
 for record in trainer.state.log_history:

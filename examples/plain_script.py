@@ -1,9 +1,9 @@
-"""The usual training loop with one line changed: a small Llama learns this file by heart.
+"""The usual training loop with one line changed: a small Llama memorizes this file.
 
     python examples/plain_script.py
 
-There is no main guard and no launcher: `hytrain.AdamW` starts the other two processes itself, and they end with
-this one. Under `hytrain-cluster examples/plain_script.py` it joins the processes that are there.
+There is no main guard and no launcher: `hytrain.AdamW` starts the two other processes by itself, and they end with this
+one. Under `hytrain-cluster examples/plain_script.py` it joins the processes that are already running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hytrain
 STEPS, BATCH, WINDOW = 150, 8, 64
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # so small a model is no faster with more, and gradients depend on their number
+torch.set_num_threads(1)  # more do not speed up such a small model, and gradients depend on their number
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = LlamaForCausalLM(
     LlamaConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, vocab_size=256)

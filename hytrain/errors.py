@@ -1,58 +1,61 @@
 """Every exception that HyTrain raises on purpose.
 
-HyTrainError
-├── ConfigError         (ValueError)    a setting that cannot be: recipe, flag, environment, argument
-├── UnsupportedError    (ValueError)    a model or practice that is refused at construction
-├── UsageError          (RuntimeError)  a call that would have trained something else than asked for
-├── StaleReadError      (RuntimeError)  weights were read that an update had not reached yet
-├── CapacityError       (MemoryError)   what cannot fit, with the arithmetic
-├── BackendUnavailable  (RuntimeError)  an update backend that this machine cannot run
-└── ClusterError        (RuntimeError)  the processes of a run
-    ├── WorkerDied                      one ended; says which, and what it said last
-    └── ClusterTimeout                  one did not answer in time
+`except HyTrainError` catches them all. The built-in base class of each is in parentheses.
+
+    HyTrainError
+    ├── ConfigError         (ValueError)    a setting is invalid: recipe, flag, environment, argument
+    ├── UnsupportedError    (ValueError)    HyTrain refuses a model or practice at construction
+    ├── UsageError          (RuntimeError)  a call would have trained something else than asked for
+    ├── StaleReadError      (RuntimeError)  weights were read before their update had reached them
+    ├── CapacityError       (MemoryError)   something cannot fit into memory; shows the arithmetic
+    ├── BackendUnavailable  (RuntimeError)  this machine cannot run an update backend
+    ├── NonFiniteGradients                  gradients had inf or NaN, with on_nonfinite="raise"
+    └── ClusterError        (RuntimeError)  the processes of a run
+        ├── WorkerDied                      a process ended; says which, and its last words
+        └── ClusterTimeout                  a process did not answer in time
 """
 
 from __future__ import annotations
 
 
 class HyTrainError(Exception):
-    """The root of all of HyTrain's exceptions."""
+    """The base class of all of HyTrain's exceptions."""
 
 
 class ConfigError(HyTrainError, ValueError):
-    """A setting that cannot be."""
+    """A setting is invalid."""
 
 
 class UnsupportedError(HyTrainError, ValueError):
-    """A model or practice that HyTrain refuses, with what to do instead."""
+    """HyTrain refuses a model or a practice. The message says what to do instead."""
 
 
 class UsageError(HyTrainError, RuntimeError):
-    """A call that would have trained something else than was asked for."""
+    """A call would have trained something else than was asked for."""
 
 
 class StaleReadError(HyTrainError, RuntimeError):
-    """Weights were read that an update had not reached yet."""
+    """Weights were read before an update had reached them."""
 
 
 class CapacityError(HyTrainError, MemoryError):
-    """What cannot fit into memory, with the arithmetic."""
+    """Something cannot fit into memory. The message shows the arithmetic."""
 
 
 class BackendUnavailable(HyTrainError, RuntimeError):
-    """An update backend that this machine cannot run."""
+    """This machine cannot run an update backend."""
 
 
 class NonFiniteGradients(HyTrainError):
-    """A gradient was infinite or not a number; the step was left out, and every bit of the state is as before."""
+    """A gradient was inf or NaN. The step was skipped, and no bit of the state has changed."""
 
 
 class ClusterError(HyTrainError, RuntimeError):
-    """The processes of a run, or the way to them, failed."""
+    """The processes of a run, or the connections to them, failed."""
 
 
 class WorkerDied(ClusterError):
-    """A process of the run ended before its time."""
+    """A process of the run ended too early."""
 
 
 class ClusterTimeout(ClusterError):

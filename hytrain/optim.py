@@ -35,38 +35,53 @@ from protocol.messages import GroupHyper
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose state and update live where the coordinator puts them: in host memory, or on the GPU.
+    """AdamW whose optimizer state is on the GPU or in host memory, layer by layer.
+
+    The GPU updates the layers whose state it holds. A CPU process updates the others while the GPU works. The
+    coordinator process decides which layers are where. Given the same gradients, the result is the same bit for bit.
 
     Args:
-        model: the module to train. Its parameters stay where they are, float32, bfloat16 or float16, on one device.
-        param_groups: as torch's, over parameters of `model`; default is one group with all that need gradients.
-        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
-        grad_accumulation: so many backwards make a step; their gradients are summed in float32, the loop divides
-            the loss. The updates begin in the last one, or in a `step()` that comes sooner. See `no_sync`.
-        accumulate_on: where the sums lie, 4 bytes a parameter: "device", "host" (they come and go over the link, to the
-            same bits), or "auto", which is the device if it has room for them when the first one is made.
-        max_grad_norm: clip the gradients' global norm to this, as `torch.nn.utils.clip_grad_norm_` does.
-        clip: "global"; or "per_layer", a different algorithm: the norm of each layer's gradients is clipped by itself.
-        on_nonfinite: "skip" leaves a step out whose gradients are not all finite, every bit of state as before;
-            "raise" does so too, and raises `NonFiniteGradients` in the next backward, `synchronize` or `close`. None
-            trains on, as torch does.
-        speculate: whether the CPU updates before the global norm is known, and undoes that if it has to, to the bit. It
-            takes a second copy of weights and state in host memory; without room for that it waits. None: as measured.
-        loss_scale: a number, or "dynamic" for what `torch.amp.GradScaler` does: call `opt.scale(loss).backward()`. Norm
-            and update are those of the gradients divided by it; steps that are not finite are skipped, and lower it.
-        k: fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
-        policy: how "auto" decides: "deadline", "balance", "cotrain", or "random" to move layers all the time.
-        objective: what "deadline" aims at: "speed", at the least GPU memory; or "gpu-memory", "host-memory".
-        overlap: False lets `step()` do everything, layer by layer: the same bits, to compare with and to debug.
-        backend: the CPU's update: "auto", "native", "torch" or "deepspeed".
-        gradient_dtype: the dtype in which gradients of float32 parameters travel; default is theirs.
-        cores, threads, run_dir, host_memory_limit, trace: for the cluster that this call starts when there is none.
+        model: The module to train. Its parameters stay where they are: float32, bfloat16 or float16, on one device.
+        param_groups: Parameter groups as in torch, over parameters of `model`. By default, one group with all
+            parameters that need gradients.
+        lr: Learning rate, as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        grad_accumulation: How many backwards make a step. Their gradients are summed in float32; the loop divides the
+            loss. The updates start in the last backward, or in an earlier `step()`. See `no_sync`.
+        accumulate_on: Where the sums are kept, 4 bytes per parameter: "device"; "host", from where they travel over
+            the link (the same bits); or "auto", the device if it has room when the first sum is made.
+        max_grad_norm: Clip the global norm of the gradients to this, as `torch.nn.utils.clip_grad_norm_` does.
+        clip: "global"; or "per_layer", a different algorithm, which clips the norm of each layer's gradients.
+        on_nonfinite: "skip" skips a step whose gradients are not all finite; no bit of the state changes. "raise" does
+            so too, and raises `NonFiniteGradients` in the next backward, `synchronize` or `close`. None trains on, as
+            torch does.
+        speculate: Whether the CPU updates before the global norm is known, and undoes the update exactly if it was
+            wrong. This needs a second copy of weights and state in host memory; without room for it, the CPU waits.
+            With None, the coordinator decides by measurement.
+        loss_scale: A number, or "dynamic" to do what `torch.amp.GradScaler` does. Call `opt.scale(loss).backward()`.
+            Norm and update are those of the gradients divided by the scale. Steps that are not finite are skipped and
+            lower a dynamic scale.
+        k: Fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
+        policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
+        objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
+        backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
+        gradient_dtype: The dtype in which gradients of float32 parameters are copied. By default their own.
+        overlap: False makes `step()` do every update, layer by layer: the same bits, for comparisons and debugging.
+        cores: The optimizer process's cores. This option and those below are for the processes that this call starts
+            if none are running.
+        threads: The optimizer process's threads.
+        run_dir: The run's folder.
+        host_memory_limit: The most host memory that planes may take, in bytes.
+        trace: Whether to write `trace.json`, the timeline of all processes.
 
     Raises:
-        UnsupportedError: a model or practice that HyTrain refuses, with what to do instead.
-        ConfigError: a setting that cannot be.
-        CapacityError: memory that cannot suffice, with the arithmetic.
-        ClusterError: the other processes did not start, or died.
+        UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
+        ConfigError: A setting is invalid.
+        CapacityError: Memory cannot suffice; the message shows the arithmetic.
+        ClusterError: The other processes did not start, or died.
     """
 
     def __init__(
@@ -145,10 +160,16 @@ class AdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------ torch.optim.Optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Mark the end of a step. The updates began while backward ran; see "Backward commits" in the README.
+        """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
 
-        A `closure` is called once before that, with gradients on, as `torch.optim.AdamW` does; what it returns, usually
-        the loss, is returned. Raises `UsageError` whenever going on would train something else than asked for.
+        Args:
+            closure: Called once before that, with gradients enabled, as `torch.optim.AdamW` does.
+
+        Returns:
+            What the closure returns, usually the loss; None without a closure.
+
+        Raises:
+            UsageError: Continuing would train something else than asked for.
         """
         loss = None
         if closure is not None:
@@ -160,9 +181,12 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None, and drop those that were summed for a step that has not come.
+        """Set gradients to None, and drop the sums of a step that has not started its updates.
 
-        The others were consumed in backward, so there is nothing to fill with zeros.
+        All other gradients were consumed in backward.
+
+        Raises:
+            UsageError: `set_to_none` is False, or the step's updates have started.
         """
         if not set_to_none:
             raise UsageError(
@@ -172,9 +196,12 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters of the model, from the next step on; all others go on as they were.
+        """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
 
-        Raises `UsageError` between backward and `step()`, and what the constructor raises.
+        It also raises what the constructor raises.
+
+        Raises:
+            UsageError: Called between backward and `step()`.
         """
         if not hasattr(self, "_session"):  # torch's constructor
             super().add_param_group(param_group)
@@ -196,10 +223,11 @@ class AdamW(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s, after all updates have landed. Tensors are views of the planes, not copies.
+        """The state in the format of `torch.optim.AdamW`, after waiting for all updates.
 
-        bfloat16 parameters have a `remainder` (int16) beside the moments: master = weights and remainder. That of
-        float16 parameters is the master itself (float32). The loss scale's state has a key that torch ignores.
+        Tensors are views of the planes, not copies. bfloat16 parameters have a `remainder` (int16) next to the moments:
+        weights and remainder together are the master. The `remainder` of float16 parameters is the master itself
+        (float32). The loss scale's state has a key that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -213,7 +241,12 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or from `torch.optim.AdamW`. Raises `ConfigError` if it does not fit."""
+        """Load what `state_dict` returned, here or from `torch.optim.AdamW`.
+
+        Raises:
+            ConfigError: The state does not fit.
+            UsageError: Called between backward and `step()`.
+        """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -241,7 +274,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Always empty: see `state_dict`. Raises `UsageError` where torch's would be read, or be written."""
+        """Always empty; see `state_dict`. Reading or writing an entry raises `UsageError`."""
         return self._no_state
 
     @state.setter
@@ -262,29 +295,30 @@ class AdamW(torch.optim.Optimizer):
     # ------------------------------------------------------------ HyTrain's own
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present `loss_scale`, for `opt.scale(loss).backward()`; as it is where there is none.
+        """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.
 
-        Every backward of a step needs it, also those that only sum up: in between the scale does not change.
+        Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
+        The scale does not change between them.
         """
         return self._engine.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only sum their gradients up; the step's updates begin in the first one after it.
+        """A context in which backwards only sum their gradients. The updates start in the first backward after it.
 
-        As `DistributedDataParallel.no_sync`, for loops that know themselves which micro-batch is the last.
+        Like `DistributedDataParallel.no_sync`, for loops that know which micro-batch is the last.
         """
         return self._session.accumulation.held()
 
     def synchronize(self) -> None:
-        """Return once every update has landed in the parameters: before reading them from outside forward."""
+        """Return when every update has arrived in the parameters. Call it before reading weights outside forward."""
         self._engine.synchronize()
 
     def import_weights(self) -> None:
-        """Take the parameters' present values for masters: after writing them from outside (surgery, EMA)."""
+        """Take the parameters' present values as the masters. Call it after writing weights (surgery, EMA)."""
         self._engine.import_weights()
 
     def save(self, folder: str | Path) -> None:
-        """Write the whole optimizer state into `folder`, as safetensors: step counts, moments, remainders."""
+        """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders."""
         engine = self._engine
         engine.import_written()
         engine.expose_state()
@@ -298,9 +332,11 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. The model's weights are loaded by whoever loads the model, before or after.
+        """Read what `save` wrote. Load the model's weights yourself, before or after.
 
-        Raises `ConfigError`, before anything is changed, if it is not whole or not of this model.
+        Raises:
+            ConfigError: The folder is incomplete, or is another model's. Nothing has changed.
+            UsageError: Called between backward and `step()`.
         """
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
@@ -322,16 +358,16 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The last step's global gradient norm before clipping, float32 on the device, shape (); None without one.
+        """The last step's global gradient norm before clipping: float32 on the device, shape (); or None.
 
-        It is taken where a step waits for it: with `on_nonfinite`, with `loss_scale` (which is not in it), or with
+        It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
         return self._engine.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """What `scale` multiplies by now, float32 on the device, shape (); None without the option of that name.
+        """The present loss scale: float32 on the device, shape (); None without the option `loss_scale`.
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
@@ -340,29 +376,31 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out by `on_nonfinite` or `loss_scale`, as far as they are known.
+        """The number of steps that `on_nonfinite` or `loss_scale` has skipped.
 
-        The last one's verdict may be on its way.
+        The last step may be missing: its norm may not be known yet.
         """
         return self._engine.skipped_steps
 
     def statistics(self) -> Statistics:
-        """The last finished step: its time, stall, k, and who owns what."""
+        """The last finished step: its time, stall, k, and the layers that the GPU owns."""
         return self._engine.statistics
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        """Role, process ID and cores of each process of the run."""
+        """Role, process ID and cores of each of the run's processes."""
         return self._session.processes()
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder: metrics, logs."""
+        """The run's folder, with metrics and logs."""
         return self._session.run_dir
 
     def close(self) -> None:
-        """End this optimizer, and the private cluster if it had to start one. Runs by itself at exit.
+        """End this optimizer, and the processes that it started. Runs by itself at exit.
 
-        Raises `NonFiniteGradients`, when all is closed, if it is to be raised for the last step.
+        Raises:
+            NonFiniteGradients: The last step's gradients were not finite, with `on_nonfinite="raise"`. Everything is
+                closed.
         """
         self._close()
 

@@ -109,7 +109,13 @@ class Session:
             raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters)
         limit = self._cluster.host_memory_limit
-        require_host_memory([layer.layout for layer in layers], self._options.k or 0.0, limit)
+        require_host_memory(
+            [layer.layout for layer in layers],
+            self._options.k,
+            limit,
+            gpu_bytes=GpuMemory(self._device).for_state_bytes(),
+            awaits_verdict=self._options.awaits_verdict,
+        )
         if self._options.may_speculate:
             self._add_banks(layers)
         before_start()
@@ -145,7 +151,7 @@ class Session:
 
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Let the CPU be ahead of the norm, if the host's memory allows."""
-        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k or 0.0
+        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
         if second_bank_fits(double, k, self._cluster.host_memory_limit):
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
@@ -153,7 +159,7 @@ class Session:
         _log.warning(
             "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
             "takes %.2f GB of host memory, which are not there",
-            host_bytes(double) * (1.0 - k) / 1e9,
+            host_bytes(double) * (1.0 - (k or 0.0)) / 1e9,
         )
 
     def _start(self, *, continues: bool) -> None:
@@ -177,7 +183,7 @@ class Session:
             free_gpu_bytes=memory.free_bytes,
             accumulation=self.accumulation,
             options=options,
-            trace=TraceWriter(cluster.run_dir, "trainer") if cluster.trace else None,
+            trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
         )
         layers = tuple(layer.spec for layer in self.layers)
         try:
@@ -195,8 +201,7 @@ class Session:
                 k=options.k,
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
-                # With "auto", the planes of all layers fit. With a number, those of the rest; a command may change it.
-                host_bytes=cluster.host_memory_limit if options.k is None else host_bound(cluster.host_memory_limit),
+                host_bytes=host_bound(cluster.host_memory_limit),
                 continues=continues,
             )
             plan = self._link.agree(table, calibration, plans)

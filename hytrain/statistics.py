@@ -1,4 +1,4 @@
-"""What a user can ask of a running optimizer: `opt.statistics()`."""
+"""What `opt.statistics()` returns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Statistics:
-    """The last finished step, counted from 1.
+    """The last finished step.
 
-    Seconds are wall time; `stall_s` is what forward waited for weights, as last measured. `k` is the fraction of the
-    trained parameters that the GPU owns, `gpu_layers` the IDs of its layers, `moved` the handovers since the start.
-    `moving` says that handovers were under way, or their memory was made ready or given back, which can slow a step.
+    Attributes:
+        step: Its number, counted from 1.
+        step_s: Its wall time in seconds.
+        stall_s: How many seconds forward waited for weights, as last measured.
+        k: The fraction of the trained parameters that the GPU owns.
+        gpu_layers: The IDs of the layers that the GPU owns.
+        moved: The number of handovers since the start.
+        moving: Whether handovers were running, or their memory was prepared or released; this can slow a step down.
     """
 
     step: int = 0

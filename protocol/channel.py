@@ -1,7 +1,7 @@
 """Channels between the processes of a run: the only module that knows ZeroMQ.
 
-Each process binds one inbox, `ipc://<socket folder>/<name>`, and connects an outbox to each peer it writes to. Those
-of workers have names that everybody knows; a trainer's has a new one each time, and Hello tells it: what was meant
+Each process binds one inbox, `ipc://<socket folder>/<name>`, and connects an outbox to each peer it writes to. A
+worker's inbox is named by its address. A trainer's has a new name each time, and Hello tells it: what was meant
 for the last trainer, and is late, cannot reach the next one. The coordinator also publishes `Status` to whatever
 monitors subscribed.
 
@@ -29,11 +29,14 @@ from typing import Final, Self, TypeVar
 
 import zmq
 
+from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
 from protocol.messages import Message
 
 HIGH_WATER_MARK: Final = 100_000
 MONITOR_HIGH_WATER_MARK: Final = 64
+#: The name of the coordinator's feed.
+STATUS: Final = "status"
 #: Larger frames end their connection inside libzmq; those between the two limits are logged and dropped here.
 SOCKET_FRAME_BYTES: Final = 4 * MAX_FRAME_BYTES
 MAX_IPC_PATH_BYTES: Final = 107
@@ -57,15 +60,16 @@ class PeerNotReading(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message and the connection's name for its sender."""
+    """A message, the connection that it came on (for a reply), and the address of its sender."""
 
     sender: str
+    address: Address
     message: Message
 
 
-def address(socket_dir: str, name: str) -> str:
-    """The `ipc://` address of an inbox. Raises `ValueError` if the path is too long for a socket."""
-    path = os.path.join(socket_dir, name)
+def endpoint(socket_dir: str, name: Address | str) -> str:
+    """Where an inbox is bound, as ZeroMQ writes it. Raises `ValueError` if the path is too long for a socket."""
+    path = os.path.join(socket_dir, str(name))
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ValueError(f"socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes; set a shorter TMPDIR")
     return f"ipc://{path}"
@@ -90,8 +94,8 @@ class Inbox:
     `watch` adds a process to the deaths that end a wait; `receive` returns None at its deadline.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str) -> None:
-        self._token = token
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str, address: Address) -> None:
+        self._token, self._address = token, address
         self._sequence = _Sequence()
         self._deaths: dict[int, str] = {}
         self._dead: tuple[str, float] | None = None
@@ -167,7 +171,7 @@ class Inbox:
 
     def reply(self, sender: str, message: Message) -> None:
         """Answer the connection that a message came from; dropped if it has gone or does not read."""
-        frame = encode(message, token=self._token, seq=0)
+        frame = encode(message, token=self._token, sender=self._address, seq=0)
         try:
             self._socket.send_multipart([sender.encode(), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -189,7 +193,7 @@ class Inbox:
         except WireError as error:
             _log.warning("dropped a message from %r: %s", sender, error)
             return None
-        return Incoming(sender, envelope.message)
+        return Incoming(sender, envelope.sender, envelope.message)
 
 
 class Outbox:
@@ -201,10 +205,11 @@ class Outbox:
         where: str,
         *,
         token: str,
+        address: Address,
         name: str,
         linger_s: float = 0.3,
     ) -> None:
-        self._token, self._where, self._linger_s = token, where, linger_s
+        self._token, self._address, self._where, self._linger_s = token, address, where, linger_s
         self._seq = 0
         self._socket = context.socket(zmq.DEALER)
         _limit(self._socket)
@@ -212,7 +217,7 @@ class Outbox:
         self._socket.connect(where)
 
     def send(self, message: Message) -> None:
-        frame = encode(message, token=self._token, seq=self._seq)
+        frame = encode(message, token=self._token, sender=self._address, seq=self._seq)
         self._seq += 1
         try:
             self._socket.send(frame, zmq.NOBLOCK)
@@ -230,14 +235,15 @@ class Outbox:
 class Publisher:
     """The coordinator's feed to monitors: a monitor that does not read loses frames, and nothing else happens."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str) -> None:
-        self._token, self._seq = token, 0
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], where: str, *, token: str, address: Address) -> None:
+        self._token, self._address, self._seq = token, address, 0
         self._socket = context.socket(zmq.PUB)
         _limit(self._socket, high_water_mark=MONITOR_HIGH_WATER_MARK)
         self._socket.bind(where)
 
     def publish(self, message: Message) -> None:
-        self._socket.send(encode(message, token=self._token, seq=self._seq), zmq.NOBLOCK)
+        frame = encode(message, token=self._token, sender=self._address, seq=self._seq)
+        self._socket.send(frame, zmq.NOBLOCK)
         self._seq += 1
 
     def close(self) -> None:
@@ -266,25 +272,35 @@ S = TypeVar("S", Inbox, Outbox, Publisher, Subscriber)
 
 
 class Network:
-    """One process's ZeroMQ context: makes its sockets, and closes what is left of them at the end."""
+    """One process's ZeroMQ context: makes its sockets, and closes what is left of them at the end.
 
-    def __init__(self, socket_dir: str, *, token: str, name: str) -> None:
-        self._socket_dir, self._token, self._name = socket_dir, token, name
+    `name` is what its connections are called. It must be new for each process that connects with the same address.
+    """
+
+    def __init__(self, socket_dir: str, *, token: str, address: Address, name: str | None = None) -> None:
+        self._socket_dir, self._token, self._address = socket_dir, token, address
+        self._name = name or str(address)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing: list[Inbox | Outbox | Publisher | Subscriber] = []
 
-    def inbox(self, name: str) -> Inbox:
-        return self._keep(Inbox(self._context, address(self._socket_dir, name), token=self._token))
+    def inbox(self) -> Inbox:
+        """The process's own inbox, which has its connections' name."""
+        where = endpoint(self._socket_dir, self._name)
+        return self._keep(Inbox(self._context, where, token=self._token, address=self._address))
 
-    def outbox(self, to: str, *, linger_s: float = 0.3) -> Outbox:
-        where = address(self._socket_dir, to)
-        return self._keep(Outbox(self._context, where, token=self._token, name=self._name, linger_s=linger_s))
+    def outbox(self, to: Address | str, *, linger_s: float = 0.3) -> Outbox:
+        """Messages to the inbox of a worker, or to one with a name that was told."""
+        where, name = endpoint(self._socket_dir, to), self._name
+        return self._keep(
+            Outbox(self._context, where, token=self._token, address=self._address, name=name, linger_s=linger_s)
+        )
 
     def publisher(self) -> Publisher:
-        return self._keep(Publisher(self._context, address(self._socket_dir, "status"), token=self._token))
+        where = endpoint(self._socket_dir, STATUS)
+        return self._keep(Publisher(self._context, where, token=self._token, address=self._address))
 
     def subscriber(self) -> Subscriber:
-        return self._keep(Subscriber(self._context, address(self._socket_dir, "status"), token=self._token))
+        return self._keep(Subscriber(self._context, endpoint(self._socket_dir, STATUS), token=self._token))
 
     def _keep(self, socket: S) -> S:
         self._closing.append(socket)
@@ -340,13 +356,13 @@ class MemoryNetwork:
         self._token = token
         self._queues: dict[str, deque[tuple[str, bytes]]] = {}
         self._sequences: dict[str, _Sequence] = {}
-        self._seq: dict[tuple[str, str], int] = {}
+        self._seq: dict[tuple[Address, str], int] = {}
 
-    def send(self, sender: str, receiver: str, message: Message) -> None:
+    def send(self, sender: Address, receiver: str, message: Message) -> None:
         seq = self._seq.get((sender, receiver), 0)
         self._seq[sender, receiver] = seq + 1
-        frame = encode(message, token=self._token, seq=seq)
-        self._queues.setdefault(receiver, deque()).append((sender, frame))
+        frame = encode(message, token=self._token, sender=sender, seq=seq)
+        self._queues.setdefault(receiver, deque()).append((str(sender), frame))
 
     def try_receive(self, receiver: str) -> Incoming | None:
         queue = self._queues.setdefault(receiver, deque())
@@ -355,7 +371,7 @@ class MemoryNetwork:
         sender, frame = queue.popleft()
         envelope = decode(frame, token=self._token)
         self._sequences.setdefault(receiver, _Sequence()).check(sender, envelope.seq)
-        return Incoming(sender, envelope.message)
+        return Incoming(sender, envelope.sender, envelope.message)
 
     def pending(self, receivers: Iterable[str]) -> list[str]:
         """Those of `receivers` that have a message waiting."""

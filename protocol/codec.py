@@ -1,8 +1,8 @@
 """Messages to bytes and back: the only module that knows msgpack.
 
-A frame is the msgpack array `[version, tag, token, seq, fields]`: the protocol's version, the message's class
-name, the run's secret token, the sender's running number, and the fields in their declared order. `decode`
-trusts nothing: what it returns is a message of the declared types and ranges, and whatever else arrives is a
+A frame is the msgpack array `[version, tag, token, [role, rank], seq, fields]`: the protocol's version, the message's
+class name, the run's secret token, the sender's address and running number, and the fields in their declared order.
+`decode` trusts nothing: what it returns is a message of the declared types and ranges, and whatever else arrives is a
 `WireError` with a reason, for the receiver to log and drop.
 """
 
@@ -20,9 +20,10 @@ from typing import Any, Final, TypeVar
 import msgpack
 
 from protocol import messages
+from protocol.address import Address
 from protocol.messages import Message
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 16 << 20
 
 _TYPES: Final[dict[str, type]] = {cls.__name__: cls for cls in typing.get_args(Message)}
@@ -35,15 +36,16 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded frame: the message and its sender's running number."""
+    """A decoded frame: the message, its sender, and the sender's running number."""
 
     message: Message
+    sender: Address
     seq: int
 
 
-def encode(message: Message, *, token: str, seq: int) -> bytes:
+def encode(message: Message, *, token: str, sender: Address, seq: int) -> bytes:
     """`message` as one frame. Raises `WireError` if it is larger than a receiver would take."""
-    parts = [VERSION, type(message).__name__, token, seq, _plain(message)]
+    parts = [VERSION, type(message).__name__, token, _plain(sender), seq, _plain(message)]
     # A path that is no UTF-8 has lone surrogates in Python: they are spelled out rather than fatal.
     frame: bytes = msgpack.packb(parts, unicode_errors="backslashreplace")
     if len(frame) > MAX_FRAME_BYTES:
@@ -59,9 +61,9 @@ def decode(frame: bytes, *, token: str) -> Envelope:
         parts = msgpack.unpackb(frame, use_list=True, strict_map_key=True, raw=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"not msgpack: {str(error) or type(error).__name__}") from None
-    if not isinstance(parts, list) or len(parts) != 5:
-        raise WireError("not an array of version, tag, token, seq, fields")
-    version, tag, claimed, seq, fields = parts
+    if not isinstance(parts, list) or len(parts) != 6:
+        raise WireError("not an array of version, tag, token, sender, seq, fields")
+    version, tag, claimed, sender, seq, fields = parts
     if type(version) is not int or version != VERSION:
         raise WireError(f"version {version!r}, this is {VERSION}")
     if not isinstance(claimed, str) or not hmac.compare_digest(claimed.encode(), token.encode()):
@@ -70,7 +72,8 @@ def decode(frame: bytes, *, token: str) -> Envelope:
         raise WireError(f"unknown message {tag!r}")
     if type(seq) is not int or seq < 0:
         raise WireError(f"{tag}: sequence number {seq!r}")
-    return Envelope(typing.cast(Message, _build(_TYPES[tag], fields, tag)), seq)
+    address = _build(Address, sender, f"{tag}: sender")
+    return Envelope(typing.cast(Message, _build(_TYPES[tag], fields, tag)), address, seq)
 
 
 def _plain(value: Any) -> Any:

@@ -69,6 +69,16 @@ class ArenaLayout:
     plane_nbytes: dict[str, int]
     handles: dict[str, tuple[TensorHandle | None, ...]]
 
+    @property
+    def numel(self) -> int:
+        """The layer's parameters."""
+        return sum(handle.numel for handle in self.handles["weights"] if handle is not None)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Remainder and moments in one bank: what a GPU holds of a layer that it owns, beside the weights."""
+        return sum(self.plane_nbytes[plane] for plane in PLANES[2:])
+
 
 def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`; None if it has no array there (float32 weights need no remainder)."""

@@ -9,6 +9,7 @@
 
 Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
 so a message that decodes is in range; whether it fits the layer table is for its receiver to check.
+Who sent a message is not in it: the envelope names the sender's address.
 Units are in the names; times are seconds of the node's monotonic clock.
 """
 
@@ -18,9 +19,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from protocol.address import Address
 from protocol.placement import PLACEMENTS, Placement
 
-ROLES = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
 #: Of the weights, each with those that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
@@ -48,14 +49,11 @@ def _require_placements(placements: tuple[str, ...]) -> None:
 class Hello:
     """A worker to the coordinator: here I am. `inbox` is the name of its inbox in the run's socket folder."""
 
-    role: str
-    rank: int
     pid: int
     inbox: str
 
     def __post_init__(self) -> None:
-        _require(self.role in ROLES, f"unknown role {self.role!r}")
-        _require(self.rank >= 0 and self.pid > 0, "rank and pid must be positive")
+        _require(self.pid > 0, "pid must be positive")
         _require_inbox(self.inbox)
 
 
@@ -71,8 +69,6 @@ class Welcome:
 class Ready:
     """A worker to the coordinator, as the last act of a successful construction."""
 
-    role: str
-    rank: int
     detail: str
 
 
@@ -174,14 +170,12 @@ class Calibration:
     None where the sender cannot know.
     """
 
-    role: str
     d2h_s: float | None = None
     h2d_s: float | None = None
     cpu_update_s: float | None = None
     gpu_update_s: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self.role in ("trainer", "optimizer"), f"{self.role!r} measures nothing")
         given = (self.d2h_s, self.h2d_s, self.cpu_update_s, self.gpu_update_s)
         _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds a parameter, above 0")
 
@@ -314,7 +308,6 @@ class PlanAck:
     """Trainer or optimizer to the coordinator: the plan can hold; or it cannot, and why."""
 
     plan_id: int
-    role: str
     accepted: bool
     reason: str
 
@@ -469,8 +462,7 @@ class StatusRequest:
 class Process:
     """One process of the run, for people."""
 
-    role: str
-    rank: int
+    address: Address
     pid: int
     detail: str
 
@@ -515,8 +507,6 @@ class CommandReply:
 class Failure:
     """A worker to the others as it dies: what went wrong, where, and the traceback."""
 
-    role: str
-    rank: int
     step: int | None
     lid: int | None
     error: str
@@ -527,15 +517,10 @@ class Failure:
 class SessionEnded:
     """The optimizer to the coordinator: the trainer's Goodbye has come, all its layers are given back."""
 
-    rank: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
     """The run is over for its sender, and that is as it should be."""
-
-    role: str
-    rank: int
 
 
 Message = (

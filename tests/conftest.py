@@ -1,9 +1,12 @@
 """What every test gets: the checkout on the path, the markers `gpu`, `slow` and `spawns`, and the leak check.
 
 a test marked `spawns`                                          no_leaks
-TMPDIR = a private folder ◀──────────────────────────────────── before: descriptors, /dev/shm
+TMPDIR = a private folder ◀──────────────────────────────────── before: children, descriptors
 starts processes, which inherit TMPDIR, however deep they are
 ends ─────────────────────────────────────────────────────────▶ after: poll until nothing is left, or fail
+
+The planes of layers are memfds. They have no name anywhere: a process holds them open, or they are gone. So descriptors
+and processes are all that there is to look for; files in /dev/shm are not HyTrain's, and may be any program's.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10.0  # for processes that are still on their way out when the test returns
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("hytrain", deadline=None)
+hypothesis.settings.load_profile("hytrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path.insert(0, str(ROOT))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited}" if inherited else str(ROOT)
+    # Several tests run at once: threads of torch's that look for work would take the cores from one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Where Triton is installed, torch's compiler would start a pool of processes that outlives the test.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell that runs this in the background
@@ -58,7 +68,7 @@ def has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """After a test marked `spawns`, no process, descriptor, shared memory or socket folder of it remains."""
+    """After a test marked `spawns`, no process, descriptor or temporary file of it remains."""
     if request.node.get_closest_marker("spawns") is None:
         yield
         return
@@ -72,12 +82,12 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         patch.setattr(tempfile, "tempdir", str(folder))
         # torch makes this folder where temporary files go when its compiler is first imported, and leaves it there.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-        descriptors, shared = open_descriptors(), shared_memory()
+        descriptors = open_descriptors()
         children = set(psutil.Process().children(recursive=True))
         yield
     try:
         deadline = time.monotonic() + GRACE_S
-        while leaks := find_leaks(folder, descriptors, shared, children):
+        while leaks := find_leaks(folder, descriptors, children):
             if time.monotonic() > deadline:
                 pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
             gc.collect()  # what only a reference cycle holds open is not leaked; it takes a tenth of a second
@@ -89,12 +99,11 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         shutil.rmtree(folder, ignore_errors=True)  # one just killed may still be writing
 
 
-def find_leaks(folder: Path, descriptors: set[str], shared: set[str], children: set[psutil.Process]) -> list[str]:
+def find_leaks(folder: Path, descriptors: set[str], children: set[psutil.Process]) -> list[str]:
     """One line for each thing that is there now and was not before."""
     return [
         *(f"process {describe(process)}" for process in processes_of(folder, children)),
         *(f"file descriptor {name}" for name in sorted(open_descriptors() - descriptors)),
-        *(f"shared memory /dev/shm/{name}" for name in sorted(shared_memory() - shared)),
         *(f"temporary file or folder {path}" for path in sorted(folder.iterdir())),
     ]
 
@@ -128,10 +137,6 @@ def open_descriptors() -> set[str]:
         except FileNotFoundError:
             continue  # the one that listed the folder
     return found
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 def open_cuda() -> None:

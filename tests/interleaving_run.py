@@ -44,6 +44,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.step import boundary, engine, handover
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
+from protocol.address import Address
 from protocol.handles import layout
 from workers import optimizer
 
@@ -69,7 +70,7 @@ class Run:
         self.session: Any = None
 
     def _coordinate(self, sender: str) -> None:
-        self.coordinator.handle(self.world.take("coordinator", sender))
+        self.coordinator.handle(self.world.take("coordinator", sender), sender)
 
     def play(self) -> World:
         """Let chance decide who goes on, until all is done."""
@@ -134,8 +135,10 @@ class Run:
         while (table := inbox.receive(None)) is None:
             continue
         parts: Any = (table.message, Host(self), *outboxes, self._arenas[1])
-        self.session = optimizer.Session(*parts, token=TOKEN, max_threads=1, trace=None)
-        self._report(m.Calibration(role="optimizer", cpu_update_s=1e-9))
+        self.session = optimizer.Session(
+            *parts, token=TOKEN, address=Address("optimizer", 0), max_threads=1, trace=None
+        )
+        self._report(m.Calibration(cpu_update_s=1e-9))
         self.session.run(inbox)
 
     def _report(self, message: m.Message) -> None:

@@ -46,11 +46,12 @@ from hytrain.run.ownership import PlanBook, PlanLedger
 from hytrain.step import engine, health, verdict
 from hytrain.tensors import address, count_write
 from protocol import messages as m
+from protocol.address import Address
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
 
-TRAINER = m.Calibration(role="trainer", d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
+TRAINER = m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
 TOKEN = "token"
 
 
@@ -207,7 +208,7 @@ class Link:
 
     def close(self) -> None:
         self.is_closing = True
-        self.post("optimizer", m.Goodbye(role="trainer", rank=0))
+        self.post("optimizer", m.Goodbye())
         self._world.scheduler.wait_until(lambda: not self._jobs)
 
     def _can_send(self) -> bool:
@@ -343,14 +344,14 @@ class Planner:
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))
 
-    def handle(self, message: m.Message) -> None:
+    def handle(self, message: m.Message, sender: str) -> None:
         match message:
             case m.LayerTable():
                 self.world.send("coordinator", "optimizer", message)
-            case m.Calibration(role="optimizer"):
+            case m.Calibration() if sender == "optimizer":
                 self.propose(0)
             case m.PlanAck():
-                if (reassign := self.ledger.on_ack(message)) is not None:
+                if (reassign := self.ledger.on_ack(sender, message)) is not None:
                     self.world.send("coordinator", "trainer", reassign)
             case m.PlanApplied(step=step):
                 self.ledger.on_applied(message)
@@ -382,10 +383,10 @@ class Coordinator:
         self.world = world
         self.state = CoordinatorState(run_name="run", run_dir="/run", pid=1, replan_every=1)
 
-    def handle(self, message: m.Message) -> None:
-        for command in self.state.handle(message, 0.0):
+    def handle(self, message: m.Message, sender: str) -> None:
+        for command in self.state.handle(message, Address(sender, 0), 0.0):
             if isinstance(command, Send):
-                self.world.send("coordinator", command.role, command.message)
+                self.world.send("coordinator", command.to.role, command.message)
 
     def check(self) -> None:
         self.state.check()

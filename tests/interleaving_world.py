@@ -23,6 +23,7 @@ from torch import Tensor
 from hytrain.model.trained import TrainedLayer
 from hytrain.tensors import address
 from protocol import messages as m
+from protocol.address import Address
 from protocol.channel import MemoryNetwork
 
 TILE = 128
@@ -292,12 +293,12 @@ class World:
 
     def send(self, sender: str, to: str, message: m.Message) -> None:
         self.story.append(f"{sender} → {to}: {message}")
-        self.network.send(sender, f"{to} from {sender}", message)
+        self.network.send(Address(sender, 0), f"{to} from {sender}", message)
         match message:
             case m.Plan():
                 self.plans[message.plan_id] = message
             case m.PlanAck(accepted=True):
-                self.accepted.setdefault(message.plan_id, set()).add(message.role)
+                self.accepted.setdefault(message.plan_id, set()).add(sender)
             case m.TakeOver() | m.GiveUp() | m.PlanApplied():
                 plan = self.plans[message.plan_id]
                 require(plan.step <= message.step, "I3: a plan holds from its step on")

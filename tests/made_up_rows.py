@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import parts
-from benchmarks.job import Job, Segment
+from benchmarks.parts import Job, Segment
 from benchmarks.rows import Rows
 
 STEP_S = {"no-offload": 0.6, "forward-backward": 0.5, "torchao-fp32": 1.3, "deepspeed-zero2": 1.9, "fsdp2": 2.1}
@@ -14,57 +14,31 @@ GPU_GB = {"no-offload": 60.0, "forward-backward": 15.0, "torchao-fp32": 29.0, "d
 
 def made_up(*wanted: str, host: str = "host-a", at: str = "2026-01-01T00:00:00+00:00") -> Rows:
     """Rows of these parts, or of all."""
-    jobs = [(part, job) for part in wanted or parts.PARTS for job in parts.PARTS[part](Job(system="", segments=()))]
+    jobs = [(part, job) for part in wanted or parts.PARTS for job in parts.PARTS[part](Job())]
     return Rows(row(part, job, segment, host=host, at=at) for part, job in jobs for segment in job.segments)
 
 
 def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str = "2026") -> dict[str, Any]:
     """As `suite` would write it: HyTrain takes 0.5 s at any batch and k, plus a little for a k far from 0.25."""
-    ours = job.system.startswith("hytrain")
-    k = (
-        float(segment.label.rpartition("k=")[2])
-        if "k=" in segment.label
-        else 0.6
-        if segment.label == "halved"
-        else 0.25
-    )
+    ours, label = job.system.startswith("hytrain"), segment.label
+    k = float(label.rpartition("k=")[2]) if "k=" in label else 0.6 if label == "halved" else 0.25
     step_s = (0.5 + (k - 0.25) ** 2 / 10) if ours else STEP_S.get(job.system, 1.0)
+    slow = segment.settle // 2
     found: dict[str, Any] = {
-        "part": part,
-        "system": job.system,
-        "batch": segment.batch,
-        "label": segment.label,
-        **{name: getattr(job, name) for name in ("shape", "sequence", "dtype", "clip")},
-        "exact": parts.about(job.system).exact,
-        "step_s": step_s,
-        "steps_s": [step_s] * segment.measure,
-        "settling_s": [1.0] * (segment.settle // 2) + [step_s] * (segment.settle - segment.settle // 2),
-        "tflops": 200.0,
+        **{name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip")},
+        **{"part": part, "batch": segment.batch, "label": label, "exact": parts.about(job.system).exact},
+        **{"step_s": step_s, "steps_s": [step_s] * segment.measure, "tflops": 200.0, "host_gb": 50.0},
+        "settling_s": [1.0] * slow + [step_s] * (segment.settle - slow),
         "gpu_peak_gb": 12 + 30 * k if ours else GPU_GB.get(job.system, 15.0),
-        "host_gb": 50.0,
-        "host": host,
-        "commit": "c0ffee",
-        "at": at,
-        "command": f"python -m benchmarks.suite {part}",
-        "hardware": {"gpu": "made up"},
-        "versions": {"torch": "0"},
+        **{"host": host, "commit": "c0ffee", "at": at, "command": f"python -m benchmarks.suite {part}"},
+        **{"hardware": {"gpu": "made up"}, "versions": {"torch": "0"}},
     }
     if ours:
-        ks = [0.25] * (segment.settle // 2)
-        ks += [k] * (segment.settle + segment.measure - len(ks))
-        policy = "deadline" if segment.label in ("", "auto", "deadline", "auto from the start") else "fixed"
+        ks = [0.6 if label == "given back" else 0.25] * slow + [k] * (segment.settle + segment.measure - slow)
+        policy = "deadline" if label in ("", "auto", "deadline", "auto from the start") else "fixed"
         found |= {"k": k, "ks": ks, "predicted_step_s": 1.05 * step_s, "stall_s": 0.01, "policy": policy, "moved": 3}
-    if segment.label == "given back":
-        found["ks"][0] = 0.6
     if segment.profile:
-        found["idle"] = {
-            "share": 0.02,
-            "weights": 0.005,
-            "launch": 0.005,
-            "turnaround": 0.01,
-            "copies": 0.0,
-            "other": 0.0,
-        }
+        found["idle"] = {"share": 0.02, "weights": 0.005, "launch": 0.005, "turnaround": 0.01, "copies": 0, "other": 0}
     if segment.digest:
         found["digest"] = "00ff"
     return found

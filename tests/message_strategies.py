@@ -10,10 +10,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from protocol import messages as m
+from protocol.address import ROLES, Address
 from protocol.placement import PLACEMENTS
 
 MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
 COUNTS = st.integers(0, 2**63)
+addresses = st.builds(Address, st.sampled_from(ROLES), COUNTS)
 TEXT = st.text(max_size=20)
 INBOXES = st.sampled_from(("coordinator-0", "trainer-0-12ab34cd"))
 NAMES = st.lists(st.sampled_from(sorted(PLACEMENTS)), max_size=5).map(tuple)
@@ -21,7 +23,6 @@ SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 #: Where not every value of a field's type can be.
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
-    (m.Hello, "role"): st.sampled_from(m.ROLES),
     (m.Hello, "pid"): st.integers(1, 2**31),
     (m.Hello, "inbox"): INBOXES,
     (m.LayerTable, "inbox"): INBOXES,
@@ -30,7 +31,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "threads"): st.none() | st.integers(1, 100),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
-    (m.Calibration, "role"): st.sampled_from(("trainer", "optimizer")),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
     (m.SetThreads, "threads"): st.integers(1, 2**31),
     (m.PositionsLearned, "positions"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
@@ -72,6 +72,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint == tuple[m.Layer, ...]:
         return layers()
+    if hint is Address:
+        return addresses
     if origin is tuple:
         return st.lists(_values(arguments[0]), max_size=4).map(tuple)
     if origin is types.UnionType:

@@ -27,11 +27,13 @@ from hytrain.memory.arena import (
     receive_arena,
     send_arena,
 )
+from protocol.address import Address
 from protocol.codec import WireError, encode
 from protocol.handles import ArenaLayout, HandleError, layout
 from protocol.messages import Goodbye, Layer, Message, PlanesReady, Segment
 
 TOKEN = "token"
+SENDER = Address("optimizer", 0)
 
 
 def layout_of(lid: int = 4, numel: int = 1000) -> ArenaLayout:
@@ -113,7 +115,7 @@ def test_an_arena_begins_as_zeros_of_its_layouts_size(arena: HostArena) -> None:
 
 def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.socket, socket.socket]) -> None:
     here, there = connection
-    send_arena(here, arena, token=TOKEN)
+    send_arena(here, arena, token=TOKEN, sender=SENDER)
     file = receive_arena(there, {3: layout_of(3), 4: LAYOUT}, token=TOKEN)
     assert file.layout == LAYOUT and file.descriptor != arena.descriptor
     assert not os.get_inheritable(file.descriptor)
@@ -180,7 +182,7 @@ def test_the_trainers_view_outlives_the_optimizers_arena(connection: tuple[socke
     here, there = connection
     arena = HostArena(LAYOUT)
     write(arena, "weights", 1, b"w" * 28)
-    send_arena(here, arena, token=TOKEN)
+    send_arena(here, arena, token=TOKEN, sender=SENDER)
     arena.close()
     with closing(receive_arena(there, {4: LAYOUT}, token=TOKEN)) as file:
         assert read(file.map_shared().buffer, "weights", 1) == b"w" * 28
@@ -214,7 +216,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.Monke
 
 
 def announce(to: socket.socket, message: Message | bytes, *descriptors: int, token: str = TOKEN) -> None:
-    frame = message if isinstance(message, bytes) else encode(message, token=token, seq=0)
+    frame = message if isinstance(message, bytes) else encode(message, token=token, sender=SENDER, seq=0)
     socket.send_fds(to, [frame], list(descriptors))
 
 
@@ -226,7 +228,7 @@ READY = PlanesReady(lid=4, nbytes=LAYOUT.nbytes)
     [
         (READY, "another", WireError, "wrong run token"),
         (b"junk", TOKEN, WireError, "not msgpack|not an array"),
-        (Goodbye(role="optimizer", rank=0), TOKEN, ValueError, "expected one arena's descriptor"),
+        (Goodbye(), TOKEN, ValueError, "expected one arena's descriptor"),
         (replace(READY, lid=5), TOKEN, ValueError, "expected one arena's descriptor"),
         (replace(READY, lid=3), TOKEN, HandleError, "arena of layer 3"),
         (replace(READY, nbytes=LAYOUT.nbytes + 1), TOKEN, HandleError, "bytes announced"),
@@ -249,7 +251,7 @@ def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
     with pytest.raises(error, match=reason):
         receive_arena(there, {3: layout_of(3, numel=5000), 4: LAYOUT}, token=TOKEN)
     assert open_descriptors() == before
-    send_arena(here, arena, token=TOKEN)  # the connection goes on
+    send_arena(here, arena, token=TOKEN, sender=SENDER)  # the connection goes on
     receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
 
 
@@ -302,12 +304,12 @@ def test_silence_ends_at_the_deadline(connection: tuple[socket.socket, socket.so
 OPTIMIZER = """
 import os, socket, sys
 sys.path.insert(0, sys.argv[2])
-from test_arena import LAYOUT, TOKEN
+from test_arena import LAYOUT, SENDER, TOKEN
 from hytrain.memory.arena import HostArena, send_arena
 arena = HostArena(LAYOUT)
 os.pwrite(arena.descriptor, b"w" * 28, LAYOUT.handles["weights"][1].offset)
 connection = socket.socket(fileno=int(sys.argv[1]))
-send_arena(connection, arena, token=TOKEN)
+send_arena(connection, arena, token=TOKEN, sender=SENDER)
 connection.recv(1)  # the trainer has written
 assert os.pread(arena.descriptor, 4, LAYOUT.handles["grads"][0].offset) == b"grad"
 """

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hytrain.step.life import TRANSITIONS, Event, Refusal, State
+
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN_SCRIPT = ROOT / "examples/plain_script.py"
+#: What happens to a step, in the order of the rows in docs/architecture.md; BREAK is told below the table.
+EVENTS = [event for event in Event if event is not Event.BREAK]
+PACKAGES = ("hytrain", "workers", "protocol")
 PAGES = (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
@@ -29,6 +34,7 @@ def run(command: list[str], folder: Path) -> str:
 def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to start it print the same losses, from three processes."""
     monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("HYTRAIN_THREADS", "1")  # of two cores, on which other tests run
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it when it is imported
     alone = run([sys.executable, str(PLAIN_SCRIPT)], tmp_path)
     together = run([sys.executable, str(ROOT / "bin/hytrain-cluster"), str(PLAIN_SCRIPT)], tmp_path)
@@ -39,9 +45,11 @@ def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch:
     assert all(alone.count(f"\n{role}: process ") == 1 for role in ("trainer", "optimizer", "coordinator"))
 
 
-def test_readme_tree_is_the_project() -> None:
-    """Each name in the annotated tree exists, and each tracked folder of the top level is in it."""
-    named = tree_paths((ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("page", "least"), [("README.md", 15), ("docs/tree.md", 100)])
+def test_tree_is_the_project(page: str, least: int) -> None:
+    """Each name in a page's annotated tree exists, and each tracked folder of the top level is in it."""
+    named = tree_paths((ROOT / page).read_text(encoding="utf-8"))
+    assert len(named) >= least, "the tree is there"
     assert [path for path in named if not (ROOT / path).exists()] == []
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode == 0:  # not a source archive
@@ -49,9 +57,30 @@ def test_readme_tree_is_the_project() -> None:
         assert folders - {path.partition("/")[0] for path in named} == set()
 
 
-def tree_paths(readme: str) -> list[str]:
-    """The paths in README's tree, where two spaces mean one folder deeper."""
-    block = readme.partition("## The tree")[2].partition("```\n")[2].partition("```")[0]
+def test_tree_has_every_module() -> None:
+    """Each module of the three packages has a line in docs/tree.md."""
+    named = set(tree_paths((ROOT / "docs/tree.md").read_text(encoding="utf-8")))
+    modules = {str(path.relative_to(ROOT)) for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
+    assert {module for module in modules - named if not module.endswith("__init__.py")} == set()
+
+
+def test_architecture_has_the_steps_table() -> None:
+    """docs/architecture.md shows the next state, or the refusal, that life.py has for each state and event."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.partition("| event | IDLE")[2].split("\n\n")[0].splitlines()]
+    shown = {event: row[1:] for event, row in zip(EVENTS, rows[2:], strict=True)}
+    assert shown == {event: [outcome(TRANSITIONS.get((state, event))) for state in State] for event in EVENTS}
+
+
+def outcome(after: State | Refusal | None) -> str:
+    if isinstance(after, Refusal):
+        return "fatal" if after.fatal else "refused"
+    return "–" if after is None else after.name
+
+
+def tree_paths(page: str) -> list[str]:
+    """The paths in a page's tree, where two spaces mean one folder deeper."""
+    block = page.partition("## The tree")[2].partition("```\n")[2].partition("```")[0]
     folders: list[str] = []
     paths = []
     for line in block.splitlines():
@@ -60,7 +89,6 @@ def tree_paths(readme: str) -> list[str]:
         paths.append("".join(folders) + name)
         if name.endswith("/"):
             folders.append(name)
-    assert len(paths) > 50, "the tree is there"
     return paths
 
 

@@ -35,6 +35,7 @@ def test_a_language_model_learns(tmp_path: Path) -> None:
     assert float(loss) < 3.2
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("sklearn")
@@ -42,6 +43,7 @@ def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     assert len(accuracies) == 3 and float(accuracies[-1]) > 70
 
 
+@pytest.mark.slow
 def test_bert_answers_questions(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     [exact] = re.findall(r"^(\d+) of 24 answers are exact$", run("bert_squad.py", tmp_path), re.M)

@@ -6,12 +6,14 @@ Imports point one way, workers → hytrain → protocol. A failure names the fil
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import faults
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,12 +96,19 @@ def test_module_says_what_it_owns(module: str) -> None:
     assert (ROOT / module).with_name("__init__.py").exists(), "its folder has no __init__.py"
 
 
-@pytest.mark.parametrize("module", pure_modules())
-def test_pure_module_does_not_bring_torch(module: str) -> None:
+BRINGS_TORCH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(f"{name} brings torch")
+"""
+
+
+def test_no_pure_module_brings_torch() -> None:
     """Neither by itself nor through what it imports: the launcher pins cores before torch is loaded."""
-    name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    check = f"import sys, {name}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=240)
+    names = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in pure_modules()]
+    subprocess.run([sys.executable, "-c", BRINGS_TORCH, *names], cwd=ROOT, check=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +159,27 @@ def test_tests_that_the_pages_name_exist() -> None:
     assert {page for page, _, _ in named} >= {"architecture.md", "semantics.md"}
     lost = [each for each in named if not re.search(rf"^def {each[2]}\(", (ROOT / each[1]).read_text(), re.MULTILINE)]
     assert lost == []
+
+
+def test_planted_faults_still_apply() -> None:
+    """`python -m tests.faults` can plant each one, and the tests that are to notice it exist."""
+    known = faults.read()
+    assert len({fault.name for fault in known}) == len(known) >= 60
+    assert [(fault.name, fault.places(ROOT)) for fault in known if fault.places(ROOT) != 1] == []
+    for fault in known:
+        for file, _, function in (arguments.split()[0].partition("::") for arguments in fault.tests):
+            text = (ROOT / file).read_text()
+            assert not function or f"def {function.partition('[')[0]}(" in text, f"{fault.name}: {file}::{function}"
+
+
+def test_a_fault_is_caught_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of other packages, which take seconds
+    (tmp_path / "doubling.py").write_text("def double(x):\n    return 2 * x\n")
+    test = "from doubling import double\ndef test_zero():\n    assert double(0) == 0\n"
+    (tmp_path / "test_code.py").write_text(test + "def test_one():\n    assert double(1) == 2\n")
+    made = functools.partial(faults.Fault, name="x", file="doubling.py", old="2 * x", new="x * x")
+    zero, one = ("test_code.py::test_zero",), ("test_code.py -k one",)
+    assert faults.examine(made(tests=one), tmp_path) == (True, "caught by test_code.py::test_one")
+    assert faults.examine(made(tests=zero), tmp_path) == (False, "NOT CAUGHT by test_code.py::test_zero")
+    assert faults.examine(made(tests=one, old="3 * x"), tmp_path)[1].startswith("DOES NOT APPLY")
+    assert (tmp_path / "doubling.py").read_text() == "def double(x):\n    return 2 * x\n"

@@ -241,9 +241,9 @@ def begins_early(real: Any, boundary: Boundary, step: int) -> None:
         boundary._handover.begin(step)
 
 
-def one_is_enough(real: Any, ledger: PlanLedger, ack: m.PlanAck) -> Any:
+def one_is_enough(real: Any, ledger: PlanLedger, role: str, ack: m.PlanAck) -> Any:
     """The plan holds as soon as one side has acknowledged."""
-    return [real(ledger, replace(ack, role=role)) for role in ("trainer", "optimizer")][-1]
+    return [real(ledger, party, ack) for party in ("trainer", "optimizer")][-1]
 
 
 def only_the_last_counts(real: Any, book: PlanBook, plan_id: int, lid: int, updates: str) -> bool:

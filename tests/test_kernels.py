@@ -394,19 +394,22 @@ def test_result_does_not_depend_on_threads(name: str, threads: int) -> None:
     assert_identical(*planes)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+#: (the first pattern, how far the next, how many): lower halves around ties and at both ends; and all patterns.
+AROUND_TIES = [(lower - (1 << 31), 1 << 16, 1 << 16) for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+EVERY = [(begin, 1, 1 << 22) for begin in range(-(1 << 31), 1 << 31, 1 << 22)]
+SLOW_EVERY = pytest.param(EVERY, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+
+
+@pytest.mark.parametrize("ranges", [AROUND_TIES, SLOW_EVERY], ids=["ties", "all"])
 @pytest.mark.parametrize("name", [EXACT[0], EXACT[2]])
-def test_split_inside_the_kernel_over_all_patterns(name: str) -> None:
+def test_split_inside_the_kernel(name: str, ranges: list[tuple[int, int, int]]) -> None:
     """With a learning rate of zero an update is a join and a split, and must change nothing."""
     update, step = open_update(name), scalars(dataclasses.replace(HYPER, lr=0.0), 1)
-    chunk = 1 << 22
-    grads = torch.zeros(chunk, dtype=torch.bfloat16)
-    for begin in range(-(1 << 31), 1 << 31, chunk):
-        master = torch.arange(begin, begin + chunk, dtype=torch.int32).view(torch.float32)
+    for first, stride, count in ranges:
+        master = torch.arange(first, first + stride * count, stride).to(torch.int32).view(torch.float32)
         expected = Planes.of(master, "bfloat16")
         planes = expected.map(Tensor.clone)
-        update(planes, grads, step)
+        update(planes, torch.zeros(count, dtype=torch.bfloat16), step)
         assert torch.equal(planes.weights.view(torch.int16), expected.weights.view(torch.int16))
         assert torch.equal(planes.remainder, expected.remainder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernel, kernel_rows
+from benchmarks import kernel
 from hytrain.kernels.choice import load
 from protocol.handles import PLANES
 from workers.update_queue import TILE_NUMEL
@@ -67,10 +67,10 @@ def test_summary_compares_like_with_like() -> None:
 @pytest.mark.parametrize("flag", ["-DHYTRAIN_PREFETCH=0", "-DHYTRAIN_PREFETCH=512"])
 @pytest.mark.parametrize("numel", [1, 4096, 3 * 4096 + 77])
 def test_stream_reads_and_writes_every_element(numel: int, flag: str) -> None:
-    planes = kernel_rows.Planes(numel, "bfloat16", load("native", 2)[0])
+    planes = kernel.Planes(numel, "bfloat16", load("native", 2)[0])
     before = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
-    with kernel_rows.compiled_with(flag):
-        stream = kernel_rows.Stream()
+    with kernel.compiled_with(flag):
+        stream = kernel.Stream()
     stream.over(planes, tile=4096, threads=2).run()
     after = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
     assert after["grads"] == before["grads"]
@@ -90,8 +90,8 @@ def flipped(before: bytes, after: bytes, width: int) -> list[int]:
 
 
 def test_copy_copies_all() -> None:
-    planes = kernel_rows.Planes(1001, "bfloat16", load("native", 2)[0])
-    kernel_rows.Stream().copy(planes, threads=3).run()
+    planes = kernel.Planes(1001, "bfloat16", load("native", 2)[0])
+    kernel.Stream().copy(planes, threads=3).run()
     assert bytes(planes.buffer("exp_avg")) == bytes(planes.buffer("exp_avg_sq"))
     planes.arena.close()
 

@@ -14,10 +14,9 @@ from hytrain.model.layers import (
     FALLBACK_LAYERS,
     ModelLayer,
     find_blocks,
-    is_dense,
     split_layers,
-    storage_order,
 )
+from hytrain.tensors import flat, is_dense
 
 
 def split(model: nn.Module, piece_numel: int | None = None) -> list[ModelLayer]:
@@ -141,6 +140,13 @@ def test_the_largest_list_of_blocks_counts() -> None:
     model.empty = nn.ModuleList([nn.ReLU() for _ in range(20)])
     assert find_blocks(model) == list(model.large)
     assert names(split(model)) == ["small.0", "large.0", "large.1", "large.2"]
+
+
+def test_the_blocks_are_not_the_parts_of_the_model_around_them() -> None:
+    """The outer list has more parameters, but most of them are in one of its parts."""
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = nn.Sequential(nn.Embedding(8, 16), blocks, nn.Linear(16, 8))
+    assert find_blocks(model) == list(blocks)
 
 
 def test_a_block_that_runs_several_times_is_one_layer() -> None:
@@ -298,6 +304,7 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
         (torch.zeros(6)[2:5], True),
         (torch.zeros(()), True),
         (torch.zeros(4, 1)[:, :1], True),
+        (torch.zeros(8).as_strided((1, 4), (9, 1)), True),
         (torch.zeros(1, 4).expand(3, 4), False),
         (torch.zeros(6)[::2], False),
         (torch.zeros(4, 4)[:, :2], False),
@@ -309,13 +316,13 @@ def test_dense_tensors_fill_one_stretch_of_memory(tensor: torch.Tensor, dense: b
     assert is_dense(tensor) == dense
 
 
-def test_storage_order_is_a_view_of_what_lies_there() -> None:
+def test_flat_is_a_view_of_what_lies_there() -> None:
     whole = torch.arange(14)
     tensor = whole[2:].view(3, 4).t()
-    flat = storage_order(tensor)
-    assert torch.equal(flat, whole[2:]) and flat.data_ptr() == tensor.data_ptr()
+    elements = flat(tensor)
+    assert torch.equal(elements, whole[2:]) and elements.data_ptr() == tensor.data_ptr()
     version = tensor._version
-    flat[0] = 9
+    elements[0] = 9
     assert tensor[0, 0] == 9 and tensor._version > version
 
 

@@ -29,12 +29,7 @@ LEAKS = {  # kind: (a test's body, what is said about it)
         "process * (*): *sleep(60)",
     ),
     "descriptor": ("kept.append(os.pipe())", "file descriptor * -> pipe:*"),
-    "shared_memory": (
-        """name = f"/dev/shm/leak-check-{os.getpid()}"
-    request.getfixturevalue("remove_later").append(name)
-    open(name, "w").close()""",
-        "shared memory /dev/shm/leak-check-*",
-    ),
+    "shared_memory": ("kept.append(os.memfd_create('planes'))", "file descriptor * -> /memfd:planes *"),
     "socket_folder": (
         """with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.join(tempfile.mkdtemp(), "s"))""",
@@ -46,48 +41,38 @@ CLEAN = """with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirec
         server.bind(os.path.join(folder, "s"))
         subprocess.Popen([sys.executable, "-c", "pass"], start_new_session=True).wait()"""
 
-REMOVE_LATER = """
-@pytest.fixture(scope="session")
-def remove_later():
-    names = []
-    yield names
-    for name in names:
-        os.unlink(name)
+UNMARKED = """
+import os, pytest
+def test_unmarked():
+    os.pipe()
+@pytest.mark.slow
+def test_slow():
+    pass
 """
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester) -> pytest.Pytester:
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A test run of its own under the project's conftest, which gives up sooner."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of other packages, which take seconds
     source = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     assert "GRACE_S = 10.0" in source
-    pytester.makeconftest(source.replace("GRACE_S = 10.0", "GRACE_S = 0.1") + REMOVE_LATER)
+    pytester.makeconftest(source.replace("GRACE_S = 10.0", "GRACE_S = 0.1"))
     pytester.makeini("[pytest]\nmarkers =\n    spawns\n    gpu\n    slow\n")
     return pytester
 
 
-def test_each_kind_of_leak_is_found(inner: pytest.Pytester) -> None:
-    bodies = (f"def test_{kind}(request):\n    {body}\n" for kind, (body, _) in LEAKS.items())
-    inner.makepyfile(PREAMBLE + "\n".join(bodies))
+def test_each_kind_of_leak_is_found_in_marked_tests_and_clean_ones_pass_after_it(inner: pytest.Pytester) -> None:
+    bodies = [f"def test_{kind}():\n    {body}\n" for kind, (body, _) in LEAKS.items()]
+    inner.makepyfile(test_marked=PREAMBLE + "\n".join([*bodies, f"def test_clean():\n    {CLEAN}\n"]))
+    inner.makepyfile(test_unmarked=UNMARKED)
     result = inner.runpytest_subprocess()
-    result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
+    result.assert_outcomes(passed=len(LEAKS) + 2, errors=len(LEAKS), skipped=1)
     for kind, (_, said) in LEAKS.items():
         result.stdout.fnmatch_lines([f"*ERROR at teardown of test_{kind} *", "left behind:", f"  {said}"])
 
 
-def test_clean_tests_pass_even_after_a_leak(inner: pytest.Pytester) -> None:
-    leak, _ = LEAKS["process"]
-    inner.makepyfile(PREAMBLE + f"def test_leak():\n    {leak}\ndef test_clean():\n    {CLEAN}\n")
-    inner.runpytest_subprocess().assert_outcomes(passed=2, errors=1)
-
-
-def test_only_marked_tests_are_checked(inner: pytest.Pytester) -> None:
-    inner.makepyfile("import os\ndef test_leak():\n    os.pipe()\n")
-    inner.runpytest_subprocess().assert_outcomes(passed=1)
-
-
-def test_slow_tests_run_when_asked_for(inner: pytest.Pytester) -> None:
+@pytest.mark.parametrize("asked", [["-m", "slow"], ["--run-slow"]], ids=" ".join)
+def test_slow_tests_run_when_asked_for(asked: list[str], inner: pytest.Pytester) -> None:
     inner.makepyfile("import pytest\n@pytest.mark.slow\ndef test_slow():\n    pass\n")
-    inner.runpytest_subprocess().assert_outcomes(skipped=1)
-    inner.runpytest_subprocess("-m", "slow").assert_outcomes(passed=1)
-    inner.runpytest_subprocess("--run-slow").assert_outcomes(passed=1)
+    inner.runpytest_subprocess(*asked).assert_outcomes(passed=1)

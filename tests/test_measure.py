@@ -15,6 +15,7 @@ from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step import measure
 from hytrain.step.measure import Meter
+from protocol.address import Address
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.
@@ -31,9 +32,10 @@ class Mark:
 class FakeClock:
     """A device whose time is `now_s`, and which has passed all marks up to `passed_s`. Marks come from a pool."""
 
+    runs_ahead = True
+
     def __init__(self) -> None:
         self.now_s, self.passed_s = 0.0, float("inf")
-        self.dry_until_s = -float("inf")  # marks up to then were passed before the next work was launched
         self.pool: list[Mark] = []
         self.made = self.anchored = 0
 
@@ -57,9 +59,6 @@ class FakeClock:
         assert mark.in_use
         return mark.at_s <= self.passed_s
 
-    def runs_dry(self, mark: Mark) -> bool:
-        return mark.at_s <= min(self.passed_s, self.dry_until_s)
-
     def seconds(self, span: Span) -> float:
         assert span[0].in_use and span[1].in_use
         return float(span[1].at_s - span[0].at_s)
@@ -82,17 +81,33 @@ class FakeClock:
 NUMELS = [10, 10, 30]
 
 
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def meter(clock: FakeClock) -> Meter:
+    return Meter(clock, NUMELS)
+
+
+@pytest.fixture
+def timeline(clock: FakeClock, tmp_path: Path) -> Meter:
+    """A meter that draws."""
+    return Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
+
+
 def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
     """Forward over layer 0 and a module of 1 and 2, backward, with 1 on the GPU and the others on the CPU."""
     t = start_s
     meter_forward(meter, clock, (0,), t, t + 1)  # waits 1 s for weights
     meter_forward(meter, clock, (1, 2), t + 4, t + 4.5)
     meter_backward(meter, clock, 2, t + 10.5)
-    meter.span("d2h_s", 2, clock.span(t + 10.6, t + 11.6))
+    meter.span("d2h_s", 2, 0, clock.span(t + 10.6, t + 11.6))
     meter_backward(meter, clock, 1, t + 12)
-    meter.span("gpu_update_s", 1, clock.span(t + 12, t + 12.25))
+    meter.span("gpu_update_s", 1, 0, clock.span(t + 12, t + 12.25))
     meter_backward(meter, clock, 0, t + 15)
-    meter.span("d2h_s", 0, clock.span(t + 15, t + 15.5))
+    meter.span("d2h_s", 0, 0, clock.span(t + 15, t + 15.5))
 
 
 def meter_forward(meter: Meter, clock: FakeClock, lids: tuple[int, ...], arrived_s: float, went_s: float) -> None:
@@ -112,9 +127,7 @@ def end(meter: Meter, clock: FakeClock, step: int, at_s: float) -> dict[int, Lay
     return {times.lid: times for times in meter.end_step(step)}
 
 
-def test_a_step_is_taken_apart() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_a_step_is_taken_apart(clock: FakeClock, meter: Meter) -> None:
     record(meter, clock)
     times = end(meter, clock, 0, 16.0)
     assert meter.measured == 0 and meter.stall_s == pytest.approx(1.5)
@@ -124,30 +137,28 @@ def test_a_step_is_taken_apart() -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
-def test_the_share_of_backwards_that_wait_for_launches() -> None:
+def test_the_share_of_backwards_that_wait_for_launches(clock: FakeClock, meter: Meter) -> None:
     """The device had passed the mark before when the next one was left. How long a pause was does not matter."""
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
-    clock.dry_until_s = 5.0  # in forward after a stall, which says nothing
+    clock.passed_s = 5.0  # in forward after a stall, which says nothing
     meter_forward(meter, clock, (0,), 0, 1)
     meter_forward(meter, clock, (1,), 3, 3)
     meter_forward(meter, clock, (2,), 6, 6)
     meter_backward(meter, clock, 2, 8)
-    clock.dry_until_s = 20.0
+    clock.passed_s = 20.0
     meter_backward(meter, clock, 1, 18)
-    clock.dry_until_s = 0.0
+    clock.passed_s = 0.0
     meter_backward(meter, clock, 0, 21)
+    clock.passed_s = 21.0
     end(meter, clock, 0, 21.0)
     assert meter.starved == pytest.approx(1 / 3)
     meter_forward(meter, clock, (0,), 30, 31)
     meter_backward(meter, clock, 0, 32)
+    clock.passed_s = 33.0
     end(meter, clock, 1, 33.0)
     assert meter.starved == 0.0
 
 
-def test_of_several_backwards_the_first_forward_and_the_last_backward_count() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_of_several_backwards_the_first_forward_and_the_last_backward_count(clock: FakeClock, meter: Meter) -> None:
     meter_forward(meter, clock, (0,), 0, 0)
     meter_forward(meter, clock, (2,), 2, 2)
     for at_s in (5.0, 20.0, 40.0):
@@ -167,21 +178,17 @@ def test_of_several_backwards_the_first_forward_and_the_last_backward_count() ->
     assert meter.middle_s == 0.0
 
 
-def test_without_overlap_updates_follow_the_whole_backward() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_without_overlap_updates_follow_the_whole_backward(clock: FakeClock, meter: Meter) -> None:
     meter_forward(meter, clock, (0,), 0, 0)
     for lid, at_s in ((2, 3.0), (1, 5.0), (0, 8.0)):
         meter_backward(meter, clock, lid, at_s)
-    meter.span("gpu_update_s", 2, clock.span(9.0, 10.0))
-    meter.span("gpu_update_s", 1, clock.span(10.0, 11.0))
+    meter.span("gpu_update_s", 2, 0, clock.span(9.0, 10.0))
+    meter.span("gpu_update_s", 1, 0, clock.span(10.0, 11.0))
     times = end(meter, clock, 0, 12.0)
     assert [times[lid].backward_s for lid in (2, 1, 0)] == [2.0, 2.0, 3.0]
 
 
-def test_nothing_is_measured_before_the_device_has_passed_it() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, meter: Meter) -> None:
     clock.passed_s = 15.9  # the step's own end is still ahead
     record(meter, clock)
     assert end(meter, clock, 0, 16.0) == {} and meter.measured is None
@@ -193,26 +200,24 @@ def test_nothing_is_measured_before_the_device_has_passed_it() -> None:
     assert end(meter, clock, 2, 56.0)[0].stall_s == 1.0 and meter.measured == 1
 
 
-def test_a_step_whose_copy_is_late_waits_for_it() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_a_step_whose_copy_is_late_waits_for_it(clock: FakeClock, meter: Meter) -> None:
     record(meter, clock)
-    meter.span("d2h_s", 2, clock.span(16.0, 99.0))
+    meter.span("d2h_s", 2, 0, clock.span(16.0, 99.0))
     clock.passed_s = 50.0
     assert end(meter, clock, 0, 17.0) == {}
 
 
-def test_weights_that_come_back_late_belong_to_their_own_step(tmp_path: Path) -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
-    record(meter, clock)
-    meter.span("h2d_s", 2, clock.span(13.0, 14.0))
-    end(meter, clock, 0, 16.0)
-    meter.span("h2d_s", 0, clock.span(16.5, 17.0))  # after the step's end
-    record(meter, clock, 20.0)
-    meter.span("h2d_s", 2, clock.span(33.0, 34.0))
-    assert end(meter, clock, 1, 36.0)[0].h2d_s == 0.5
-    meter.close()
+def test_weights_that_come_back_late_belong_to_their_own_step(
+    tmp_path: Path, clock: FakeClock, timeline: Meter
+) -> None:
+    record(timeline, clock)
+    timeline.span("h2d_s", 2, 0, clock.span(13.0, 14.0))
+    end(timeline, clock, 0, 16.0)
+    timeline.span("h2d_s", 0, 0, clock.span(16.5, 17.0))  # after the step's end
+    record(timeline, clock, 20.0)
+    timeline.span("h2d_s", 2, 1, clock.span(33.0, 34.0))
+    assert end(timeline, clock, 1, 36.0)[0].h2d_s == 0.5
+    timeline.close()
     assert [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")] == [
         (2, 0),
         (0, 0),
@@ -220,9 +225,7 @@ def test_weights_that_come_back_late_belong_to_their_own_step(tmp_path: Path) ->
     ]
 
 
-def test_a_forward_without_backward_is_no_part_of_the_step() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_a_forward_without_backward_is_no_part_of_the_step(clock: FakeClock, meter: Meter) -> None:
     meter.restart()
     meter_forward(meter, clock, (0,), 0.0, 9.0)  # an evaluation
     meter.restart()
@@ -236,10 +239,8 @@ def test_a_step_without_marks_has_no_times() -> None:
     assert end(Meter(clock, NUMELS), clock, 0, 1.0) == {}
 
 
-def test_marks_are_used_again_and_never_twice_at_a_time() -> None:
+def test_marks_are_used_again_and_never_twice_at_a_time(clock: FakeClock, meter: Meter) -> None:
     """`FakeClock` refuses to give one out that is in use, and to take one back twice."""
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
     made = []
     for step in range(12):
         meter.restart()
@@ -250,9 +251,7 @@ def test_marks_are_used_again_and_never_twice_at_a_time() -> None:
     assert made[-1] == made[1] == 2 * made[0], "two steps' marks are enough for ever"
 
 
-def test_a_device_that_never_passes_anything_is_given_up() -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS)
+def test_a_device_that_never_passes_anything_is_given_up(clock: FakeClock, meter: Meter) -> None:
     clock.passed_s = -1.0
     for step in range(measure.MAX_OPEN_STEPS + 5):
         record(meter, clock, 20.0 * step)
@@ -278,12 +277,10 @@ def seconds(span: dict[str, Any]) -> tuple[float, float]:
     return round(span["ts"] / 1e6 - ANCHOR_S, 6), round((span["ts"] + span["dur"]) / 1e6 - ANCHOR_S, 6)
 
 
-def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
-    record(meter, clock, 100.0)
-    end(meter, clock, 0, 116.0)
-    meter.close()
+def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    record(timeline, clock, 100.0)
+    end(timeline, clock, 0, 116.0)
+    timeline.close()
     drawn = {(span["track"], span["name"]): seconds(span) for span in spans(tmp_path) if span["name"] != "forward b"}
     assert drawn == {
         ("step", "step 0"): (100.0, 116.0),
@@ -300,45 +297,41 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path) -> None:
     assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
 
 
-def test_two_marks_without_work_between_are_no_stall(tmp_path: Path) -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
-    meter_forward(meter, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
-    meter_forward(meter, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
-    end(meter, clock, 0, 2.0)
-    meter.close()
+def test_two_marks_without_work_between_are_no_stall(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    meter_forward(timeline, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
+    meter_forward(timeline, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
+    end(timeline, clock, 0, 2.0)
+    timeline.close()
     assert [span["name"] for span in spans(tmp_path) if span["args"].get("kind") == "stall"] == ["stall b"]
 
 
 @pytest.mark.parametrize(("jump_s", "lanes"), [(measure.MAX_JUMP_S / 2, {"D2H"}), (0.5, {"D2H", "D2H 2"})])
-def test_a_new_anchor_does_not_draw_one_span_into_the_other(tmp_path: Path, jump_s: float, lanes: set[str]) -> None:
+def test_a_new_anchor_does_not_draw_one_span_into_the_other(
+    tmp_path: Path, clock: FakeClock, timeline: Meter, jump_s: float, lanes: set[str]
+) -> None:
     """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
-    meter.span("d2h_s", 0, clock.span(0.0, 1.0))
-    meter.span("d2h_s", 1, clock.span(1.0 - jump_s, 2.0))
-    end(meter, clock, 0, 3.0)
-    meter.close()
+    timeline.span("d2h_s", 0, 0, clock.span(0.0, 1.0))
+    timeline.span("d2h_s", 1, 0, clock.span(1.0 - jump_s, 2.0))
+    end(timeline, clock, 0, 3.0)
+    timeline.close()
     drawn = [span for span in spans(tmp_path) if span["args"].get("kind") == "D2H"]
     assert {span["track"] for span in drawn} == lanes
 
 
-def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path) -> None:
-    clock = FakeClock()
-    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, "trainer"), names="abc")
+def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
     clock.passed_s = -1.0
-    record(meter, clock)
-    end(meter, clock, 0, 16.0)
-    record(meter, clock, 20.0)
-    end(meter, clock, 1, 36.0)
-    meter.span("h2d_s", 0, clock.span(36.5, 37.0))
+    record(timeline, clock)
+    end(timeline, clock, 0, 16.0)
+    record(timeline, clock, 20.0)
+    end(timeline, clock, 1, 36.0)
+    timeline.span("h2d_s", 0, 0, clock.span(36.5, 37.0))
     clock.passed_s = 35.0
-    meter.close()
+    timeline.close()
     assert {span["args"]["step"] for span in spans(tmp_path)} == {0}
 
 
 def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
-    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, "trainer"), 3)):
+    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, Address("trainer", 0)), 3)):
         clock = FakeClock()
         meter = Meter(clock, NUMELS, trace=writer, names="abc")
         for step in range(2):
@@ -355,7 +348,7 @@ def test_copies_are_noted_by_another_thread() -> None:
 
     def note() -> None:
         for _ in range(2000):
-            meter.span("h2d_s", 0, (0.0, 1.0))
+            meter.span("h2d_s", 0, 0, (0.0, 1.0))
 
     thread = threading.Thread(target=note)
     thread.start()

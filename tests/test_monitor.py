@@ -18,6 +18,7 @@ import pytest
 
 from hytrain.config import Cluster
 from protocol import messages as m
+from protocol.address import Address
 from workers import monitor
 from workers import monitor_view as view
 from workers.monitor_view import Snapshot, Usage
@@ -223,7 +224,7 @@ def status(**changed: Any) -> m.Status:
         "run_name": "demo",
         "run_dir": "/runs/demo",
         "record": json.dumps(RECORD),
-        "processes": (m.Process(role="trainer", rank=0, pid=7, detail="[on] cpu"),),
+        "processes": (m.Process(address=Address("trainer", 0), pid=7, detail="[on] cpu"),),
         "layer_names": ("a", "b"),
         "layer_numels": (1, 3),
         "layer_positions": (0, 1),
@@ -279,10 +280,8 @@ def test_a_line_has_what_the_record_has() -> None:
 def test_the_table_says_who_owns_what_and_why() -> None:
     pytest.importorskip("rich")
     usage = Usage(cores=(0, 1, 4), rss_bytes=2**30, cpu_s=5.0, cpu_share=1.5)
-    shown = Snapshot(
-        status(),
-        ((status().processes[0], usage), (m.Process(role="optimizer", rank=0, pid=8, detail="on cores 2"), None)),
-    )
+    gone = m.Process(address=Address("optimizer", 0), pid=8, detail="on cores 2")
+    shown = Snapshot(status(), ((status().processes[0], usage), (gone, None)))
     text = view.as_text(shown)
     assert "█░   █ GPU 1 layers, 25%   ░ CPU 1 layers, 75%" in text
     assert "0.250   deadline: [k] is in time" in text, "brackets are text, not rich's markup"

@@ -27,8 +27,8 @@ def plan(plan_id: int = 0, step: int = 5, gpu_lids: tuple[int, ...] = (0, 2)) ->
     )
 
 
-def ack(role: str, plan_id: int = 0, accepted: bool = True) -> PlanAck:
-    return PlanAck(plan_id=plan_id, role=role, accepted=accepted, reason="" if accepted else "cannot")
+def ack(plan_id: int = 0, accepted: bool = True) -> PlanAck:
+    return PlanAck(plan_id=plan_id, accepted=accepted, reason="" if accepted else "cannot")
 
 
 def applied(plan_id: int = 0, gpu_lids: tuple[int, ...] = (0, 2)) -> PlanApplied:
@@ -55,7 +55,7 @@ def test_gpu_fraction() -> None:
 
 def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
     assert book.due(5) is None
-    assert book.on_plan(plan()) == ack("trainer")
+    assert book.on_plan(plan()) == ack()
     assert book.due(5) is None and not book.holds
     book.on_reassign(Reassign(plan_id=0))
     book.check()
@@ -119,7 +119,7 @@ def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> Non
 def test_a_proposal_that_cannot_hold_is_refused(book: PlanBook, proposal: Plan, reason: str) -> None:
     book.on_plan(plan(0))
     book.on_reassign(Reassign(plan_id=0))
-    assert book.on_plan(proposal) == PlanAck(plan_id=1, role="trainer", accepted=False, reason=reason)
+    assert book.on_plan(proposal) == PlanAck(plan_id=1, accepted=False, reason=reason)
     assert book.due(5) == plan(0)
     assert not book.allows(1, 0, "gpu")
     book.check()
@@ -152,10 +152,10 @@ def test_what_was_not_agreed_cannot_hold_or_be_settled(book: PlanBook) -> None:
 def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: tuple[str, str]) -> None:
     ledger.propose(plan())
     assert ledger.busy and ledger.next_id == 1
-    assert ledger.on_ack(ack(order[0])) is None
-    assert ledger.on_ack(ack(order[0])) is None
-    assert ledger.on_ack(ack(order[1])) == Reassign(plan_id=0)
-    assert ledger.on_ack(ack(order[1])) is None
+    assert ledger.on_ack(order[0], ack()) is None
+    assert ledger.on_ack(order[0], ack()) is None
+    assert ledger.on_ack(order[1], ack()) == Reassign(plan_id=0)
+    assert ledger.on_ack(order[1], ack()) is None
     ledger.check()
     ledger.on_applied(applied())
     assert ledger.placements == on_gpu(0, 2) and not ledger.busy
@@ -164,8 +164,8 @@ def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: 
 
 def test_the_owners_are_those_that_the_trainer_names(ledger: PlanLedger) -> None:
     ledger.propose(plan())
-    ledger.on_ack(ack("trainer"))
-    ledger.on_ack(ack("optimizer"))
+    ledger.on_ack("trainer", ack())
+    ledger.on_ack("optimizer", ack())
     ledger.on_applied(applied(gpu_lids=(1,)))
     assert ledger.placements == on_gpu(1) and not ledger.busy
     ledger.propose(plan(1))
@@ -173,23 +173,23 @@ def test_the_owners_are_those_that_the_trainer_names(ledger: PlanLedger) -> None
 
 def test_a_refusal_ends_the_proposal(ledger: PlanLedger) -> None:
     ledger.propose(plan())
-    ledger.on_ack(ack("optimizer"))
-    assert ledger.on_ack(ack("trainer", accepted=False)) is None
+    ledger.on_ack("optimizer", ack())
+    assert ledger.on_ack("trainer", ack(accepted=False)) is None
     assert not ledger.busy
-    assert ledger.on_ack(ack("trainer")) is None
+    assert ledger.on_ack("trainer", ack()) is None
     ledger.propose(plan(1))
-    assert ledger.on_ack(ack("optimizer", 0)) is None  # of the plan before
-    assert ledger.on_ack(ack("monitor", 1)) is None
-    assert ledger.on_ack(ack("trainer", 1)) is None
-    assert ledger.on_ack(ack("optimizer", 1)) == Reassign(plan_id=1)
+    assert ledger.on_ack("optimizer", ack(0)) is None  # of the plan before
+    assert ledger.on_ack("monitor", ack(1)) is None
+    assert ledger.on_ack("trainer", ack(1)) is None
+    assert ledger.on_ack("optimizer", ack(1)) == Reassign(plan_id=1)
     ledger.check()
 
 
 def test_a_refusal_after_the_commitment_comes_too_late(ledger: PlanLedger) -> None:
     ledger.propose(plan())
-    ledger.on_ack(ack("trainer"))
-    ledger.on_ack(ack("optimizer"))
-    ledger.on_ack(ack("optimizer", accepted=False))
+    ledger.on_ack("trainer", ack())
+    ledger.on_ack("optimizer", ack())
+    ledger.on_ack("optimizer", ack(accepted=False))
     assert ledger.busy
     ledger.on_applied(applied())
     assert not ledger.busy
@@ -209,7 +209,7 @@ def test_what_was_not_committed_cannot_have_been_applied(ledger: PlanLedger, ack
         ledger.on_applied(applied())
     ledger.propose(plan())
     for role in acks:
-        ledger.on_ack(ack(role))
+        ledger.on_ack(role, ack())
     with pytest.raises(OwnershipError, match="was not committed"):
         ledger.on_applied(applied())
     assert ledger.placements == ON_CPU
@@ -217,8 +217,8 @@ def test_what_was_not_committed_cannot_have_been_applied(ledger: PlanLedger, ack
 
 def test_another_plan_than_the_committed_one_cannot_have_been_applied(ledger: PlanLedger) -> None:
     ledger.propose(plan())
-    ledger.on_ack(ack("trainer"))
-    ledger.on_ack(ack("optimizer"))
+    ledger.on_ack("trainer", ack())
+    ledger.on_ack("optimizer", ack())
     with pytest.raises(OwnershipError, match=r"PlanApplied\(1\)"):
         ledger.on_applied(applied(1))
     with pytest.raises(OwnershipError, match="1 placements for 3 layers"):
@@ -248,7 +248,7 @@ def test_any_events(events: list[tuple[Any, ...]]) -> None:
                 assert committed and committed[-1] == arguments[0]
             else:
                 accepted.setdefault(arguments[0], set()).update({name} if arguments[1] else ())
-                reassign = ledger.on_ack(ack(name, *arguments))
+                reassign = ledger.on_ack(name, ack(*arguments))
                 if reassign is not None:
                     assert accepted[reassign.plan_id] == {"trainer", "optimizer"}
                     committed.append(reassign.plan_id)

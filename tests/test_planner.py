@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_layers import NONE, made
 
 from hytrain.planner import (
     ClippedShare,
     Decision,
     Infeasible,
-    LayerFacts,
     LayerProfile,
     Limits,
-    MeasurementBook,
     Profile,
     ahead,
     balance_k,
@@ -32,17 +30,11 @@ from hytrain.planner import (
     simulate,
     twin_flow_k,
 )
-from hytrain.planner.ladder import Steps, build_ladder, search
-
-NONE: frozenset[int] = frozenset()
 
 
 def layer(position: int, **changes: float) -> LayerProfile:
     """Lids run against positions, so that mixing them up is seen."""
-    usual = {"forward_s": 1.0, "backward_s": 2.0, "d2h_s": 0.0, "h2d_s": 0.0, "cpu_update_s": 3.0}
-    usual |= {"gpu_update_s": 0.5, "numel": 100} | changes
-    sizes = {"gpu_state_bytes": 10 * usual["numel"], "host_bytes": 14 * usual["numel"]}
-    return LayerProfile(lid=1000 - position, position=position, **(sizes | usual))  # type: ignore[arg-type]
+    return made(position, **{"lid": 1000 - position} | changes)
 
 
 def uniform(count: int, **changes: float) -> Profile:
@@ -78,7 +70,8 @@ def subsets(profile: Profile) -> st.SearchStrategy[frozenset[int]]:
 
 
 def test_two_layers_in_one_tile_each() -> None:
-    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0), NONE)
+    two = uniform(2, d2h_s=1.0, h2d_s=1.0)
+    timeline = simulate(two, NONE)
     first, second = 1000, 999
     assert set(timeline.events) == {
         ("backward", second, 0, 2),
@@ -95,36 +88,11 @@ def test_two_layers_in_one_tile_each() -> None:
     }
     assert (timeline.step_s, timeline.gpu_busy_s, timeline.cpu_busy_s) == (12, 6, 6)
     assert timeline.stalls_s == {first: 6}
-
-
-def test_a_lower_rank_takes_over_at_the_end_of_the_tile() -> None:
-    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0, backward_s=1.5), NONE, tile_numel=34)  # tiles of 1 s
-    # The first layer lands at 4.0, in the middle of the second layer's tile from 3.5 to 4.5.
-    assert [event for event in timeline.events if event[0] == "cpu_update"] == [
-        ("cpu_update", 999, 2.5, 4.5),
-        ("cpu_update", 1000, 4.5, 7.5),
-        ("cpu_update", 999, 7.5, 8.5),
-    ]
-    assert timeline.stalls_s == {1000: 5.5}
-    assert timeline.step_s == 10.5  # the second layer's weights are back at 9.5, just when they are needed
-
-
-def test_a_layer_of_the_gpu_is_updated_inside_backward() -> None:
-    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0), lids(0))
-    assert ("gpu_update", 1000, 4, 4.5) in timeline.events
-    assert ("forward", 1000, 4.5, 5.5) in timeline.events
-    assert timeline.stalls_s == {999: 1.5}  # its trip ends at 7
-    assert (timeline.step_s, timeline.gpu_busy_s, timeline.cpu_busy_s) == (8, 6.5, 3)
-
-
-def test_copies_queue_on_a_slow_link() -> None:
-    """As a constant, a copy of 5 s would land the first layer at 6 + 5; behind two others it lands at 17."""
-    timeline = simulate(uniform(3, d2h_s=5.0, cpu_update_s=0.0), NONE)
-    assert [event[2:] for event in timeline.events if event[0] == "d2h"] == [(2, 7), (7, 12), (12, 17)]
-    assert timeline.stalls_s == {1000: 11}
+    assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
     profile = data.draw(profiles)
     timeline = simulate(profile, data.draw(subsets(profile)), tile_numel=data.draw(tile_numels))
@@ -149,6 +117,7 @@ def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject)
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> None:
     profile = data.draw(profiles)
     owned = data.draw(subsets(profile))
@@ -158,31 +127,9 @@ def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> No
     assert timeline.gpu_busy_s == pytest.approx(work_s)
     assert timeline.step_s == pytest.approx(timeline.gpu_busy_s + timeline.stall_s)
     assert timeline.step_s >= timeline.cpu_busy_s * (1 - 1e-9)
+    cpu_s = sum(layer.cpu_update_s for layer in profile.layers if layer.lid not in owned)
+    assert timeline.cpu_busy_s == pytest.approx(cpu_s)
     assert all(stall_s > 0 for stall_s in timeline.stalls_s.values()) and not timeline.stalls_s.keys() & owned
-
-
-@given(st.data())
-def test_one_more_layer_for_the_gpu_is_less_work_for_the_cpu(data: st.DataObject) -> None:
-    profile = data.draw(profiles)
-    owned = data.draw(subsets(profile))
-    more = owned | {data.draw(st.sampled_from(sorted(profile.lids)))}
-    assert simulate(profile, more).cpu_busy_s <= simulate(profile, owned).cpu_busy_s * (1 + 1e-9)
-
-
-@given(st.data(), st.sampled_from([2.0**-20, 0.5, 4.0, 1024.0]))
-def test_units_do_not_matter(data: st.DataObject, factor: float) -> None:
-    """Powers of two, so that the comparison can be exact."""
-    profile = data.draw(profiles)
-    owned = data.draw(subsets(profile))
-    scaled = Profile(
-        layers=tuple(
-            replace(x, **{f.name: getattr(x, f.name) * factor for f in fields(x) if f.name.endswith("_s")})
-            for x in profile.layers
-        )
-    )
-    plain, other = simulate(profile, owned, tile_numel=100), simulate(scaled, owned, tile_numel=100)
-    assert other.step_s == plain.step_s * factor
-    assert other.events == tuple((kind, lid, a * factor, b * factor) for kind, lid, a, b in plain.events)
 
 
 def test_unknown_layers_are_refused() -> None:
@@ -196,6 +143,7 @@ whole = st.integers(0, 12)
 
 
 @given(n=st.integers(1, 14), k=st.integers(0, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
+@settings(deadline=None)
 def test_the_deadlines_of_uniform_layers(n: int, k: int, t_b: int, t_f: int, c: int, g: int) -> None:
     """In whole seconds with tiles of one second, every layer lands at a tile's end: preemption is exact."""
     k = min(k, n)
@@ -205,6 +153,7 @@ def test_the_deadlines_of_uniform_layers(n: int, k: int, t_b: int, t_f: int, c: 
 
 
 @given(n=st.integers(1, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
+@settings(deadline=None)
 def test_deadline_k_is_the_least_without_stalls(n: int, t_b: int, t_f: int, c: int, g: int) -> None:
     profile = uniform(n, backward_s=t_b, forward_s=t_f, cpu_update_s=c, gpu_update_s=g, numel=c)
     free = [k for k in range(n + 1) if not simulate(profile, lids(*range(k)), tile_numel=1).stalls_s]
@@ -269,6 +218,7 @@ def test_what_decide_refuses(policy: str, changes: dict[str, Any], sentence: str
 
 
 @given(st.data(), st.sampled_from(["fixed", "cotrain", "balance", "deadline", "random"]))
+@settings(deadline=None)
 def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
     profile = data.draw(profiles)
     most_gpu, most_host = profile.gpu_state_bytes(profile.lids), profile.host_bytes(NONE)
@@ -290,14 +240,6 @@ def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
         assert decision.reason and "\n" not in decision.reason
 
 
-def test_infeasible_shows_the_arithmetic() -> None:
-    profile = uniform(10, numel=10**9)
-    with pytest.raises(Infeasible) as caught:
-        choose("deadline", profile, Limits(gpu_state_bytes=35 * 10**9, host_bytes=90 * 10**9))
-    for number in ("140.00 GB", "90.00 GB", "35.00 GB", "30.00 GB", "98.00 GB"):
-        assert number in str(caught.value)
-
-
 def test_memory_bounds_k_from_both_sides_and_the_reason_says_so() -> None:
     slow, fast = uniform(10, cpu_update_s=9.0), uniform(10, cpu_update_s=0.1)
     tight = choose("deadline", slow, Limits(gpu_state_bytes=2500), horizon_steps=10**6)
@@ -306,37 +248,6 @@ def test_memory_bounds_k_from_both_sides_and_the_reason_says_so() -> None:
     assert pushed.gpu_lids == lids(0, 1, 2, 3) and "host memory" in pushed.reason
     assert "GPU memory has room for k=0.20" in choose("fixed", slow, Limits(gpu_state_bytes=2500)).reason
     assert "host memory needs k=0.90" in choose("fixed", slow, Limits(host_bytes=1400)).reason
-
-
-@given(profiles)
-def test_deadline_is_never_more_than_one_percent_behind(profile: Profile) -> None:
-    decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**9)
-    others = [choose(policy, profile, current=NONE).predicted_step_s for policy in ("cotrain", "balance")]
-    assert decision.predicted_step_s <= 1.0101 * min(others)
-
-
-def test_bisection_finds_what_looking_at_every_prefix_finds() -> None:
-    """Not a theorem (a busy link can make stalls grow with k), but what layers like real ones give."""
-    rng = random.Random(0)
-    for _ in range(60):
-        slow = rng.uniform(0.2, 4)
-        profile = Profile(
-            layers=tuple(
-                layer(
-                    position,
-                    cpu_update_s=slow * rng.uniform(0.5, 2),
-                    backward_s=rng.uniform(1, 2),
-                    d2h_s=rng.uniform(0.2, 1),
-                    h2d_s=rng.uniform(0.2, 1),
-                    gpu_update_s=0.1,
-                )
-                for position in range(rng.randint(1, 30))
-            )
-        )
-        steps_s = [simulate(profile, lids(*range(k))).step_s for k in range(len(profile.layers) + 1)]
-        least = next(k for k, step_s in enumerate(steps_s) if step_s <= 1.01 * min(steps_s))
-        steps = Steps(profile, build_ladder(profile, Limits(), profile.layers))
-        assert search(steps) == least
 
 
 def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
@@ -372,15 +283,6 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 
 
-def test_one_layer_of_a_few_dozen_is_worth_giving_back() -> None:
-    profile = replace(uniform(28, cpu_update_s=3.5, d2h_s=0.1, h2d_s=0.1), cpu_slack=0.03)
-    after = {
-        n: len(choose("deadline", profile, current=lids(*range(n)), horizon_steps=1000).gpu_lids) for n in range(29)
-    }
-    least, slack = [n for n in after if after[n] == n]  # what is enough, and what is if the CPU gets 3 % slower
-    assert slack == least + 1 == after[slack + 1] == after[slack + 2]
-
-
 def test_what_a_slower_cpu_would_need_again_is_not_given_back_for_speed() -> None:
     """The GPU's own updates take long, so fewer would be faster, as long as the CPU keeps its pace."""
     profile = uniform(20, cpu_update_s=2.0, gpu_update_s=0.5)
@@ -395,12 +297,8 @@ def with_cpu(profile: Profile, slowness: float) -> Profile:
     return replace(profile, layers=tuple(replace(x, cpu_update_s=slowness * x.cpu_update_s) for x in profile.layers))
 
 
-def test_current_layers_that_no_longer_fit_move_at_any_price() -> None:
-    decision = choose("deadline", uniform(10), Limits(gpu_state_bytes=3000), current=lids(*range(5)), horizon_steps=0)
-    assert decision.changed and len(decision.gpu_lids) <= 3
-
-
 @given(st.data(), st.sampled_from(["cotrain", "balance", "deadline"]))
+@settings(deadline=None)
 def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy: str) -> None:
     """From anywhere: at most one move for memory and one for speed."""
     profile = data.draw(profiles)
@@ -410,48 +308,12 @@ def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy:
     assert not choose(policy, profile, current=current).changed
 
 
-def noisy_steps(slow_from: int, steps: int, policy: str, seed: int) -> list[frozenset[int]]:
-    """What is decided, step by step, with 5 % noise on all times, and a CPU half as fast from a step on."""
-    rng = random.Random(seed)
-    real = uniform(28, cpu_update_s=4.0, d2h_s=0.5, h2d_s=0.5, gpu_update_s=0.2)
-    book = MeasurementBook(
-        LayerFacts(lid=x.lid, position=x.position, numel=x.numel, gpu_state_bytes=1000, host_bytes=1400)
-        for x in real.layers
-    )
-    current, history = NONE, []
-    for step in range(steps):
-        machine = rng.gauss(1, 0.03)
-        wobble = {x.lid: machine * rng.gauss(1, 0.05) for x in real.layers}
-        slowdown = 2.0 if step >= slow_from else 1.0
-        book.observe_trainer(
-            forward_s={lid: 1.0 * w for lid, w in wobble.items()},
-            backward_s={lid: 2.0 * w for lid, w in wobble.items()},
-            d2h_s={lid: 0.5 * w for lid, w in wobble.items() if lid not in current},
-            h2d_s={lid: 0.5 * w for lid, w in wobble.items() if lid not in current},
-            gpu_update_s={lid: 0.2 * w for lid, w in wobble.items() if lid in current},
-        )
-        book.observe_optimizer(cpu_update_s={lid: 4 * slowdown / w for lid, w in wobble.items() if lid not in current})
-        book.check()
-        profile = book.profile()
-        assert profile is not None
-        current = choose(policy, profile, current=current, horizon_steps=200).gpu_lids
-        history.append(current)
-    return history
-
-
-@pytest.mark.parametrize("policy", ["cotrain", "balance", "deadline"])
-@pytest.mark.parametrize("seed", [3, 5, 9])
-def test_noise_does_not_make_layers_flap(policy: str, seed: int) -> None:
-    sizes = [len(owned) for owned in noisy_steps(slow_from=1000, steps=160, policy=policy, seed=seed)]
-    moves = [b - a for a, b in zip(sizes[20:], sizes[21:]) if a != b]
-    assert sizes[20] > 0
-    assert len(moves) <= 2 and not (min(moves, default=0) < 0 < max(moves, default=0)), "there and back"
-
-
-@pytest.mark.parametrize("policy", ["cotrain", "balance", "deadline"])
-def test_a_slower_machine_is_followed(policy: str) -> None:
-    history = noisy_steps(slow_from=40, steps=60, policy=policy, seed=3)
-    assert len(history[-1]) >= len(history[39]) + 2
+@pytest.mark.parametrize("policy", ["cotrain", "balance"])
+def test_a_formulas_k_has_to_change_clearly(policy: str) -> None:
+    profile = uniform(28, cpu_update_s=4.0)
+    current = choose(policy, profile).gpu_lids
+    assert current and not choose(policy, with_cpu(profile, 1.05), current=current).changed
+    assert len(choose(policy, with_cpu(profile, 2.0), current=current).gpu_lids) >= len(current) + 2
 
 
 # --- random ---
@@ -504,6 +366,7 @@ def test_a_clipped_step_is_as_if_its_updates_had_waited() -> None:
 
 
 @given(profiles, st.floats(0, 1))
+@settings(deadline=None)
 def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float) -> None:
     waiting = replace(profile, awaits_verdict=True)
     never, some = gain(waiting, NONE, 0.0), gain(waiting, NONE, clipped)
@@ -533,9 +396,9 @@ def test_the_share_of_clipped_steps_follows_what_happens() -> None:
 
 def test_held_gradients_take_memory_and_do_not_move() -> None:
     """With a verdict to await, the GPU keeps 2 bytes a parameter more of a layer, and 10 of them travel."""
-    plain = layer(0, numel=100, d2h_s=1.0)
-    held = layer(0, numel=100, d2h_s=1.0, gpu_state_bytes=1200, held_bytes=200)
-    spare = layer(0, numel=100, d2h_s=1.0, host_bytes=2600, spare_bytes=1200)
-    assert held.move_s == plain.move_s == spare.move_s == 5.0
+    plain = layer(0, numel=100, d2h_s=1.0, h2d_s=2.0)
+    held = replace(plain, gpu_state_bytes=1200, held_bytes=200)
+    spare = replace(plain, host_bytes=2600, spare_bytes=1200)
+    assert held.move_s == plain.move_s == spare.move_s == 10.0, "the slower direction's time, for five times as much"
     limits = Limits(gpu_state_bytes=1100)
     assert limits.allow(Profile(layers=(plain,)), lids(0)) and not limits.allow(Profile(layers=(held,)), lids(0))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from typing import Any
 
-from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile, simulate
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_layers import NONE, facts, made, profile_of
+
+from hytrain.planner import MeasurementBook, Profile, simulate
 from hytrain.planner.contention import (
     ENOUGH_AFTER,
     ENOUGH_SHARES,
@@ -17,7 +20,6 @@ from hytrain.planner.contention import (
     beside,
 )
 
-NONE: frozenset[int] = frozenset()
 SOME, ALL = frozenset({0}), frozenset({0, 1})
 
 
@@ -47,18 +49,20 @@ def test_two_plans_tell_it(drag: float) -> None:
     assert contention.drag == pytest.approx(drag, abs=0.02)
 
 
-def test_plans_that_differ_by_little_tell_nothing() -> None:
+@pytest.mark.parametrize(
+    ("before", "owned", "after", "starved", "drag"),
+    [
+        ((10.0, 8.0), SOME, [(12.0, 8.3)] * ENOUGH_AFTER, 1.0, TYPICAL_DRAG),
+        ((10.0, 10.0), SOME, [(9.7, 8.5)] * ENOUGH_AFTER, 0.0, 0.0),
+        ((10.0, 10.0), NONE, [(30.0, 10.0), (10.0, 10.0)], 1.0, TYPICAL_DRAG),
+    ],
+    ids=["plans that differ by little", "noise where the device never waits", "a lone long step"],
+)
+def test_what_says_nothing(before: Any, owned: frozenset[int], after: Any, starved: float, drag: float) -> None:
     contention = Contention()
-    observe(contention, NONE, *[(10.0, 8.0)] * 4)
-    observe(contention, SOME, *[(12.0, 8.3)] * ENOUGH_AFTER)
-    assert contention.drag == pytest.approx(TYPICAL_DRAG)
-
-
-def test_noise_between_plans_does_not_move_a_device_that_never_waits() -> None:
-    contention = Contention()
-    observe(contention, NONE, *[(10.0, 10.0)] * 4, starved=0.0)
-    observe(contention, SOME, *[(9.7, 8.5)] * ENOUGH_AFTER, starved=0.0)
-    assert contention.drag < 0.01
+    observe(contention, NONE, *[before] * 4, starved=starved)
+    observe(contention, owned, *after, starved=starved)
+    assert contention.drag == pytest.approx(drag, abs=0.01)
 
 
 def test_a_plan_that_ends_the_waiting_does_not_make_it_forgotten() -> None:
@@ -103,17 +107,12 @@ def test_a_busy_while_of_the_host_is_not_how_it_is() -> None:
     assert contention.drag == pytest.approx(TYPICAL_DRAG / 2), "that long it is"
 
 
-def test_a_lone_long_step_is_no_other_work() -> None:
-    contention = Contention()
-    observe(contention, NONE, *[(10.0, 10.0)] * 4, (30.0, 10.0), (10.0, 10.0))
-    assert contention.drag == pytest.approx(TYPICAL_DRAG)
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from([NONE, SOME, ALL]), st.floats(0, 10), st.floats(0, 10), st.floats(0, 20)), max_size=40
     )
 )
+@settings(deadline=None)
 def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float, float, float]]) -> None:
     contention = Contention()
     for owned, work_s, cpu_busy_s, starved in steps:
@@ -125,36 +124,15 @@ def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float,
 
 # --- a step with it ---
 
-
-def layer(position: int) -> LayerProfile:
-    return LayerProfile(
-        lid=position,
-        position=position,
-        numel=1 << 24,
-        forward_s=1.0,
-        backward_s=2.0,
-        d2h_s=0.0,
-        h2d_s=0.0,
-        cpu_update_s=1.0,
-        gpu_update_s=0.1,
-        gpu_state_bytes=10 << 24,
-        host_bytes=14 << 24,
-    )
-
-
-def test_a_step_without_stalls_is_longer_by_the_share() -> None:
-    """Four layers, 12 s of work. The CPU's 3 s are hidden, and cost 1.2 s."""
-    profile = Profile(layers=tuple(layer(position) for position in range(4)), drag=0.4)
-    timeline = simulate(profile, frozenset({0}))
-    assert timeline.stall_s == 0.0
-    assert timeline.step_s == pytest.approx(12.1 + 0.4 * 3, rel=1e-3)
+TWO = facts(made(position, numel=1 << 24) for position in range(2))
 
 
 @given(st.floats(0, MAX_DRAG), st.frozensets(st.integers(0, 5)))
+@settings(deadline=None)
 def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
     drag: float, owned: frozenset[int]
 ) -> None:
-    layers = tuple(layer(position) for position in range(6))
+    layers = tuple(made(position, numel=1 << 24, cpu_update_s=1.0, gpu_update_s=0.1) for position in range(6))
     without, there = simulate(Profile(layers=layers), owned), simulate(Profile(layers=layers, drag=drag), owned)
     assert there.step_s >= without.step_s - 1e-9
     assert there.step_s <= without.step_s + 18.0 * drag / (1 - drag) + 1e-9
@@ -166,8 +144,7 @@ def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
 
 
 def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:
-    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
-    book = MeasurementBook(facts)
+    book = MeasurementBook(TWO)
     for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
         book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, gpu_lids=(0,))
         book.observe_trainer(
@@ -176,8 +153,8 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
         book.observe_optimizer(cpu_update_s={1: 5.0})
         book.observe_step(step_s=11.0, stall_s=0.0, gpu_lids=(0,))
         book.check()
-    profile = book.profile()
-    assert profile is not None and profile.drag == pytest.approx(TYPICAL_DRAG)
+    profile = profile_of(book)
+    assert profile.drag == pytest.approx(TYPICAL_DRAG)
     assert profile.forward_s + profile.backward_s == pytest.approx(8.0)
     assert profile.other_s == pytest.approx(1.0)
     assert simulate(profile, SOME).step_s == pytest.approx(11.0, rel=0.01)
@@ -215,21 +192,19 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
 
 def test_a_new_drag_leaves_outliers_outliers() -> None:
     """The layer in whose forward the host paused is not slow for that, whatever is learned in that step."""
-    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
-    book = MeasurementBook(facts)
+    book = MeasurementBook(TWO)
     for pause_s, starved in (*[(0.0, 0.0)] * 2, *[(0.0, 1.0)] * 2, (5.0, 1.0)):  # with the third, it is believed
         book.observe_contention(work_s=6.0 + pause_s, stall_s=0.0, cpu_busy_s=3.0, starved=starved, gpu_lids=(0,))
         book.observe_trainer(forward_s={0: 1.0, 1: 1.0 + pause_s}, backward_s={0: 2.0, 1: 2.0}, gpu_update_s={0: 0.0})
         book.observe_step(step_s=6.0 + pause_s, stall_s=0.0, gpu_lids=(0,))
-    profile = book.profile()
-    assert profile is not None and profile.drag > 0.3
+    profile = profile_of(book)
+    assert profile.drag > 0.3
     assert profile.forward_s + profile.backward_s == pytest.approx(6.0 - profile.drag * 3.0, rel=0.05)
 
 
 def test_a_drag_that_nothing_measured_so_far_can_hold_waits() -> None:
     """Freed of it, times would be negative: what they were measured on was much shorter."""
-    facts = [LayerFacts(lid=lid, position=lid, numel=1 << 24, gpu_state_bytes=1, host_bytes=1) for lid in range(2)]
-    book = MeasurementBook(facts)
+    book = MeasurementBook(TWO)
     for factor in (1.0, 1.0, 20.0):  # with the third, waiting for launches is believed
         book.observe_contention(work_s=factor, stall_s=0.0, cpu_busy_s=factor, starved=1.0, gpu_lids=(0,))
         book.observe_trainer(forward_s={0: factor / 4, 1: factor / 4}, backward_s={0: factor / 4, 1: factor / 4})
@@ -238,9 +213,3 @@ def test_a_drag_that_nothing_measured_so_far_can_hold_waits() -> None:
     assert profile_of(book).drag == 0.0
     book.observe_contention(work_s=1.0, stall_s=0.0, cpu_busy_s=1.0, starved=1.0, gpu_lids=(0,))
     assert profile_of(book).drag == pytest.approx(TYPICAL_DRAG)
-
-
-def profile_of(book: MeasurementBook) -> Profile:
-    profile = book.profile()
-    assert profile is not None
-    return profile

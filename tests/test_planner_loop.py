@@ -11,8 +11,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
+from planner_layers import facts, made, profile_of
 
-from hytrain.planner import Decision, LayerFacts, LayerProfile, Limits, MeasurementBook, Profile, decide, simulate
+from hytrain.planner import Decision, Limits, MeasurementBook, Profile, decide, simulate
 from hytrain.planner.book import PACE_STEPS
 from hytrain.planner.deadline import aim
 
@@ -24,25 +25,22 @@ NOISE = 0.04
 def llama(batch: int, cpu_rate: float = 5e9) -> Profile:
     """3.4 B parameters on a large GPU: an embedding, blocks, a head."""
     sizes = [102_000_000, *[124_000_000] * (LAYERS - 2), 102_000_000]
-    layers = []
-    for position, numel in enumerate(sizes):
-        forward_s = 1e-4 if position == 0 else 2 * numel * batch * 1024 / 4e14 + 1e-4
-        layers.append(
-            LayerProfile(
-                lid=position,
-                position=position,
+    forward_s = [1e-4, *(2 * numel * batch * 1024 / 4e14 + 1e-4 for numel in sizes[1:])]
+    return Profile(
+        layers=tuple(
+            made(
+                position,
                 numel=numel,
-                forward_s=forward_s,
-                backward_s=3 * forward_s,
+                forward_s=t_f,
+                backward_s=3 * t_f,
                 d2h_s=2 * numel / 45e9,
                 h2d_s=2 * numel / 45e9,
                 cpu_update_s=numel / cpu_rate,
                 gpu_update_s=numel / 140e9,
-                gpu_state_bytes=10 * numel,
-                host_bytes=14 * numel,
             )
+            for position, (numel, t_f) in enumerate(zip(sizes, forward_s, strict=True))
         )
-    return Profile(layers=tuple(layers))
+    )
 
 
 def with_cpu(real: Profile, slowness: float) -> Profile:
@@ -63,16 +61,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.book = MeasurementBook(
-            LayerFacts(
-                lid=x.lid,
-                position=x.position,
-                numel=x.numel,
-                gpu_state_bytes=x.gpu_state_bytes,
-                host_bytes=x.host_bytes,
-            )
-            for x in self.real.layers
-        )
+        self.book = MeasurementBook(facts(self.real.layers))
         self.current = self.planned = frozenset[int]()
         self.due = 0
 
@@ -82,10 +71,8 @@ class Run:
                 self.current = self.planned
             self.owned.append(self.current)
             self.measure()
-            profile = self.book.profile()
-            assert profile is not None
             if len(self.owned) > self.due:  # no plan is under way
-                self._plan(profile)
+                self._plan(profile_of(self.book))
 
     def _plan(self, profile: Profile) -> None:
         self.decision = decide(
@@ -127,7 +114,6 @@ class Run:
         for lid, update_s in noisy("cpu_update_s", on_gpu=False).items():  # an idle CPU reports after each layer
             self.book.observe_optimizer(cpu_update_s={lid: update_s})
         self.book.observe_step(step_s=true.step_s * machine, stall_s=true.stall_s * machine, gpu_lids=self.current)
-        self.book.check()
 
     @property
     def behind(self) -> float:
@@ -203,33 +189,8 @@ def test_a_steady_cpu_needs_little_slack() -> None:
     run.steps(4)
     run.real = full
     run.steps(PACE_STEPS[1])
-    assert profile_of(run).cpu_slack < 0.1
+    assert profile_of(run.book).cpu_slack < 0.1
     assert run.k() <= full.k_of(aim("speed", full, Limits()).gpu_lids) + 2.1 / LAYERS
-
-
-def test_a_known_change_is_planned_for_at_once() -> None:
-    full = llama(8)
-    told, untold = Run(full, seed=3), Run(full, seed=3)
-    for run in (told, untold):
-        run.steps(25)
-        run.real = with_cpu(full, 1.5)
-    told.book.cpu_changed(0.5)
-    for run in (told, untold):
-        run.steps(2 + LATENCY_STEPS)
-    assert told.behind < 1.03 < untold.behind
-
-
-def test_layers_of_the_gpu_follow_the_cpu_that_the_others_are_measured_on() -> None:
-    """All but one were taken over while the CPU was slow. That one tells that it no longer is."""
-    real = llama(1)
-    run = Run(with_cpu(real, 3.0))
-    for run.current in (frozenset[int](), frozenset(range(LAYERS - 1))):
-        for _ in range(10):
-            run.measure()
-        run.real = real
-    profile = run.book.profile()
-    assert profile is not None
-    assert profile.cpu_update_s == pytest.approx(real.cpu_update_s, rel=0.1)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -242,21 +203,6 @@ def test_the_loop_s_own_time_is_in_the_prediction(batch: int, other_s: float) ->
     assert run.decision.predicted_step_s == pytest.approx(true_s, rel=0.04)
 
 
-def test_time_between_backward_and_forward_hides_updates() -> None:
-    """With a slow data loader less has to be on the GPU."""
-    brisk, slow = Run(llama(2), seed=4), Run(llama(2), seed=4, other_s=0.3)
-    for run in (brisk, slow):
-        run.steps(30)
-    assert slow.k() < brisk.k() - 0.2
-    assert simulate(replace(slow.real, other_s=0.3), slow.current).stall_s < 0.02 * 0.3
-
-
-def profile_of(run: Run) -> Profile:
-    profile = run.book.profile()
-    assert profile is not None
-    return profile
-
-
 @pytest.mark.parametrize("drag", [0.1, 0.25, 0.4, 0.55])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_where_updates_slow_launches_down_the_best_is_found_all_the_same(drag: float, seed: int) -> None:
@@ -267,7 +213,7 @@ def test_where_updates_slow_launches_down_the_best_is_found_all_the_same(drag: f
     run.steps(40)
     assert run.behind < 1.05
     assert len(set(run.owned[30:])) <= 2, "flaps"
-    predicted_s = simulate(profile_of(run), run.current).step_s
+    predicted_s = simulate(profile_of(run.book), run.current).step_s
     assert predicted_s == pytest.approx(simulate(run.real, run.current).step_s, rel=0.06)
 
 
@@ -278,25 +224,4 @@ def test_a_device_that_never_waits_for_launches_is_not_thought_to_lose_by_update
     run.steps(40)
     least = aim("speed", run.real, Limits())
     assert run.k() <= run.real.k_of(least.gpu_lids) + 0.1
-    assert profile_of(run).drag < 0.02
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_launches_that_updates_do_not_slow_down_after_all(seed: int) -> None:
-    """What is usual is tried, seen to be wrong, and given up with the memory that it took."""
-    run = Run(llama(2), seed, starved=1.0)
-    run.steps(60)
-    assert run.behind < 1.05
-    assert profile_of(run).drag < 0.1
-    least = aim("speed", run.real, Limits())
-    assert run.k() <= run.real.k_of(least.gpu_lids) + 0.2
-
-
-def test_another_batch_size_begins_anew() -> None:
-    run = Run(replace(llama(1), drag=0.4), seed=5, starved=1.0)
-    run.steps(30)
-    assert profile_of(run).drag > 0.3
-    run.real, run.starved = llama(16), 0.0
-    run.steps(40)
-    assert profile_of(run).drag < 0.02 and run.behind < 1.05
-    assert run.k() <= run.real.k_of(aim("speed", run.real, Limits()).gpu_lids) + 0.2
+    assert profile_of(run.book).drag < 0.02

@@ -7,15 +7,16 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from planner_layers import made
 
-from hytrain.planner import LayerProfile, Limits, Profile, ahead, decide, simulate
+from hytrain.planner import Limits, Profile, ahead, decide, simulate
 from hytrain.planner.deadline import aim
 
 CASES = range(24)
 SAME = 1.01 + 1e-9
 
 
-def made(numels: list[int], forward_s: list[float], link: float, rng: random.Random, other_s: float) -> Profile:
+def around(numels: list[int], forward_s: list[float], link: float, rng: random.Random, other_s: float) -> Profile:
     """Layers of these sizes, with backward three times as long as forward, and every time some percent off."""
     cpu_rate = rng.uniform(2e9, 7e9)
 
@@ -25,9 +26,8 @@ def made(numels: list[int], forward_s: list[float], link: float, rng: random.Ran
     return Profile(
         other_s=other_s,
         layers=tuple(
-            LayerProfile(
-                lid=position,
-                position=position,
+            made(
+                position,
                 numel=numel,
                 forward_s=about(t_f),
                 backward_s=about(3 * t_f),
@@ -35,8 +35,6 @@ def made(numels: list[int], forward_s: list[float], link: float, rng: random.Ran
                 h2d_s=about(2 * numel / link),
                 cpu_update_s=about(numel / cpu_rate),
                 gpu_update_s=about(numel / 130e9),
-                gpu_state_bytes=10 * numel,
-                host_bytes=14 * numel,
             )
             for position, (numel, t_f) in enumerate(zip(numels, forward_s, strict=True))
         ),
@@ -53,7 +51,7 @@ def llama(seed: int, batch: int, blocks: int | None = None) -> Profile:
     numels = [piece] * pieces + [block] * count + [piece] * pieces
     token_s = 2 * batch * 1024 / rng.uniform(2e14, 5e14)
     forward_s = [5e-5] * pieces + [numel * token_s + 6e-5 for numel in numels[pieces:]]
-    return made(numels, forward_s, rng.uniform(10e9, 55e9), rng, rng.choice([0.0, 0.005]))
+    return around(numels, forward_s, rng.uniform(10e9, 55e9), rng, rng.choice([0.0, 0.005]))
 
 
 def some_memory(profile: Profile, seed: int) -> Limits:
@@ -99,7 +97,7 @@ def test_of_few_layers_no_set_is_more_than_one_percent_faster(limited: bool) -> 
     for seed in CASES:
         rng = random.Random(seed)
         numels = [int(rng.lognormvariate(0, 1) * 5e7) + 1 for _ in range(rng.randint(1, 7))]
-        wild = made(numels, [rng.uniform(0, 0.01) for _ in numels], rng.uniform(8e9, 50e9), rng, 0.0)
+        wild = around(numels, [rng.uniform(0, 0.01) for _ in numels], rng.uniform(8e9, 50e9), rng, 0.0)
         for profile in (wild, llama(seed, rng.choice([1, 4, 16]), blocks=4)):
             limits = some_memory(profile, seed) if limited else Limits()
             lids = sorted(profile.lids)
@@ -110,7 +108,7 @@ def test_of_few_layers_no_set_is_more_than_one_percent_faster(limited: bool) -> 
 
 def test_a_prefix_can_be_much_slower_under_a_memory_limit() -> None:
     """So all sets of few layers are looked at: two fit the GPU, where the first layer leaves room for no second."""
-    profile = made([60_000_000, *[40_000_000] * 4], [1e-4] * 5, 50e9, random.Random(0), 0.0)
+    profile = around([60_000_000, *[40_000_000] * 4], [1e-4] * 5, 50e9, random.Random(0), 0.0)
     target = aim("speed", profile, Limits(gpu_state_bytes=800_000_000))
     assert len(target.gpu_lids) == 2 and 0 not in target.gpu_lids
     assert step_s(profile, target.gpu_lids) < 0.95 * step_s(profile, frozenset({0}))

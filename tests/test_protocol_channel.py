@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from protocol import channel
+from protocol.address import COORDINATOR, Address
 from protocol.channel import (
     HIGH_WATER_MARK,
     MAX_IPC_PATH_BYTES,
@@ -24,12 +25,13 @@ from protocol.channel import (
     Network,
     PeerDied,
     PeerNotReading,
-    address,
+    endpoint,
 )
 from protocol.codec import MAX_FRAME_BYTES, VERSION, WireError, encode
-from protocol.messages import CommandReply, Goodbye, Message, StatusRequest, WeightsReady
+from protocol.messages import CommandReply, GiveUp, Goodbye, Message, StatusRequest, WeightsReady
 
 TOKEN = "token"
+HERE, MONITOR = Address("optimizer", 0), Address("monitor", 7)
 SOON_S = 20.0  # for what must come: far longer than it takes
 
 pytestmark = pytest.mark.spawns  # looks for descriptors and sockets that were left behind
@@ -48,7 +50,7 @@ def folder(no_leaks: None, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def network(folder: str) -> Iterator[Network]:
-    with Network(folder, token=TOKEN, name="here") as network:
+    with Network(folder, token=TOKEN, address=HERE) as network:
         yield network
 
 
@@ -65,13 +67,13 @@ class RawPeer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.connect(address(folder, "optimizer-0"))
+        self._socket.connect(endpoint(folder, HERE))
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
     def good(self, seq: int, lid: int = 0) -> None:
-        self.send(encode(WeightsReady(step=0, lid=lid, banks=(0,)), token=TOKEN, seq=seq))
+        self.send(encode(WeightsReady(step=0, lid=lid, banks=(0,)), token=TOKEN, sender=HERE, seq=seq))
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -95,36 +97,39 @@ def received(inbox: Inbox) -> Message:
 
 
 def test_messages_arrive_in_order_and_name_their_sender(network: Network) -> None:
-    inbox, outbox = network.inbox("optimizer-0"), network.outbox("optimizer-0")
+    inbox, outbox = network.inbox(), network.outbox(HERE)
     for lid in range(50):
         outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
     for lid in range(50):
-        assert inbox.receive(SOON_S) == Incoming("here", WeightsReady(step=0, lid=lid, banks=(0,)))
+        assert inbox.receive(SOON_S) == Incoming("optimizer-0", HERE, WeightsReady(step=0, lid=lid, banks=(0,)))
     assert inbox.try_receive() is None
 
 
 def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
-    inbox = network.inbox("coordinator-0")
-    with Network(folder, token=TOKEN, name="one") as one, Network(folder, token=TOKEN, name="two") as two:
-        asking, other = one.outbox("coordinator-0"), two.outbox("coordinator-0")
+    inbox = network.inbox()
+    with (
+        Network(folder, token=TOKEN, address=MONITOR, name="one") as one,
+        Network(folder, token=TOKEN, address=MONITOR, name="two") as two,
+    ):
+        asking, other = one.outbox(HERE), two.outbox(HERE)
         asking.send(StatusRequest())
         incoming = inbox.receive(SOON_S)
-        assert incoming == Incoming("one", StatusRequest())
+        assert incoming == Incoming("one", MONITOR, StatusRequest())
         inbox.reply("one", CommandReply(ok=True, text="done"))
         assert asking.receive(SOON_S) == CommandReply(ok=True, text="done")
         assert other.receive(0) is None
 
 
 def test_an_answer_to_nobody_is_lost(network: Network) -> None:
-    inbox, asking = network.inbox("coordinator-0"), network.outbox("coordinator-0")
+    inbox, asking = network.inbox(), network.outbox(HERE)
     inbox.reply("who has left", CommandReply(ok=True, text="lost"))
     asking.send(StatusRequest())
     assert received(inbox) == StatusRequest()
-    inbox.reply("here", CommandReply(ok=True, text="found"))
+    inbox.reply("optimizer-0", CommandReply(ok=True, text="found"))
     assert asking.receive(SOON_S) == CommandReply(ok=True, text="found")
 
 
-GOOD = encode(WeightsReady(step=0, lid=0, banks=(0,)), token=TOKEN, seq=5)
+GOOD = encode(WeightsReady(step=0, lid=0, banks=(0,)), token=TOKEN, sender=HERE, seq=5)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +138,8 @@ GOOD = encode(WeightsReady(step=0, lid=0, banks=(0,)), token=TOKEN, seq=5)
         ([b""], "not msgpack"),
         ([b"\x80\x04\x95pickled"], "not msgpack|not an array"),
         ([GOOD, GOOD], "3 frames where 2 were expected"),
-        ([encode(WeightsReady(step=0, lid=0, banks=(0,)), token="other run", seq=1)], "wrong run token"),
-        ([GOOD.replace(bytes([0x95, VERSION]), bytes([0x95, VERSION + 1]), 1)], f"version {VERSION + 1}"),
+        ([encode(WeightsReady(step=0, lid=0, banks=(0,)), token="other run", sender=HERE, seq=1)], "wrong run token"),
+        ([GOOD.replace(bytes([0x96, VERSION]), bytes([0x96, VERSION + 1]), 1)], f"version {VERSION + 1}"),
         ([GOOD.replace(b"WeightsReady", b"WeightsRuddy")], "unknown message 'WeightsRuddy'"),
         ([b"\x00" * (MAX_FRAME_BYTES + 1)], f"frame of {MAX_FRAME_BYTES + 1} bytes"),
     ],
@@ -144,7 +149,7 @@ def test_what_is_no_message_is_logged_and_dropped(
     network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture, frames: list[bytes], reason: str
 ) -> None:
     """One wait takes in the bad and the good: a bad frame must not end it."""
-    inbox = network.inbox("optimizer-0")
+    inbox = network.inbox()
     raw.send(*frames)
     raw.good(seq=6, lid=3)
     assert received(inbox) == WeightsReady(step=0, lid=3, banks=(0,))
@@ -152,22 +157,16 @@ def test_what_is_no_message_is_logged_and_dropped(
 
 
 def test_a_number_that_came_before_is_dropped(
-    network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
+    folder: str, network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
 ) -> None:
-    inbox = network.inbox("optimizer-0")
+    inbox = network.inbox()
     for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
         raw.good(seq, lid)
     assert [received(inbox) for _ in range(3)] == [WeightsReady(step=0, lid=lid, banks=(0,)) for lid in (0, 1, 4)]
     assert "sequence number 1 after 1" in dropped.text and "sequence number 0 after 1" in dropped.text
-
-
-def test_numbers_are_each_senders_own(folder: str, network: Network, raw: RawPeer) -> None:
-    inbox = network.inbox("optimizer-0")
-    raw.good(seq=9)
-    assert received(inbox)
     other = RawPeer(folder, "other")
-    other.good(seq=0, lid=1)
-    assert received(inbox) == WeightsReady(step=0, lid=1, banks=(0,))
+    other.good(seq=0, lid=9)
+    assert received(inbox) == WeightsReady(step=0, lid=9, banks=(0,)), "numbers are each sender's own"
     other.close()
 
 
@@ -175,7 +174,7 @@ def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_
     monkeypatch: pytest.MonkeyPatch, folder: str, network: Network
 ) -> None:
     monkeypatch.setattr(channel, "SOCKET_FRAME_BYTES", 10_000)
-    inbox = network.inbox("optimizer-0")
+    inbox = network.inbox()
     rude, polite = RawPeer(folder, "rude"), RawPeer(folder, "polite")
     rude.send(b"\x00" * 10_001)
     polite.good(seq=0, lid=2)
@@ -186,8 +185,8 @@ def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_
 
 def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptureFixture) -> None:
     with (
-        Network(folder, token="other run", name="impostor") as theirs,
-        Network(folder, token=TOKEN, name="monitor") as ours,
+        Network(folder, token="other run", address=COORDINATOR) as theirs,
+        Network(folder, token=TOKEN, address=MONITOR) as ours,
     ):
         publisher, subscriber = theirs.publisher(), ours.subscriber()
         while "wrong run token" not in dropped.text:  # the subscription takes a moment to arrive
@@ -199,37 +198,14 @@ def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptur
 
 
 def test_a_wait_ends_at_its_deadline(network: Network) -> None:
-    inbox, outbox = network.inbox("optimizer-0"), network.outbox("optimizer-0")
+    inbox, outbox = network.inbox(), network.outbox(HERE)
     assert inbox.receive(0) is None
     assert inbox.receive(0.01) is None
     assert outbox.receive(0.01) is None
 
 
-def test_a_dropped_message_does_not_end_a_wait(network: Network, raw: RawPeer) -> None:
-    """Or else junk at the wrong moment would pass for a deadline."""
-    inbox = network.inbox("optimizer-0")
-    raw.send(b"junk")
-    assert inbox.receive(0.2) is None  # the junk has been taken in meanwhile
-    raw.send(b"junk")
-    raw.good(seq=0)
-    assert received(inbox) == WeightsReady(step=0, lid=0, banks=(0,))
-
-
 def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def test_a_death_ends_a_wait(network: Network) -> None:
-    with child("import sys; sys.stdin.read()") as process:
-        inbox = network.inbox("trainer-0")
-        inbox.watch("the optimizer process", process.pid)
-        assert inbox.receive(0) is None
-        process.kill()
-        with pytest.raises(PeerDied, match="the optimizer process died") as caught:
-            inbox.receive(SOON_S)
-        assert caught.value.name == "the optimizer process"
-        inbox.unwatch("the optimizer process")
-        assert inbox.receive(0) is None
 
 
 def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> None:
@@ -240,11 +216,15 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> Non
     process = child(code)
     assert process.stdin is not None and process.stdout is not None
     process.stdout.readline()
-    inbox = network.inbox("trainer-0")
+    inbox = network.inbox()
     inbox.watch("the trainer", process.pid)
+    assert inbox.receive(0) is None
     process.kill()
-    with pytest.raises(PeerDied):
+    with pytest.raises(PeerDied, match="the trainer died") as caught:
         inbox.receive(SOON_S)
+    assert caught.value.name == "the trainer"
+    inbox.unwatch("the trainer")
+    assert inbox.receive(0) is None
     process.stdin.close()  # now the child leaves
     assert process.stdout.read() == b""
     process.stdout.close()
@@ -255,45 +235,36 @@ def test_who_has_died_already_cannot_be_watched(network: Network) -> None:
     with child("") as process:
         process.wait()
     with pytest.raises(PeerDied, match="the coordinator died"):
-        network.inbox("trainer-0").watch("the coordinator", process.pid)
+        network.inbox().watch("the coordinator", process.pid)
 
 
 LAST_WORDS = """
 import sys
 from protocol.channel import Network
-from protocol.messages import Goodbye
-with Network(sys.argv[1], token="token", name="child") as network:
-    outbox = network.outbox("trainer-0", linger_s=20)
-    for rank in range(30):
-        outbox.send(Goodbye(role="optimizer", rank=rank))
+from protocol.address import Address
+from protocol.messages import GiveUp
+with Network(sys.argv[1], token="token", address=Address("trainer", 0)) as network:
+    outbox = network.outbox("optimizer-0", linger_s=20)
+    for lid in range(30):
+        outbox.send(GiveUp(plan_id=0, lid=lid, step=0))
 """
 
 
 def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: Network) -> None:
-    inbox = network.inbox("trainer-0")
+    inbox = network.inbox()
     with child(LAST_WORDS, folder) as process:
         inbox.watch("the child", process.pid)
-        for rank in range(30):
-            assert received(inbox) == Goodbye(role="optimizer", rank=rank)
+        for lid in range(30):
+            assert received(inbox) == GiveUp(plan_id=0, lid=lid, step=0)
         with pytest.raises(PeerDied):
             inbox.receive(SOON_S)
-
-
-def test_any_descriptor_can_end_a_wait(network: Network) -> None:
-    reading, writing = os.pipe()
-    inbox = network.inbox("optimizer-0")
-    inbox.watch_descriptor("the launcher", reading)
-    assert inbox.receive(0) is None
-    os.close(writing)
-    with pytest.raises(PeerDied, match="the launcher"):
-        inbox.receive(None)
 
 
 # ---------------------------------------------------------------- who never waits
 
 
 def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> None:
-    outbox = network.outbox("optimizer-0")
+    outbox = network.outbox(HERE)
     with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
         for lid in range(HIGH_WATER_MARK + 1):
             outbox.send(WeightsReady(step=0, lid=lid, banks=(0,)))
@@ -302,7 +273,7 @@ def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> 
 def test_a_monitor_that_stalls_holds_nobody_up(folder: str, network: Network) -> None:
     """It loses frames; a second monitor gets the last one, and the first reads on later."""
     publisher, stalled = network.publisher(), network.subscriber()
-    with Network(folder, token=TOKEN, name="monitor") as other:
+    with Network(folder, token=TOKEN, address=MONITOR) as other:
         reading = other.subscriber()
         seen = {"stalled": False, "reading": False}
         while not all(seen.values()):  # both subscriptions have arrived
@@ -333,30 +304,30 @@ def status(text: str) -> CommandReply:
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
     fits = "/" + "f" * (MAX_IPC_PATH_BYTES - len("//optimizer-0"))
-    assert address(fits, "optimizer-0") == f"ipc://{fits}/optimizer-0"
+    assert endpoint(fits, HERE) == f"ipc://{fits}/optimizer-0"
     with pytest.raises(ValueError, match="longer than 107 bytes; set a shorter TMPDIR"):
-        address(fits + "f", "optimizer-0")
+        endpoint(fits + "f", HERE)
     with pytest.raises(ValueError, match="longer than 107 bytes"):
-        address("/" + "ü" * 50, "optimizer-0")
+        endpoint("/" + "ü" * 50, HERE)
 
 
 def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
-    first = network.inbox("trainer-0")
+    first = network.inbox()
     network.drop(first)
-    second = network.inbox("trainer-0")
-    network.outbox("trainer-0").send(Goodbye(role="optimizer", rank=0))
-    assert received(second) == Goodbye(role="optimizer", rank=0)
+    second = network.inbox()
+    network.outbox(HERE).send(Goodbye())
+    assert received(second) == Goodbye()
 
 
 def test_the_network_in_memory_refuses_as_the_real_one() -> None:
-    network = MemoryNetwork()
-    network.send("a", "b", WeightsReady(step=0, lid=1, banks=(0,)))
-    network.send("c", "b", WeightsReady(step=0, lid=2, banks=(0,)))
+    network, message = MemoryNetwork(), WeightsReady(step=0, lid=1, banks=(0,))
+    network.send(HERE, "b", message)
+    network.send(MONITOR, "b", message)
     assert network.pending(["a", "b"]) == ["b"]
-    assert network.try_receive("b") == Incoming("a", WeightsReady(step=0, lid=1, banks=(0,)))
-    assert network.try_receive("b") == Incoming("c", WeightsReady(step=0, lid=2, banks=(0,)))
+    assert network.try_receive("b") == Incoming("optimizer-0", HERE, message)
+    assert network.try_receive("b") == Incoming("monitor-7", MONITOR, message)
     assert network.try_receive("b") is None
-    network.send("a", "b", WeightsReady(step=0, lid=1, banks=(0,)))
+    network.send(HERE, "b", message)
     network._queues["b"].extend(network._queues["b"])
     assert network.try_receive("b") is not None
     with pytest.raises(WireError, match="sequence number 1 after 1"):

@@ -11,19 +11,28 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from message_strategies import MESSAGES, any_message, instances
+from message_strategies import MESSAGES, addresses, any_message, instances
 
 from protocol import codec
 from protocol import messages as m
+from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, VERSION, WireError, decode, encode
 
 TOKEN = "run's token"
 GRAD_READY = m.GradReady(step=3, lid=1, counts=(4, 0))
 
 
-def frame(*, version: Any = VERSION, tag: Any = "GradReady", token: Any = TOKEN, seq: Any = 0, fields: Any) -> bytes:
-    packed: bytes = msgpack.packb([version, tag, token, seq, fields])
+SENDER = Address("trainer", 0)
+
+
+def frame(fields: Any, *, tag: Any = "GradReady", **parts: Any) -> bytes:
+    usual = {"version": VERSION, "tag": tag, "token": TOKEN, "sender": ["trainer", 0], "seq": 0, "fields": fields}
+    packed: bytes = msgpack.packb(list((usual | parts).values()))
     return packed
+
+
+def packed(message: m.Message, seq: int = 0) -> bytes:
+    return encode(message, token=TOKEN, sender=SENDER, seq=seq)
 
 
 def refused(data: bytes) -> str:
@@ -38,12 +47,12 @@ def refused(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
-@given(data=st.data(), seq=st.integers(0, 2**63))
+@given(data=st.data(), sender=addresses, seq=st.integers(0, 2**63))
 @settings(max_examples=25, deadline=None)
-def test_round_trip(cls: type, data: st.DataObject, seq: int) -> None:
+def test_round_trip(cls: type, data: st.DataObject, sender: Address, seq: int) -> None:
     message = data.draw(instances(cls))
-    envelope = decode(encode(message, token=TOKEN, seq=seq), token=TOKEN)
-    assert envelope == codec.Envelope(message, seq)
+    envelope = decode(encode(message, token=TOKEN, sender=sender, seq=seq), token=TOKEN)
+    assert envelope == codec.Envelope(message, sender, seq)
     assert type(envelope.message) is cls
 
 
@@ -64,8 +73,7 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
 
 def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
     """A path may be any bytes. It must not end the process that speaks of it."""
-    sent = m.Goodbye(role="folder-\udcff", rank=0)
-    assert decode(encode(sent, token=TOKEN, seq=0), token=TOKEN).message == m.Goodbye(role="folder-\\udcff", rank=0)
+    assert decode(packed(m.Ready(detail="folder-\udcff")), token=TOKEN).message == m.Ready(detail="folder-\\udcff")
 
 
 # ---------------------------------------------------------------- what is not
@@ -76,17 +84,13 @@ def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
     [
         (b"", "not msgpack"),
         (b"\xc1", "not msgpack: FormatError"),
-        (encode(GRAD_READY, token=TOKEN, seq=0)[:-1], "incomplete"),
-        (encode(GRAD_READY, token=TOKEN, seq=0) + b"\x00", "extra data"),
+        (packed(GRAD_READY)[:-1], "incomplete"),
+        (packed(GRAD_READY) + b"\x00", "extra data"),
         (msgpack.packb("GradReady"), "not an array"),
-        (msgpack.packb([VERSION, "GradReady", TOKEN, 0]), "not an array"),
-        (msgpack.packb([VERSION, "GradReady", TOKEN, 0, [], 0]), "not an array"),
-        (msgpack.packb({0: 1}), "not msgpack|not an array"),
+        (msgpack.packb([VERSION, "GradReady", TOKEN, ["trainer", 0], 0]), "not an array"),
         (b"\x91" * 5000, "not msgpack: StackError"),
         (b"\xdd\xff\xff\xff\xff", "exceeds max_array_len"),
         (b"\xdf\xff\xff\xff\xff", "exceeds max_map_len"),
-        (b"\xdb\xff\xff\xff\xff", "not msgpack"),
-        (b"\xc6\xff\xff\xff\xff", "not msgpack"),
         (b"\xc9\xff\xff\xff\xff\x01", "not msgpack"),
         (b"\xd4\xff\x00", "timestamp"),
         (pickle.dumps(GRAD_READY), "not msgpack"),
@@ -102,46 +106,37 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
     ("parts", "reason"),
     [
         ({"version": VERSION + 1}, f"version {VERSION + 1}, this is {VERSION}"),
-        ({"version": str(VERSION)}, "version"),
         ({"version": True}, "version"),
         ({"token": "another run's"}, "wrong run token"),
-        ({"token": ""}, "wrong run token"),
         ({"token": TOKEN.encode()}, "wrong run token"),
-        ({"token": None}, "wrong run token"),
         ({"tag": "Shutdown"}, "unknown message 'Shutdown'"),
         ({"tag": "Layer"}, "unknown message 'Layer'"),
-        ({"tag": 3}, "unknown message 3"),
         ({"tag": ["GradReady"]}, "unknown message"),
         ({"seq": -1}, "GradReady: sequence number -1"),
         ({"seq": 0.0}, "sequence number"),
-        ({"seq": None}, "sequence number"),
         ({"fields": None}, "GradReady: expected 4 fields"),
-        ({"fields": {"step": 3}}, "GradReady: expected 4 fields"),
         ({"fields": [3, 1]}, "GradReady: expected 4 fields"),
         ({"fields": [3, 1, [4], False, 0]}, "GradReady: expected 4 fields"),
         ({"fields": [3, "1", [4], False]}, "GradReady.lid: expected int, got str"),
-        ({"fields": [3, None, [4], False]}, "GradReady.lid: expected int, got NoneType"),
         ({"fields": [3, 1, 4, False]}, "GradReady.counts: expected an array"),
         ({"fields": [3, 1, [4.0], False]}, "GradReady.counts: expected int, got float"),
-        ({"fields": [3, 1, [[]], False]}, "GradReady.counts: expected int, got list"),
         ({"fields": [-3, 1, [4], False]}, "GradReady: steps and layer IDs are not negative"),
         ({"fields": [3, 1, [0], False]}, "GradReady: step counts of an update"),
-        ({"fields": [3, 1, [], False]}, "GradReady: step counts of an update"),
         ({"fields": [3, 1, [-1, 4], False]}, "GradReady: step counts of an update"),
         ({"fields": [3, msgpack.ExtType(5, b"x"), [4], False]}, "GradReady.lid: expected int, got ExtType"),
-        ({"fields": [3, msgpack.Timestamp(0), [4], False]}, "GradReady.lid: expected int, got Timestamp"),
-        ({"tag": "Log", "fields": [1, []]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
-        ({"tag": "Hello", "fields": ["intruder", 0, 1, "trainer-0"]}, "Hello: unknown role 'intruder'"),
-        ({"tag": "Hello", "fields": ["trainer", 0, 0, "trainer-0"]}, "Hello: rank and pid"),
-        ({"tag": "Hello", "fields": ["trainer", 0, 1, "../trainer-0"]}, "Hello: '../trainer-0' is no name of an inbox"),
-        ({"tag": "Hello", "fields": ["trainer", 0, 1, ""]}, "Hello: '' is no name of an inbox"),
+        ({"sender": ["trainer"]}, "GradReady: sender: expected 2 fields"),
+        ({"sender": ["trainer", "0"]}, "GradReady: sender.rank: expected int, got str"),
+        ({"sender": ["intruder", 0]}, "GradReady: sender: unknown role 'intruder'"),
+        ({"sender": ["trainer", -1]}, "GradReady: sender: rank -1 is negative"),
+        ({"tag": "Hello", "fields": [0, "trainer-0"]}, "Hello: pid must be positive"),
+        ({"tag": "Hello", "fields": [1, "../trainer-0"]}, "Hello: '../trainer-0' is no name of an inbox"),
+        ({"tag": "Hello", "fields": [1, ""]}, "Hello: '' is no name of an inbox"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: a layer's arena"),
         ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None]}, "Plan: unknown placements ['disk']"),
         ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
-        ({"tag": "Plan", "fields": [0, 0, [], 1.5, "", "", None]}, "Plan: k is 1.5"),
         ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None]}, "Plan: k is nan"),
         ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None]}, "Plan: plans and steps"),
         ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0, 0.0]]]}, "OptimizerReport.updates: expected 3 fields"),
@@ -198,7 +193,7 @@ def test_what_is_no_layer_table(changes: dict[str, Any], reason: str) -> None:
 
 def test_a_message_that_no_receiver_would_take_is_not_sent() -> None:
     with pytest.raises(WireError, match="CommandReply takes .* bytes, above"):
-        encode(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES), token=TOKEN, seq=0)
+        packed(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES))
 
 
 # ---------------------------------------------------------------- anything at all
@@ -232,10 +227,11 @@ def test_any_bytes(data: bytes) -> None:
     survives(data)
 
 
-@given(tag=TAGS, fields=st.lists(junk, max_size=9), seq=junk)
+@given(tag=TAGS, fields=st.lists(junk, max_size=9), sender=junk, seq=junk)
 @settings(max_examples=400, deadline=None)
-def test_any_fields(tag: str, fields: list[Any], seq: Any) -> None:
+def test_any_fields(tag: str, fields: list[Any], sender: Any, seq: Any) -> None:
     survives(frame(tag=tag, fields=fields))
+    survives(frame(tag=tag, fields=fields, sender=sender))
     survives(frame(tag=tag, fields=fields, seq=seq))
 
 
@@ -243,7 +239,7 @@ def test_any_fields(tag: str, fields: list[Any], seq: Any) -> None:
 @settings(max_examples=400, deadline=None)
 def test_a_message_with_a_value_exchanged(message: m.Message, data: st.DataObject) -> None:
     """Close to a message, which reaches deeper than junk."""
-    parts = msgpack.unpackb(encode(message, token=TOKEN, seq=1), strict_map_key=False)
+    parts = msgpack.unpackb(packed(message, seq=1), strict_map_key=False)
     place = parts
     while isinstance(place, list) and place:
         index = data.draw(st.integers(0, len(place) - 1))
@@ -258,9 +254,24 @@ def test_a_message_with_a_value_exchanged(message: m.Message, data: st.DataObjec
 @settings(max_examples=300, deadline=None)
 @example(message=GRAD_READY, data=None)
 def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | None) -> None:
-    whole = bytearray(encode(message, token=TOKEN, seq=1))
+    whole = bytearray(packed(message, seq=1))
     if data is not None:
         for _ in range(data.draw(st.integers(1, 4))):
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     survives(bytes(whole))
     survives(bytes(whole[: len(whole) // 2]))
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@given(addresses)
+@settings(deadline=None)
+def test_an_address_can_be_read_back(address: Address) -> None:
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["", "trainer", "trainer-", "trainer--1", "trainer-x", "trainer-²", "tenor-0"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="is no address|unknown role"):
+        Address.parse(text)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.address import Address
 from protocol.handshake import HandshakeError, Phase, RunHandshake, WorkerHandshake
 from protocol.messages import Hello, Ready, Welcome
 
@@ -20,26 +21,29 @@ STEPS: dict[str, Callable[[WorkerHandshake], object]] = {
 ORDER = list(STEPS)
 
 
-def optimizer(pid: int = 10, rank: int = 0) -> Hello:
-    return Hello(role="optimizer", rank=rank, pid=pid, inbox="optimizer-0")
+OPTIMIZER, OTHER = Address("optimizer", 0), Address("optimizer", 1)
+
+
+def hello(pid: int = 10) -> Hello:
+    return Hello(pid=pid, inbox="optimizer-0")
 
 
 def test_a_worker_joins() -> None:
-    worker = WorkerHandshake(role="optimizer", rank=0, pid=10, inbox="optimizer-0")
+    worker = WorkerHandshake(OPTIMIZER, pid=10, inbox="optimizer-0")
     run = RunHandshake(run_name="run", pid=1)
-    worker.on_welcome(run.on_hello(worker.hello()))
-    assert worker.phase is Phase.WELCOMED and run.joined == (optimizer(),)
-    assert not run.is_ready("optimizer") and run.detail("optimizer") == "starting"
-    run.on_ready(worker.ready("8 threads"))
+    worker.on_welcome(run.on_hello(OPTIMIZER, worker.hello()))
+    assert worker.phase is Phase.WELCOMED and run.joined == {OPTIMIZER: hello()}
+    assert not run.is_ready(OPTIMIZER) and run.detail(OPTIMIZER) == "starting"
+    run.on_ready(OPTIMIZER, worker.ready("8 threads"))
     assert worker.phase is Phase.READY
-    assert run.is_ready("optimizer") and run.detail("optimizer") == "8 threads"
+    assert run.is_ready(OPTIMIZER) and run.detail(OPTIMIZER) == "8 threads"
     run.check()
 
 
 @pytest.mark.parametrize("done", range(4))
 @pytest.mark.parametrize("step", ORDER)
 def test_each_step_of_a_worker_has_one_place(done: int, step: str) -> None:
-    worker = WorkerHandshake(role="trainer", rank=0, pid=10, inbox="trainer-0-1f")
+    worker = WorkerHandshake(Address("trainer", 0), pid=10, inbox="trainer-0-1f")
     for earlier in ORDER[:done]:
         STEPS[earlier](worker)
     phase = worker.phase
@@ -54,56 +58,33 @@ def test_each_step_of_a_worker_has_one_place(done: int, step: str) -> None:
 
 def test_a_role_and_rank_join_once() -> None:
     run = RunHandshake(run_name="run", pid=1)
-    run.on_hello(optimizer(pid=10))
+    run.on_hello(OPTIMIZER, hello(pid=10))
     with pytest.raises(HandshakeError, match="optimizer-0 joined as process 10, now 11 says Hello"):
-        run.on_hello(optimizer(pid=11))
-    assert run.on_hello(optimizer(pid=11, rank=1)) == WELCOME
+        run.on_hello(OPTIMIZER, hello(pid=11))
+    assert run.on_hello(OTHER, hello(pid=11)) == WELCOME
     run.check()
 
 
-def test_who_left_may_be_followed() -> None:
-    run = RunHandshake(run_name="run", pid=1)
-    run.on_hello(optimizer(pid=10))
-    run.on_ready(Ready(role="optimizer", rank=0, detail=""))
-    run.leave("optimizer", 0)
-    run.leave("optimizer", 0)
-    assert run.joined == () and not run.is_ready("optimizer")
-    run.on_hello(optimizer(pid=11))
-    assert not run.is_ready("optimizer")
-    run.check()
-
-
-def test_ready_without_hello_and_twice() -> None:
-    run = RunHandshake(run_name="run", pid=1)
-    ready = Ready(role="optimizer", rank=0, detail="")
-    with pytest.raises(HandshakeError, match="says Ready without a Hello, or twice"):
-        run.on_ready(ready)
-    run.on_hello(optimizer())
-    run.on_ready(ready)
-    with pytest.raises(HandshakeError, match="says Ready without a Hello, or twice"):
-        run.on_ready(ready)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["hello", "ready", "leave"]), st.integers(0, 1))))
+@given(st.lists(st.tuples(st.sampled_from(["hello", "ready", "leave"]), st.sampled_from([OPTIMIZER, OTHER]))))
 @settings(deadline=None)
-def test_who_is_ready_has_joined(events: list[tuple[str, int]]) -> None:
-    run, joined, ready = RunHandshake(run_name="run", pid=1), set[int](), set[int]()
-    for event, rank in events:
+def test_who_is_ready_has_joined(events: list[tuple[str, Address]]) -> None:
+    run, joined, ready = RunHandshake(run_name="run", pid=1), set[Address](), set[Address]()
+    for event, who in events:
         try:
             if event == "hello":
-                run.on_hello(optimizer(rank=rank))
-                assert rank not in joined
-                joined.add(rank)
+                run.on_hello(who, hello())
+                assert who not in joined
+                joined.add(who)
             elif event == "ready":
-                run.on_ready(Ready(role="optimizer", rank=rank, detail=""))
-                assert rank in joined and rank not in ready
-                ready.add(rank)
+                run.on_ready(who, Ready(detail=""))
+                assert who in joined and who not in ready
+                ready.add(who)
             else:
-                run.leave("optimizer", rank)
-                joined.discard(rank)
-                ready.discard(rank)
+                run.leave(who)
+                joined.discard(who)
+                ready.discard(who)
         except HandshakeError:
-            assert event == "hello" and rank in joined or event == "ready" and (rank not in joined or rank in ready)
+            assert event == "hello" and who in joined or event == "ready" and (who not in joined or who in ready)
         run.check()
-        assert {hello.rank for hello in run.joined} == joined
-        assert {rank for rank in (0, 1) if run.is_ready("optimizer", rank)} == ready
+        assert set(run.joined) == joined
+        assert {who for who in (OPTIMIZER, OTHER) if run.is_ready(who)} == ready

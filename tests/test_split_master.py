@@ -117,6 +117,14 @@ def test_masters_of_float16_fit_their_weights_or_are_replaced() -> None:
     assert torch.equal(to_bits(kept), to_bits(weights.float()))
 
 
+def test_remainders_that_make_no_master_with_bfloat16_are_cleared() -> None:
+    """Below a zero of either sign, and beside what is not finite; all others stay, though they are of other weights."""
+    weights = torch.tensor([0.0, -0.0, 0.0, 1.0, torch.inf, torch.nan], dtype=torch.bfloat16)
+    remainder = torch.tensor([-1, -7, 7, -7, 7, -7], dtype=torch.int16)
+    fit_remainder(remainder, weights)
+    assert remainder.tolist() == [0, 0, 7, -7, 0, 0]
+
+
 def test_shape_is_kept() -> None:
     weights, remainder = split(torch.ones(2, 3))
     assert weights.shape == remainder.shape == join(weights, remainder).shape == (2, 3)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.memory.clock import HostClock
-from hytrain.memory.transfer import Copy, HostTransfers, Room, Transfer
+from hytrain.memory.transfer import Copy, Fence, HostTransfers, Transfer
 from hytrain.model.trained import TrainedParameter
 from hytrain.step import sums
 from hytrain.step.accumulation import choose_sums
@@ -39,7 +39,7 @@ class SlowTransfers(HostTransfers):
     def gradients_out(self, copies: Any) -> Transfer:
         return self._later(copies, keep=[source for _, source in copies])
 
-    def sums_in(self, copies: Any, room: Room, *, after: Transfer) -> Transfer:
+    def sums_in(self, copies: Any, fence: Fence, *, after: Transfer) -> Transfer:
         transfer = self._later(copies)
         self.waits_for[id(transfer)] = after
         return transfer

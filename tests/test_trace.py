@@ -10,6 +10,7 @@ import pytest
 
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
+from protocol.address import Address
 
 
 def written(run_dir: Path, role: str = "trainer") -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ def named(events: list[dict[str, Any]], name: str) -> list[Any]:
 
 def test_every_event_is_one_that_a_viewer_takes(tmp_path: Path) -> None:
     for role in trace.ROLES:
-        writer = TraceWriter(tmp_path, role)
+        writer = TraceWriter(tmp_path, Address(role, 0))
         writer.span("step", "step 0", 1.0, 1.5, step=0)
         writer.instant("plans", "plan 0", 1.25, k=0.5)
         writer.counter("k", 1.5, k=0.5)
@@ -52,7 +53,7 @@ def test_every_event_is_one_that_a_viewer_takes(tmp_path: Path) -> None:
 
 def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
     for role in reversed(trace.ROLES):
-        writer = TraceWriter(tmp_path, role)
+        writer = TraceWriter(tmp_path, Address(role, 0))
         for track in reversed(trace.TRACKS):
             writer.span(track, "work", 0.0, 1.0)
         writer.close()
@@ -66,7 +67,7 @@ def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
 
 
 def test_spans_that_overlap_get_lanes_and_others_share_one(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, "optimizer")
+    writer = TraceWriter(tmp_path, Address("optimizer", 0))
     for name, began_s, ended_s in (("a", 0, 4), ("b", 1, 5), ("c", 2, 6), ("d", 4, 7), ("e", 7, 8), ("f", 7, 9)):
         writer.span("waiting", name, began_s, ended_s)
     writer.span("H2D", "elsewhere", 0, 9)
@@ -86,7 +87,7 @@ def test_spans_that_overlap_get_lanes_and_others_share_one(tmp_path: Path) -> No
 
 
 def test_an_instant_takes_no_lane_and_frees_none(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, "coordinator")
+    writer = TraceWriter(tmp_path, Address("coordinator", 0))
     writer.span("plans", "long", 0.0, 9.0)
     for at_s in (1.0, 2.0):
         writer.instant("plans", "plan", at_s)
@@ -97,7 +98,7 @@ def test_an_instant_takes_no_lane_and_frees_none(tmp_path: Path) -> None:
 
 
 def test_a_span_never_takes_less_than_nothing(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, "trainer")
+    writer = TraceWriter(tmp_path, Address("trainer", 0))
     writer.span("D2H", "backwards", 2.0, 1.0)
     writer.close()
     assert [event["dur"] for event in written(tmp_path) if event["ph"] == "X"] == [0.0]
@@ -105,7 +106,7 @@ def test_a_span_never_takes_less_than_nothing(tmp_path: Path) -> None:
 
 def test_events_are_written_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "BUFFERED_EVENTS", 6)
-    writer = TraceWriter(tmp_path, "trainer")  # two events name the process, two more its first track
+    writer = TraceWriter(tmp_path, Address("trainer", 0))  # two events name the process, two more its first track
     writer.span("step", "one", 0.0, 1.0)
     assert written(tmp_path) == [], "too few to be worth a write"
     writer.span("step", "two", 1.0, 2.0)
@@ -118,12 +119,12 @@ def test_events_are_written_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_line_that_was_never_finished_is_left_out(tmp_path: Path) -> None:
-    first = TraceWriter(tmp_path, "trainer")
+    first = TraceWriter(tmp_path, Address("trainer", 0))
     first.counter("k", 1.0, k=0.25)
     first.close()
     with (tmp_path / trace.FOLDER / "trainer-0.jsonl").open("a") as file:
         file.write('\n{"name":"k","ph":"C","pid":1,"tid":0,"ts":20000')  # its process died here
-    second = TraceWriter(tmp_path, "trainer")
+    second = TraceWriter(tmp_path, Address("trainer", 0))
     second.counter("k", 3.0, k=0.75)
     second.close()
     assert [event["args"]["k"] for event in merged(tmp_path) if event["ph"] == "C"] == [0.25, 0.75]
@@ -136,7 +137,7 @@ def test_without_events_there_is_a_file_without_events(tmp_path: Path) -> None:
 
 def test_an_earlier_runs_events_are_cleared(tmp_path: Path) -> None:
     for role in trace.ROLES:
-        TraceWriter(tmp_path, role).close()
+        TraceWriter(tmp_path, Address(role, 0)).close()
     assert len(named(merged(tmp_path), "process_name")) == 3
     trace.clear(tmp_path)
     assert merged(tmp_path) == []

@@ -22,6 +22,7 @@ from typing import Final
 from hytrain.kernels.backend import Backend, Into
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.arena import HostArena, send_arena
+from protocol.address import Address
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 
@@ -80,12 +81,19 @@ class Arenas:
     """`segments[lid]` are the planes of each layer whose memory is there; `pending` is the layer whose is coming."""
 
     def __init__(
-        self, layers: Sequence[Layer], backend: Backend, connection: socket.socket, *, token: str, banks: int = 1
+        self,
+        layers: Sequence[Layer],
+        backend: Backend,
+        connection: socket.socket,
+        *,
+        token: str,
+        address: Address,
+        banks: int = 1,
     ) -> None:
         self.segments: dict[int, tuple[SegmentPlanes, ...]] = {}
         self.banks = banks
         self._layers, self._backend = layers, backend
-        self._connection, self._token = connection, token
+        self._connection, self._token, self._address = connection, token, address
         self._arenas: dict[int, HostArena] = {}
         self._coming: deque[HostArena] = deque()
         self._touched_bytes = 0
@@ -116,7 +124,7 @@ class Arenas:
         self._coming.popleft()
         self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a trainer that leaves: its Goodbye follows
-            send_arena(self._connection, arena, token=self._token)
+            send_arena(self._connection, arena, token=self._token, sender=self._address)
 
     def release(self, lid: int) -> None:
         """Give the layer's memory back, as far as this process holds it."""

@@ -15,11 +15,13 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
+from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
@@ -54,12 +56,11 @@ def main() -> int:
         replan_every=arguments.replan_every,
     )
     token = read_token(arguments.socket_dir)
-    metrics_path = Path(arguments.run_dir) / "metrics.jsonl"
     with (
-        metrics_path.open("a", buffering=1) as metrics,
-        Network(arguments.socket_dir, token=token, name="coordinator") as network,
+        closing(Metrics(arguments.run_dir)) as metrics,
+        Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
-        trace = None if arguments.trace is None else TraceWriter(arguments.trace, "coordinator")
+        trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
         coordinator = Coordinator(network, state, metrics, trace)
         coordinator.watch(arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
@@ -68,16 +69,33 @@ def main() -> int:
     return status
 
 
+class Metrics:
+    """The files of records: metrics.jsonl for the trainer of rank 0, metrics-1.jsonl and so on for others."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._folder = Path(run_dir)
+        self._files = {0: (self._folder / "metrics.jsonl").open("a", buffering=1)}
+
+    def write(self, line: str, rank: int) -> None:
+        if rank not in self._files:
+            self._files[rank] = (self._folder / f"metrics-{rank}.jsonl").open("a", buffering=1)
+        self._files[rank].write(line + "\n")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
 class Coordinator:
     """Carries out what the state decides."""
 
     def __init__(
-        self, network: Network, state: CoordinatorState, metrics: IO[str], trace: TraceWriter | None = None
+        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None = None
     ) -> None:
         self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
-        self._inbox = network.inbox("coordinator-0")
+        self._inbox = network.inbox()
         self._publisher: Publisher = network.publisher()
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[Address, Outbox] = {}
 
     def watch(self, life_fd: int) -> None:
         self._inbox.watch_descriptor("the launcher", life_fd)
@@ -97,7 +115,7 @@ class Coordinator:
 
     def _finish(self) -> None:
         """Take in what was sent before the end: the last records."""
-        patience_s = LAST_WORDS_S if "trainer" in self._outboxes else LAST_REPORT_S
+        patience_s = LAST_WORDS_S if any(to.role == "trainer" for to in self._outboxes) else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
         if self._trace is not None:
@@ -106,50 +124,52 @@ class Coordinator:
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()
         try:
-            commands = self._state.handle(incoming.message, now_s)
+            commands = self._state.handle(incoming.message, incoming.address, now_s)
         except HandshakeError as error:
-            _log.warning("refused %s: %s", incoming.sender, error)
+            _log.warning("refused %s: %s", incoming.address, error)
             return
-        # The next process of that role gets a connection of its own, its Welcome perhaps already now.
-        if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.message.role, None)):
+        # The next process with that address gets a connection of its own, its Welcome perhaps already now.
+        if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.address, None)):
             self._network.drop(outbox)
         for command in commands:
             self._carry_out(command, incoming)
         if self._trace is not None:
-            _draw(self._trace, incoming.message, commands, now_s)
+            _draw(self._trace, incoming, commands, now_s)
 
     def _carry_out(self, command: Command, incoming: Incoming) -> None:
         match command:
-            case Send(role, message):
-                self._outbox(role).send(message)
+            case Send(to, message):
+                self._outbox(to).send(message)
             case Answer(message):
                 self._inbox.reply(incoming.sender, message)
-            case Write(line):
-                self._metrics.write(line + "\n")
+            case Write(line, rank):
+                self._metrics.write(line, rank)
             case Publish(status):
                 self._publisher.publish(status)
             case Note(text):
                 _log.info("%s", text)
 
-    def _outbox(self, role: str) -> Outbox:
-        if role not in self._outboxes:
-            self._outboxes[role] = self._network.outbox(self._state.inbox(role))
-        return self._outboxes[role]
+    def _outbox(self, to: Address) -> Outbox:
+        if to not in self._outboxes:
+            self._outboxes[to] = self._network.outbox(self._state.inbox(to))
+        return self._outboxes[to]
 
 
-def _draw(trace: TraceWriter, message: m.Message, commands: Sequence[Command], now_s: float) -> None:
+def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:
     """What the timeline shows of a message and of what followed from it: steps, and the life of plans."""
+    message, rank = incoming.message, incoming.address.rank
+    whose = f" of trainer-{rank}" if rank else ""
     for command in commands:
-        if isinstance(command, Send) and command.role == "trainer" and isinstance(plan := command.message, m.Plan):
+        if isinstance(command, Send) and command.to.role == "trainer" and isinstance(plan := command.message, m.Plan):
             facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s", "placements")}
-            trace.instant("plans", f"plan {plan.plan_id} proposed", now_s, step=plan.step, **facts)
+            trace.instant("plans", f"plan {plan.plan_id}{whose} proposed", now_s, step=plan.step, **facts)
     match message:
         case m.PlanApplied():
             facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "placements")}
-            trace.instant("plans", f"plan {message.plan_id} holds", now_s, **facts)
+            trace.instant("plans", f"plan {message.plan_id}{whose} holds", now_s, **facts)
         case m.TrainerReport():
-            trace.counter("k", message.at_s, k=message.k)
-            trace.counter("step, ms", message.at_s, step=message.step_s * 1e3, stall=message.stall_s * 1e3)
+            trace.counter(f"k{whose}", message.at_s, k=message.k)
+            trace.counter(f"step, ms{whose}", message.at_s, step=message.step_s * 1e3, stall=message.stall_s * 1e3)
             trace.flush()
 
 

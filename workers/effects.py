@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol import messages as m
+from protocol.address import Address
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a role."""
+    """Send a message to a process."""
 
-    role: str
+    to: Address
     message: m.Message
 
 
@@ -24,9 +25,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Append a line to metrics.jsonl."""
+    """Append a line to the metrics of the trainer of this rank."""
 
     line: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from typing import IO, TYPE_CHECKING, Any, Final, Self
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.run import trace
-from protocol.channel import address
+from protocol.address import COORDINATOR, Address
+from protocol.channel import endpoint
 from workers import affinity, process, run_folder
 from workers.process import Child
 
@@ -243,7 +244,7 @@ class Supervisor:
         if self._config.trace:
             sockets += ["--trace", str(self.run_dir)]
         coordinator = self._start_worker(
-            "coordinator",
+            COORDINATOR,
             [
                 *sockets,
                 "--run-dir",
@@ -255,7 +256,9 @@ class Supervisor:
             ],
         )
         threads = [] if self._config.threads is None else ["--threads", str(self._config.threads)]
-        optimizer = self._start_worker("optimizer", [*sockets, "--cores", self._config.cores, *threads])
+        optimizer = self._start_worker(
+            Address("optimizer", 0), [*sockets, "--rank", "0", "--cores", self._config.cores, *threads]
+        )
         Cluster(
             run_name=self.run_name,
             run_dir=str(self.run_dir),
@@ -268,9 +271,9 @@ class Supervisor:
             trace=self._config.trace,
         ).write()
 
-    def _start_worker(self, role: str, arguments: Sequence[str]) -> Child:
+    def _start_worker(self, address: Address, arguments: Sequence[str]) -> Child:
         child = process.start_worker(
-            role, f"workers.{role}", arguments, log_dir=self._log_dir, environment=_environment()
+            address, f"workers.{address.role}", arguments, log_dir=self._log_dir, environment=_environment()
         )
         self._children.append(child)
         process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
@@ -403,7 +406,7 @@ class Tee:
 def _check_length(socket_dir: Path) -> None:
     """Raise `ConfigError` if a trainer's socket could not have a name in there."""
     try:
-        address(str(socket_dir), f"trainer-0-{secrets.token_hex(4)}")
+        endpoint(str(socket_dir), f"trainer-0-{secrets.token_hex(4)}")
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -35,6 +35,7 @@ import psutil
 from hytrain.config import CLUSTER_FILE, Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
+from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
 from workers.monitor_view import Snapshot, Usage
@@ -168,10 +169,11 @@ class Attachment:
             self._coordinator = os.pidfd_open(run.coordinator_pid)
         except ProcessLookupError:
             raise ConfigError(f"the run {run.run_name} has ended") from None
-        name = f"monitor-{os.getpid()}-{secrets.token_hex(4)}"
-        self._network = Network(run.socket_dir, token=run.token, name=name)
+        address = Address("monitor", os.getpid())
+        name = f"{address}-{secrets.token_hex(4)}"
+        self._network = Network(run.socket_dir, token=run.token, address=address, name=name)
         self._feed = self._network.subscriber()
-        self._outbox = self._network.outbox("coordinator-0", linger_s=0.0)
+        self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +267,9 @@ class Observer:
     """Looks at a run's processes, and remembers what they had used when it last did."""
 
     def __init__(self, run: Cluster) -> None:
-        self._launcher = m.Process(role="launcher", rank=0, pid=run.launcher_pid, detail="started and supervises them")
+        self._launcher = m.Process(
+            address=Address("launcher", 0), pid=run.launcher_pid, detail="started and supervises them"
+        )
         self._seen: dict[int, tuple[float, float]] = {}
 
     def look(self, status: m.Status) -> Snapshot:

@@ -72,7 +72,12 @@ def as_json(snapshot: Snapshot) -> str:
 
 
 def _process_json(process: m.Process, usage: Usage | None) -> dict[str, Any]:
-    described = {"role": process.role, "rank": process.rank, "pid": process.pid, "detail": process.detail}
+    described = {
+        "role": process.address.role,
+        "rank": process.address.rank,
+        "pid": process.pid,
+        "detail": process.detail,
+    }
     if usage is None:
         return {**described, "alive": False}
     use = {"cores": usage.cores, "rss_bytes": usage.rss_bytes, "cpu_s": usage.cpu_s, "cpu_share": usage.cpu_share}
@@ -188,14 +193,14 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
             use = ["", "gone", ""]
         else:
             use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
-        name = f"{process.role}-{process.rank}"
-        rows.add_row(name, str(process.pid), *use, *_load(process.role, record), Text(_what(process, record)))
+        load = _load(process.address.role, record)
+        rows.add_row(str(process.address), str(process.pid), *use, *load, Text(_what(process, record)))
     return rows
 
 
 def _what(process: m.Process, record: dict[str, Any]) -> str:
     """What a process is there for; how many threads the optimizer has may have been commanded since it began."""
-    threads = record.get("threads") if process.role == "optimizer" else None
+    threads = record.get("threads") if process.address.role == "optimizer" else None
     return process.detail if threads is None else f"{format_threads(threads)} {process.detail}"
 
 

@@ -21,17 +21,17 @@ import time
 import traceback
 from dataclasses import astuple
 from functools import lru_cache
-from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
-from hytrain.memory.arena import allow_descriptors
+from hytrain.memory.arena import allow_descriptors, arena_socket
 from hytrain.run.ownership import OwnershipError, PlanBook
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
+from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handshake import WorkerHandshake
 from workers import affinity
@@ -51,6 +51,7 @@ def main() -> int:
     """Run until the launcher or the trainer is gone; the process's exit status."""
     parser = argparse.ArgumentParser(prog="python -m workers.optimizer", description=__doc__.splitlines()[0])
     parser.add_argument("--socket-dir", required=True)
+    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--cores", required=True)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--trace", metavar="RUN_DIR")
@@ -59,41 +60,50 @@ def main() -> int:
     arguments = parser.parse_args()
     worker_logging()
     ignore_terminal_signals()
+    address = Address("optimizer", arguments.rank)
     pinning = affinity.choose(arguments.cores, arguments.threads)
     affinity.pin(pinning)
     _log.info("pinned: %s", pinning.describe())
-    trace = None if arguments.trace is None else TraceWriter(arguments.trace, "optimizer")
-    return serve(arguments.socket_dir, pinning, trace, ready_fd=arguments.ready_fd, life_fd=arguments.life_fd)
+    trace = None if arguments.trace is None else TraceWriter(arguments.trace, address)
+    return serve(arguments.socket_dir, address, pinning, trace, ready_fd=arguments.ready_fd, life_fd=arguments.life_fd)
 
 
-def serve(socket_dir: str, pinning: affinity.Pinning, trace: TraceWriter | None, *, ready_fd: int, life_fd: int) -> int:
+def serve(
+    socket_dir: str,
+    address: Address,
+    pinning: affinity.Pinning,
+    trace: TraceWriter | None,
+    *,
+    ready_fd: int,
+    life_fd: int,
+) -> int:
     """Join the run and serve its trainers, one after the other."""
     token = read_token(socket_dir)
-    with Network(socket_dir, token=token, name="optimizer-0") as network:
-        inbox = network.inbox("optimizer-0")
+    with Network(socket_dir, token=token, address=address) as network:
+        inbox = network.inbox()
         inbox.watch_descriptor("the launcher", life_fd)
-        coordinator = network.outbox("coordinator-0")
+        coordinator = network.outbox(COORDINATOR)
         try:
-            with _listen(socket_dir) as arenas:
-                _join(inbox, coordinator, pinning)
+            with _listen(arena_socket(socket_dir, address.rank)) as arenas:
+                _join(inbox, coordinator, address, pinning)
                 say_ready(ready_fd, pinning.describe())
                 while True:
-                    _serve_trainer(network, inbox, coordinator, arenas, pinning, token, trace)
+                    _serve_trainer(network, inbox, coordinator, arenas, address, pinning, token, trace)
         except PeerDied as death:
             _log.info("%s is gone, leaving", death.name)
             return 0
 
 
-def _listen(socket_dir: str) -> socket.socket:
+def _listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(Path(socket_dir) / "arena"))
+    listener.bind(path)
     listener.listen()
     listener.settimeout(ACCEPT_TIMEOUT_S)
     return listener
 
 
-def _join(inbox: Inbox, coordinator: Outbox, pinning: affinity.Pinning) -> None:
-    handshake = WorkerHandshake(role="optimizer", rank=0, pid=os.getpid(), inbox="optimizer-0")
+def _join(inbox: Inbox, coordinator: Outbox, address: Address, pinning: affinity.Pinning) -> None:
+    handshake = WorkerHandshake(address, pid=os.getpid(), inbox=str(address))
     coordinator.send(handshake.hello())
     incoming = inbox.receive(WELCOME_TIMEOUT_S)
     if incoming is None or not isinstance(incoming.message, m.Welcome):
@@ -107,6 +117,7 @@ def _serve_trainer(
     inbox: Inbox,
     coordinator: Outbox,
     arenas: socket.socket,
+    address: Address,
     pinning: affinity.Pinning,
     token: str,
     trace: TraceWriter | None,
@@ -123,10 +134,11 @@ def _serve_trainer(
         most = len(pinning.cores)
         backend, reason = load(table.backend, min(table.threads or pinning.threads, most))
         _log.info("backend %s", reason)
-        session = Session(table, backend, trainer, coordinator, arenas, token=token, max_threads=most, trace=trace)
-        coordinator.send(m.Calibration(role="optimizer", cpu_update_s=seconds_per_parameter(backend, table.layers)))
+        peers = trainer, coordinator, arenas
+        session = Session(table, backend, *peers, token=token, address=address, max_threads=most, trace=trace)
+        coordinator.send(m.Calibration(cpu_update_s=seconds_per_parameter(backend, table.layers)))
         session.run(inbox)
-        coordinator.send(m.SessionEnded(rank=0))
+        coordinator.send(m.SessionEnded())
     except Exception as error:
         if not isinstance(error, PeerDied):
             step, lid = session.place if session is not None else (None, None)
@@ -134,8 +146,6 @@ def _serve_trainer(
             for outbox in (trainer, coordinator):
                 outbox.send(
                     m.Failure(
-                        role="optimizer",
-                        rank=0,
                         step=step,
                         lid=lid,
                         error=text,
@@ -161,6 +171,7 @@ class Session:
         arenas: socket.socket,
         *,
         token: str,
+        address: Address,
         max_threads: int,
         trace: TraceWriter | None,
     ) -> None:
@@ -170,7 +181,8 @@ class Session:
         self._queue = UpdateQueue(table.layers, speculate=table.banks == 2)
         self._plans = PlanBook("optimizer", len(table.layers))
         # The trainer connected before it sent its table. Accepted now, lest the next one's arenas go to this one.
-        self._arenas = Arenas(table.layers, backend, accept(arenas), token=token, banks=table.banks)
+        connection = accept(arenas)
+        self._arenas = Arenas(table.layers, backend, connection, token=token, address=address, banks=table.banks)
         self._progress = Progress(trace, [layer.name for layer in table.layers])
         self._working_on: int | None = None
 

@@ -37,6 +37,7 @@ from hytrain.planner import (
 )
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
+from protocol.address import Address
 from protocol.handles import layout
 from protocol.placement import CPU, GPU, PLACEMENTS, gpu_fraction
 from workers.effects import Command, Note, Send
@@ -58,8 +59,9 @@ TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
 class Planning:
     """One trainer's layers: where they are placed, what was measured, what is wanted."""
 
-    def __init__(self, table: m.LayerTable, *, replan_every: int) -> None:
+    def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int) -> None:
         self.table = table
+        self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         self.reason = ""
@@ -76,7 +78,7 @@ class Planning:
         self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))
-        self._uncalibrated = {"trainer", "optimizer"}
+        self._uncalibrated = {self._trainer, self._optimizer}
         self._step = -1
         self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
         self._plan: m.Plan | None = None
@@ -100,20 +102,20 @@ class Planning:
 
     def begin(self) -> list[Command]:
         """The optimizer needs the table before it gets a plan."""
-        return [Send("optimizer", replace(self.table, threads=self._commanded_threads))]
+        return [Send(self._optimizer, replace(self.table, threads=self._commanded_threads))]
 
-    def on_calibration(self, calibration: m.Calibration) -> list[Command]:
+    def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
         """What trainer or optimizer measured. With both, the first plan; a `Failure` for the trainer if none fits."""
         rates = {name: getattr(calibration, name) for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")}
         self._book.calibrate(**rates)
-        self._uncalibrated.discard(calibration.role)
+        self._uncalibrated.discard(sender)
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            lids = first_lids(self._facts, self._book.rates, self._limits, self.k, objective=self.objective)
+            lids = first_lids(self._facts, self._limits, self.k)
         except Infeasible as error:
-            failure = m.Failure(role="coordinator", rank=0, step=None, lid=None, error=str(error), traceback="")
-            return [Note(f"no plan fits: {error}"), Send("trainer", failure)]
+            failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
+            return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
         return self._propose(lids, 0, "the first plan, before a step is measured", None)
 
     # ------------------------------------------------------------ measurements
@@ -240,7 +242,7 @@ class Planning:
         if speculates == self.speculates:
             return []
         self.speculates = speculates
-        return [Note(f"mode {self._mode}: {why}"), Send("optimizer", m.SetMode(speculate=speculates))]
+        return [Note(f"mode {self._mode}: {why}"), Send(self._optimizer, m.SetMode(speculate=speculates))]
 
     @property
     def _mode(self) -> str | None:
@@ -273,13 +275,13 @@ class Planning:
         )
         self.reason = reason
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
-        return [note, Send("trainer", plan), Send("optimizer", plan)]
+        return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def on_ack(self, ack: m.PlanAck) -> list[Command]:
-        reassign = self._ledger.on_ack(ack)
+    def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
+        reassign = self._ledger.on_ack(sender.role, ack)
         if reassign is not None:
-            return [Send("trainer", reassign)]
-        return [] if ack.accepted else [Note(f"{ack.role} refuses plan {ack.plan_id}: {ack.reason}")]
+            return [Send(self._trainer, reassign)]
+        return [] if ack.accepted else [Note(f"{sender} refuses plan {ack.plan_id}: {ack.reason}")]
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
@@ -356,7 +358,7 @@ class Planning:
         self._commanded_threads = threads
         self._new_threads = threads, self._step
         self._commanded_in.add(self._step + 1)
-        return [Send("optimizer", m.SetThreads(threads=threads))]
+        return [Send(self._optimizer, m.SetThreads(threads=threads))]
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """One step, for metrics.jsonl. The CPU may be at work on it still, and is done with the one before."""
@@ -411,8 +413,7 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,
-        gpu_state_bytes=held_bytes
-        + sum(placed.plane_nbytes[plane] for plane in ("remainder", "exp_avg", "exp_avg_sq")),
+        gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, WorkerDied
+from protocol.address import Address
 
 LOG_TAIL_LINES: Final = 20
 _PR_SET_PDEATHSIG: Final = 1
@@ -32,8 +33,7 @@ _PR_SET_PDEATHSIG: Final = 1
 class Child:
     """A process that the launcher started."""
 
-    role: str
-    rank: int
+    address: Address
     process: subprocess.Popen[bytes]
     pidfd: int
     log: Path
@@ -42,7 +42,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.rank}"
+        return str(self.address)
 
     def close(self) -> None:
         """Close this side's descriptors; the worker leaves when its `life` pipe closes."""
@@ -53,14 +53,14 @@ class Child:
 
 
 def start_worker(
-    role: str, module: str, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]
+    address: Address, module: str, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]
 ) -> Child:
     """Start `python -P -m module` with its two pipes; its output goes to its log."""
     ready_read, ready_write = os.pipe()
     life_read, life_write = os.pipe()
     command = [sys.executable, "-P", "-m", module, *arguments]
     command += ["--ready-fd", str(ready_write), "--life-fd", str(life_read)]
-    log = log_dir / f"{role}-0.log"
+    log = log_dir / f"{address}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -73,7 +73,7 @@ def start_worker(
         )
     os.close(ready_write)
     os.close(life_read)
-    return Child(role, 0, process, os.pidfd_open(process.pid), log, ready_read, life_write)
+    return Child(address, process, os.pidfd_open(process.pid), log, ready_read, life_write)
 
 
 def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int) -> Child:
@@ -84,7 +84,7 @@ def start_program(command: Sequence[str], *, log: Path, environment: dict[str, s
     process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent)
     os.close(stdout)
     os.close(stderr)
-    return Child("trainer", 0, process, os.pidfd_open(process.pid), log, None, None)
+    return Child(Address("trainer", 0), process, os.pidfd_open(process.pid), log, None, None)
 
 
 def _die_with_parent() -> None:

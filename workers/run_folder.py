@@ -16,8 +16,8 @@ from hytrain.errors import ConfigError
 LOCK: Final = ".lock"
 #: The progress of a run that has not made a step.
 NOTHING: Final = 0, frozenset[str]()
-#: What a run leaves in its folder.
-CONTENTS: Final = ("recipe.yaml", "metrics.jsonl", "loss.png", "trace.json", "traces", "checkpoints", "logs")
+#: What a run leaves in its folder, as patterns.
+CONTENTS: Final = ("recipe.yaml", "metrics*.jsonl", "loss.png", "trace.json", "traces", "checkpoints", "logs")
 
 
 def claim(folder: Path) -> int:
@@ -62,7 +62,7 @@ def _lock(folder: Path) -> int | None:
 
 def set_aside(folder: Path) -> Path | None:
     """Move what an earlier run left into a folder beside; its path, or None if there was no run."""
-    left = [path for name in CONTENTS if (path := folder / name).exists()]
+    left = [path for pattern in CONTENTS for path in folder.glob(pattern)]
     if not any(path.name in ("metrics.jsonl", "checkpoints") for path in left):
         return None
     number = 1
@@ -85,11 +85,11 @@ def bring_back(folder: Path, aside: Path) -> bool:
     """Put back what was set aside, if nothing has been trained since; whether that was so."""
     if progress(folder) != NOTHING:
         return False
-    for path in (folder / name for name in CONTENTS):
+    for path in [path for pattern in CONTENTS for path in folder.glob(pattern)]:
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
     for path in aside.iterdir():
         path.rename(folder / path.name)
     aside.rmdir()

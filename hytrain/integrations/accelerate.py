@@ -212,10 +212,21 @@ def _norm_before_clipping(opt: AdamW, max_norm: float, norm_type: float) -> Tens
 
 
 def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any, **options: Any) -> AdamW:
-    """`hytrain.AdamW(model, …)`, to be given to `accelerator.prepare`; clipping and checkpoints go on to work.
+    """Create `hytrain.AdamW(model, …)` for `accelerator.prepare`. Accelerate's clipping and checkpoints work with it.
 
-    `model` is prepared already. Raises what `hytrain.AdamW` raises, and `UnsupportedError` for settings of the
-    accelerator that HyTrain cannot follow, before anything is started.
+    It also raises what `hytrain.AdamW` raises.
+
+    Args:
+        accelerator: The Accelerator of the loop.
+        model: The model, already prepared.
+        arguments: Further positional arguments of `hytrain.AdamW`.
+        options: Keyword arguments of `hytrain.AdamW`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        UnsupportedError: HyTrain cannot follow a setting of the accelerator. Nothing has been started.
     """
     refuse(accelerator)
     device = next(model.parameters()).device

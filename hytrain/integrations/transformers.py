@@ -141,15 +141,21 @@ def _may_read_weights(kind: type, event: str) -> bool:
 
 
 def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **options: Any) -> AdamW:
-    """Make `hytrain.AdamW` from the trainer's arguments and put it where the trainer's own would be.
+    """Create `hytrain.AdamW` from the Trainer's arguments and make it the Trainer's optimizer.
+
+    It also raises what `hytrain.AdamW` raises.
 
     Args:
-        trainer: made without an optimizer; a scheduler is its business as ever.
-        param_groups: in place of the Trainer's two, with and without weight decay.
-        options: HyTrain's own (`k`, `objective`, `on_nonfinite`, …), or any of `hytrain.AdamW`'s to differ from `args`.
+        trainer: A Trainer without an optimizer. It creates its scheduler as usual.
+        param_groups: Replace the Trainer's two groups, with and without weight decay.
+        options: HyTrain's own options (`k`, `objective`, `on_nonfinite`, …), or any other of `hytrain.AdamW`'s, which
+            override the training arguments.
 
-    Raises what `hytrain.AdamW` raises, and `UnsupportedError` for arguments that HyTrain cannot follow, before
-    anything is started.
+    Returns:
+        The optimizer.
+
+    Raises:
+        UnsupportedError: HyTrain cannot follow an argument. Nothing has been started.
     """
     _refuse(trainer, param_groups)
     if options.get("loss_scale") is not None:

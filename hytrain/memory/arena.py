@@ -22,6 +22,7 @@ import socket
 import struct
 from typing import Final
 
+from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle
 from protocol.messages import PlanesReady
@@ -123,10 +124,15 @@ class ArenaFile:
         os.close(self.descriptor)
 
 
-def send_arena(connection: socket.socket, arena: HostArena, *, token: str) -> None:
+def arena_socket(socket_dir: str, rank: int) -> str:
+    """The Unix socket on which the optimizer of this rank hands out the descriptors of its arenas."""
+    return os.path.join(socket_dir, f"arena-{rank}")
+
+
+def send_arena(connection: socket.socket, arena: HostArena, *, token: str, sender: Address) -> None:
     """Announce an arena and hand its descriptor over, as one datagram of a SEQPACKET socket."""
     message = PlanesReady(lid=arena.layout.lid, nbytes=arena.layout.nbytes)
-    socket.send_fds(connection, [encode(message, token=token, seq=0)], [arena.descriptor])
+    socket.send_fds(connection, [encode(message, token=token, sender=sender, seq=0)], [arena.descriptor])
 
 
 def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str) -> ArenaFile:

@@ -1,6 +1,6 @@
-"""What fits: bytes by plane and owner, checked before anything is allocated.
+"""What fits: bytes by plane and placement, checked before anything is allocated.
 
-a parameter of       host, the CPU owns it                        GPU, the GPU owns it
+per parameter        host, the CPU owns it                        GPU, the GPU owns it
 bfloat16             grads 2, weights 2, remainder 2, moments 8   remainder 2, moments 8   (weights 2 always)
 float16              grads 2, weights 2, remainder 4, moments 8   remainder 4, moments 8   (weights 2 always)
 float32              grads 4, weights 4, moments 8                moments 8                (weights 4 always)
@@ -27,7 +27,7 @@ FREE_EVERY: Final = 16
 
 
 class GpuMemory:
-    """What the GPU still has for optimizer state."""
+    """What the GPU still has for optimizer state, as far as torch's allocator may take it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,17 +39,26 @@ class GpuMemory:
         if self._device.type != "cuda":
             return None
         if self._asked % FREE_EVERY == 0 or self._asked < 4:
-            free, total = torch.cuda.mem_get_info(self._device)
-            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
-            self._free = max(int(free + unused - GPU_MARGIN * total), 0)
+            beside, cap = self._beside(torch.cuda.max_memory_allocated(self._device))
+            self._free = max(int(beside - GPU_MARGIN * cap), 0)
         self._asked += 1
         return self._free
 
     def for_state_bytes(self) -> int | None:
-        """A first bound, before anything has been measured: half of what is free, the rest is the activations'."""
+        """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""
         if self._device.type != "cuda":
             return None
-        return int(torch.cuda.mem_get_info(self._device)[0]) // 2
+        beside, _ = self._beside(torch.cuda.memory_allocated(self._device))
+        return max(beside // 2, 0)
+
+    def _beside(self, used: int) -> tuple[int, int]:
+        """Bytes that this process could take beside so many that it uses; and all that it may take.
+
+        `set_per_process_memory_fraction`, or the same in PYTORCH_CUDA_ALLOC_CONF, caps what the allocator takes.
+        """
+        free, total = torch.cuda.mem_get_info(self._device)
+        cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        return min(free + torch.cuda.memory_reserved(self._device), cap) - used, cap
 
 
 def host_bytes(layouts: list[ArenaLayout]) -> int:
@@ -57,26 +66,61 @@ def host_bytes(layouts: list[ArenaLayout]) -> int:
     return sum(layout.nbytes for layout in layouts)
 
 
-def second_bank_fits(layouts: list[ArenaLayout], k: float, limit: int | None) -> bool:
-    """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k."""
-    return host_bytes(layouts) * (1.0 - k) <= host_bound(limit)
+def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None) -> bool:
+    """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k.
+
+    With "auto" (None) they have to fit at k=0: a second bank is not worth a larger k.
+    """
+    return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit)
 
 
-def require_host_memory(layouts: list[ArenaLayout], k: float, limit: int | None) -> None:
+def require_host_memory(
+    layouts: list[ArenaLayout],
+    k: float | None,
+    limit: int | None,
+    *,
+    gpu_bytes: int | None = None,
+    awaits_verdict: bool = False,
+) -> None:
     """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into the host's memory.
 
-    `limit` states what may be used where the machine's memory grows after boot; None asks the machine.
+    With "auto" (None) some k has to fit, with at most `gpu_bytes` of optimizer state on the GPU, None being none. On a
+    GPU whose updates await a verdict the gradients count as well. `limit` states what may be used where the machine's
+    memory grows after boot; None asks the machine.
     """
-    needed = int(host_bytes(layouts) * (1.0 - k))
-    numel = sum(handle.numel for layout in layouts for handle in layout.handles["weights"] if handle is not None)
+    bound, needed, numel = host_bound(limit), host_bytes(layouts), sum(layout.numel for layout in layouts)
+    each = f"{needed / max(numel, 1):.1f} bytes per parameter"
     source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less 1 GiB"
-    bound = host_bound(limit)
-    if needed > bound:
+    if k is None and gpu_bytes is not None:
+        left = _beyond_gpu(layouts, gpu_bytes, awaits_verdict)
+        if host_bytes(left) > bound:
+            raise CapacityError(
+                f"{numel / 1e6:.1f} M parameters need {needed / 1e9:.2f} GB of host memory ({each}) where the CPU "
+                f"updates them, above {bound / 1e9:.2f} GB, {source}; the {gpu_bytes / 1e9:.2f} GB that the GPU has "
+                f"for optimizer state hold {len(layouts) - len(left)} of {len(layouts)} layers, which leaves "
+                f"{host_bytes(left) / 1e9:.2f} GB to the host: free memory on either side, or state "
+                "host_memory_limit if the machine's memory grows on demand"
+            )
+        return
+    share = int(needed * (1.0 - (k or 0.0)))
+    if share > bound:
         raise CapacityError(
-            f"the CPU's share of {numel / 1e6:.1f} M parameters at k={k:.2f} needs {needed / 1e9:.2f} GB of host "
-            f"memory ({needed / max(numel, 1):.1f} bytes a parameter), above {bound / 1e9:.2f} GB, {source}: raise k, "
+            f"the CPU's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {share / 1e9:.2f} GB of host "
+            f"memory ({each}), above {bound / 1e9:.2f} GB, {source}: raise k, "
             "free host memory, or state host_memory_limit if the machine's memory grows on demand"
         )
+
+
+def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool) -> list[ArenaLayout]:
+    """The layers that are left to the host if the GPU takes all that it has room for, as the first plan would."""
+    left = []
+    for layout in layouts:
+        size = layout.state_nbytes + awaits_verdict * layout.plane_nbytes["grads"]
+        if size <= gpu_bytes:
+            gpu_bytes -= size
+        else:
+            left.append(layout)
+    return left
 
 
 def host_bound(limit: int | None) -> int:

@@ -3,7 +3,7 @@
 trainer, optimizer                coordinator, at a step boundary
 measured times ──▶ MeasurementBook ──profile()──▶ decide() ──▶ Decision ──▶ plan
                     (book.py)                      │  (policies.py, deadline.py)
-rates alone ──▶ first_lids() ──▶ the first plan    │
+sizes, limits ─▶ first_lids() ─▶ the first plan    │
                 (first.py)           formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
 verdicts on norms ──▶ whether the CPU waits for them (mode.py)

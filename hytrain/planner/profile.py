@@ -1,6 +1,6 @@
 """What the planner reckons with: every layer's size and times, and the memory there is.
 
-Owns the values that the policies take. `book.py` makes them from measurements, `first.py` from rates alone.
+Owns the values that the policies take. `book.py` makes them from measurements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recipe will need, before anything is started: memory by plane, process and owner, and FLOPs by step.
+"""What a recipe will need, before anything is started: memory by plane, process and placement, and FLOPs by step.
 
 The launcher prints it for `--dry-run`. The model is counted on the meta device, so a large one is as quick
 as a small one.
@@ -7,7 +7,7 @@ Bytes per parameter           owned by the CPU                          owned by
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-Under either owner the weights also lie on the GPU, once. Updates that may have to be undone take a second bank of
+With either placement the weights also lie on the GPU, once. Updates that may have to be undone take a second bank of
 all that they write, 12 bytes more in host memory; without room for it they wait.
 """
 
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Bytes per trainable parameter of one kind of array, by owner, and who maps it in host memory."""
+    """Bytes per trainable parameter of one kind of array, by placement, and who maps it in host memory."""
 
     name: str
     host_if_cpu: int

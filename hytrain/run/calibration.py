@@ -3,7 +3,7 @@
     pinned scratch ◀──▶ device scratch    seconds for one parameter's gradient out, and for its weight in
     scratch segment ─▶ the device's update  seconds a parameter; it also compiles the kernel
 
-The coordinator makes its first plan of these, and of what the optimizer measures of its own updates.
+The coordinator plans with these, and with what the optimizer measures of its own updates, until steps were measured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
         group=0,
     )
     return Calibration(
-        role="trainer",
         d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,
         h2d_s=_seconds(lambda: on_device.copy_(on_host, non_blocking=True), transfers) / copied * weights_bytes,
         gpu_update_s=_update_s(update, device, transfers, host) / update.numel,

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from typing import Final, Self
 
-import hytrain
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError
 
@@ -135,7 +134,7 @@ def _becomes_readable(descriptor: int, timeout_s: float) -> bool:
 def _environment() -> dict[str, str]:
     """This process's environment, with HyTrain's own packages importable from wherever they were imported here."""
     environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
-    home = str(Path(hytrain.__file__).parents[1])
+    home = str(Path(__file__).resolve().parents[2])
     paths = [home, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment

@@ -17,20 +17,19 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
-from hytrain.memory.arena import ArenaFile, receive_arena
+from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.ownership import PlanBook
+from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
 from protocol.messages import Calibration, Failure, Goodbye, LayerTable, Message, Plan, Reassign, Welcome
 
-ARENA_SOCKET: Final = "arena"
 CLOSE_TIMEOUT_S: Final = 5.0
 THREAD_PREFIX: Final = "hytrain-link-"
 
@@ -70,10 +69,11 @@ class Link:
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # A second optimizer of this process numbers its messages anew, and must not get what was meant for the first.
-        self.name: Final = f"trainer-0-{secrets.token_hex(4)}"
-        self._network = Network(cluster.socket_dir, token=cluster.token, name=self.name)
-        self._handshake = WorkerHandshake(role="trainer", rank=0, pid=self._pid, inbox=self.name)
-        self._inbox: Inbox = self._network.inbox(self.name)
+        self.address: Final = Address("trainer", 0)
+        self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
+        self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
+        self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
+        self._inbox: Inbox = self._network.inbox()
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()
@@ -85,7 +85,8 @@ class Link:
         try:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pid)
             self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
-            self._outboxes = {role: self._network.outbox(f"{role}-0") for role in ("optimizer", "coordinator")}
+            peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
+            self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}
             self._outboxes["coordinator"].send(self._handshake.hello())
             self._handshake.on_welcome(self._expect(Welcome))
         except PeerDied as death:
@@ -95,7 +96,7 @@ class Link:
         """Send the layer table and what was measured; agree in `book` on the first plan that is made of them."""
         try:
             self._arenas.settimeout(self._timeout_s)
-            self._arenas.connect(str(Path(self._cluster.socket_dir) / ARENA_SOCKET))
+            self._arenas.connect(arena_socket(self._cluster.socket_dir, self.address.rank))
         except OSError as error:
             raise ClusterError(f"cannot reach the optimizer process: {error}") from None
         try:
@@ -114,7 +115,7 @@ class Link:
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
         if isinstance(incoming.message, Failure):
-            raise ClusterError(describe_failure(incoming.message))
+            raise ClusterError(describe_failure(incoming.address, incoming.message))
         if not isinstance(incoming.message, kind):
             raise ClusterError(f"expected {kind.__name__}, got {type(incoming.message).__name__}")
         return incoming.message
@@ -151,9 +152,9 @@ class Link:
         self._closed = True
         for role, outbox in self._outboxes.items():
             if self._threads:
-                self.post(role, Goodbye(role="trainer", rank=0))
+                self.post(role, Goodbye())
             else:  # construction failed before there was a sender
-                outbox.send(Goodbye(role="trainer", rank=0))
+                outbox.send(Goodbye())
         self._jobs.put(None)
         os.write(self._stop_write, b"stop")  # closing says nothing while a forked child holds the other end
         os.close(self._stop_write)
@@ -185,7 +186,7 @@ class Link:
                 if incoming is None:
                     continue
                 if isinstance(incoming.message, Failure):
-                    listener.on_failure(WorkerDied(describe_failure(incoming.message)))
+                    listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
                 else:
                     listener.on_message(incoming.message)
         except PeerDied as death:
@@ -195,11 +196,11 @@ class Link:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
 
 
-def describe_failure(failure: Failure) -> str:
-    """A worker's failure for people: role, rank, step, layer, error and its traceback."""
+def describe_failure(sender: Address, failure: Failure) -> str:
+    """A worker's failure for people: who, step, layer, error and its traceback."""
     where = f" in step {failure.step}" if failure.step is not None else ""
     where += f" at layer {failure.lid}" if failure.lid is not None else ""
-    return f"{failure.role}-{failure.rank} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()
+    return f"{sender} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()
 
 
 def _as_hytrain_error(error: Exception, doing: str) -> HyTrainError:

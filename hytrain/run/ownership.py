@@ -51,7 +51,7 @@ class PlanBook:
             reason = f"plan {self.plan.plan_id} came before"
         if not reason:
             self.plan = self._acknowledged[plan.plan_id] = plan
-        return PlanAck(plan_id=plan.plan_id, role=self.role, accepted=not reason, reason=reason)
+        return PlanAck(plan_id=plan.plan_id, accepted=not reason, reason=reason)
 
     def on_reassign(self, message: Reassign) -> None:
         """The agreement is complete. Raises `OwnershipError` unless it is about the plan acknowledged last."""
@@ -110,14 +110,14 @@ class PlanLedger:
         self._next_id += 1
         return plan
 
-    def on_ack(self, ack: PlanAck) -> Reassign | None:
-        """Count an acknowledgement; the last one gives the commitment for the trainer. A refusal ends the plan."""
-        if self._open is None or ack.plan_id != self._open.plan_id or ack.role not in PARTIES or self._committed:
+    def on_ack(self, role: str, ack: PlanAck) -> Reassign | None:
+        """Count a party's acknowledgement; the last gives the commitment for the trainer. A refusal ends the plan."""
+        if self._open is None or ack.plan_id != self._open.plan_id or role not in PARTIES or self._committed:
             return None
         if not ack.accepted:
             self._open = None
             return None
-        self._acks.add(ack.role)
+        self._acks.add(role)
         if self._acks != set(PARTIES):
             return None
         self._committed = True

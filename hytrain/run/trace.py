@@ -17,6 +17,8 @@ import os
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from protocol.address import Address
+
 FOLDER: Final = "traces"
 FILE: Final = "trace.json"
 ROLES: Final = ("trainer", "optimizer", "coordinator")
@@ -33,14 +35,14 @@ class TraceWriter:
     The file is open only while events are written: nothing leaks in a process that ends without `close`.
     """
 
-    def __init__(self, run_dir: str | Path, role: str, rank: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, address: Address) -> None:
         folder = Path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._pid = folder / f"{role}-{rank}.jsonl", os.getpid()
+        self._path, self._pid = folder / f"{address}.jsonl", os.getpid()
         self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
         self._events: list[dict[str, Any]] = []
-        self._metadata("process_name", 0, name=f"{role}-{rank}")
-        self._metadata("process_sort_index", 0, sort_index=ROLES.index(role))
+        self._metadata("process_name", 0, name=str(address))
+        self._metadata("process_sort_index", 0, sort_index=ROLES.index(address.role))
 
     def span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
         """Something that took a while. Spans of one track come in the order of their ends."""

@@ -1,13 +1,30 @@
-"""What every integration test gets: one thread for torch, the run's folder in its own temporary one, a leak check."""
+"""What every integration test gets: one thread for torch, the run's folder in its own temporary one, a leak check.
+
+Three processes take about a second to start. So optimizers that would start the same ones join a run that lasts as
+long as the tests do, as under `bin/hytrain-cluster`. With settings of its own, or beside another one, an optimizer
+starts its own.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+
+from hytrain.config import Cluster, ClusterConfig
+from hytrain.run import cluster as clusters
+from hytrain.run.cluster import PrivateCluster, Seat
+
+GRACE_S = 10.0
+#: Variables besides HYTRAIN_… that make other processes.
+VARIABLES = ("CXX", "HYTRAIN_CACHE", "PATH", "PYTHONPATH")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +49,78 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("HYTRAIN_THREADS", "1")
     return tmp_path / "run"
+
+
+class SharedRun:
+    """A run that one optimizer after another joins. Its planner looks after each step, so that layers move soon."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = ClusterConfig(threads=1, replan_every=1, run_dir=str(folder))
+        self._environment = self._variables()
+        self._run = PrivateCluster(self.config)
+        self.close = self._run.close
+
+    def _variables(self) -> list[str | None]:
+        return [os.environ.get(name) for name in VARIABLES]
+
+    def place(self, config: ClusterConfig, run_dir: Path) -> Guest | None:
+        """A place in it for whoever asks for such a run and no other folder; None if there is none."""
+        wanted = config.model_copy(update={"run_dir": self.config.run_dir, "replan_every": self.config.replan_every})
+        if (wanted, config.run_dir, self._variables()) != (self.config, str(run_dir), self._environment):
+            return None
+        cluster = self._run.cluster
+        if not all(map(runs, (cluster.launcher_pid, cluster.optimizer_pid, cluster.coordinator_pid))):
+            return None  # a test has ended it
+        seat = Seat.take(cluster.socket_dir)
+        return None if seat is None else Guest(cluster, seat)
+
+    def arenas(self) -> list[str]:
+        """The layers' memory that its optimizer process holds."""
+        found = []
+        with suppress(FileNotFoundError):  # closed meanwhile, or the run has ended
+            for descriptor in Path(f"/proc/{self._run.cluster.optimizer_pid}/fd").iterdir():
+                found.append(os.readlink(descriptor))
+        return [target for target in found if "memfd:hytrain" in target]
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+class Guest:
+    """In the place of a private cluster."""
+
+    def __init__(self, cluster: Cluster, seat: Seat) -> None:
+        self.cluster, self.close = cluster, seat.close
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRun]:
+    run = SharedRun(tmp_path_factory.mktemp("shared-run"))
+    yield run
+    run.close()
+
+
+@pytest.fixture(autouse=True)
+def joins(shared_run: SharedRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Optimizers of this process join the shared run where they can. Nothing of theirs stays there."""
+
+    def start(config: ClusterConfig) -> PrivateCluster | Guest:
+        return shared_run.place(config, run_dir) or PrivateCluster(config)
+
+    monkeypatch.setattr(clusters, "PrivateCluster", start)
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while left := shared_run.arenas():
+        assert time.monotonic() < deadline, f"left in the optimizer process: {left}"
+        gc.collect()  # an optimizer that only a reference cycle holds is not left
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def own_run(joins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each optimizer starts a run of its own."""
+    monkeypatch.setattr(clusters, "PrivateCluster", PrivateCluster)
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import hytrain
 from hytrain.kernels.split import split
+from hytrain.recipe import config, loop, report
+from hytrain.recipe.config import Recipe
+from hytrain.recipe.optimizer import hytrain_adamw
+from hytrain.recipe.report import Summary
 from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
@@ -150,10 +156,36 @@ def train(
     return losses
 
 
+def same_as_torch(
+    run: Callable[[Any, Any], object], make: Callable[[], nn.Module] = perceptron, **options: Any
+) -> None:
+    """`run(model, optimizer)` returns the same as with torch's fused AdamW, and leaves the same weights."""
+    ours, theirs = make(), make()
+    names = ("lr", "betas", "eps", "weight_decay", "maximize")
+    numbers = {"lr": LR, **{name: options[name] for name in names if name in options}}
+    expected = run(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **numbers))
+    with adamw(ours, **options) as opt:
+        assert run(ours, opt) == expected
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def same_bits(run: Callable[[Any, Any], object], make: Callable[[], nn.Module], *choices: dict[str, Any]) -> None:
+    """`run(model, optimizer)` leaves the same state and weights, whatever the options."""
+    results = []
+    for options in choices:
+        model = make()
+        with adamw(model, **options) as opt:
+            run(model, opt)
+            results.append(state(opt) | weights(model))
+        assert differing(results[-1], results[0]) == [], options
+
+
 @contextmanager
 def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
     opt = hytrain.AdamW(model, *arguments, **{"lr": LR, **options})
+    _began[opt] = (opt.run_dir / "metrics.jsonl").stat().st_size
     try:
         yield opt
     except BaseException:
@@ -171,23 +203,30 @@ def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
     return psutil.Process(found)
 
 
+#: How long the run's records were when an optimizer joined it.
+_began: weakref.WeakKeyDictionary[hytrain.AdamW, int] = weakref.WeakKeyDictionary()
+
+
 def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
-    """The run's records until now."""
-    *lines, _ = (opt.run_dir / "metrics.jsonl").read_text().split("\n")
+    """The optimizer's records until now."""
+    with (opt.run_dir / "metrics.jsonl").open() as file:
+        file.seek(_began[opt])
+        *lines, _ = file.read().split("\n")
     return [json.loads(line) for line in lines]
 
 
 def wait_for_coordinator(opt: hytrain.AdamW) -> None:
     """Return once the coordinator has heard of the last steps: then it plans for them, however slow it is."""
     due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + 60.0
-    while due > 0 and _newest_step(opt.run_dir / "metrics.jsonl") != due:
+    while due > 0 and _newest_step(opt) != due:
         assert time.monotonic() < ends_s, f"no record of step {due}"
         time.sleep(0.001)
 
 
-def _newest_step(metrics: Path) -> int | None:
+def _newest_step(opt: hytrain.AdamW) -> int | None:
+    metrics = opt.run_dir / "metrics.jsonl"
     with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - 4096))
+        file.seek(max(_began[opt], metrics.stat().st_size - 4096))
         *lines, _ = file.read().split(b"\n")
     return json.loads(lines[-1])["step"] if lines else None
 
@@ -212,6 +251,23 @@ def state(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copies of the optimizer's state, `exp_avg.3` and so on."""
     entries = opt.state_dict()["state"].items()
     return {f"{plane}.{index}": tensor.clone() for index, entry in entries for plane, tensor in entry.items()}
+
+
+def saved_and_loaded(saved: Any) -> Any:
+    """What `torch.save` and `torch.load` make of it."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=not isinstance(saved, nn.Module))
+
+
+def keep(opt: hytrain.AdamW, form: str, folder: Path) -> Callable[[hytrain.AdamW], object]:
+    """Keep the state in `form`, "files" or "dictionary"; what loads it."""
+    if form == "files":
+        opt.save(folder)
+        return lambda other: other.load(folder)
+    saved = saved_and_loaded(opt.state_dict())
+    return lambda other: other.load_state_dict(saved)
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -299,6 +355,25 @@ def roles_below(process: psutil.Process) -> dict[str, psutil.Process]:
     found = {role_of(child): child for child in children}
     assert len(found) == len(children), [child.cmdline() for child in children]
     return found
+
+
+def train_recipe(recipe: Path, run_dir: Path, *overrides: str) -> Summary:
+    """Train a recipe in this process, with a run of its own in `run_dir`."""
+    made: list[hytrain.AdamW] = []
+
+    def make(model: nn.Module, recipe: Recipe) -> Any:
+        made.append(hytrain_adamw(model, recipe))  # type: ignore[arg-type]
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYTRAIN_RUN_DIR", str(run_dir))
+        patch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
+        run_dir.mkdir(exist_ok=True)
+        try:
+            return loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
+        finally:
+            for opt in made:
+                opt.close()
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:

@@ -33,11 +33,14 @@ from helpers import (
     write_recipe,
 )
 
-from hytrain.config import CLUSTER_VARIABLE
+from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.recipe.checkpoint import latest
+from hytrain.saving import INDEX
+from workers import launcher, run_folder
 from workers.run_folder import claim
 
+pytestmark = pytest.mark.usefixtures("own_run")
 PLAIN = SCRIPTS / "plain.py"
 STEPS = "20"
 
@@ -98,10 +101,12 @@ def test_a_plain_script(by_torch: str, run_dir: Path) -> None:
 def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "small"
     core = str(min(os.sched_getaffinity(0)))
+    train = {"steps": 20, "eval_every": 10, "max_grad_norm": 0.5, "loss_scale": "dynamic"}
     recipe = write_recipe(
         tmp_path,
         run={"dir": str(run_dir.parent), "name": run_dir.name},
-        train={"steps": 20, "eval_every": 10},
+        model={"dtype": "float16"},
+        train=train,
         sample={"prompt": "the people", "tokens": 5},
         cluster={"cores": core},
     )
@@ -113,67 +118,62 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, 21))
     assert records[-1]["loss"] < records[0]["loss"] and 0.3 <= records[-1]["k"] < 1
     assert [record["step"] for record in records if "validation_loss" in record] == [10, 20]
+    assert [record["loss_scale"] for record in records] == [2.0**16] * 20
+    norms = [record["grad_norm"] for record in records]
+    assert len(set(norms)) == 20 and all(0.1 < norm < 100.0 for norm in norms), "before clipping, without the scale"
+    [index] = (run_dir / "checkpoints").glob(f"step-20/**/{INDEX}")
+    saved = json.loads(index.read_text())
+    assert saved["loss_scale"]["good_steps"] == max(saved["step_of"].values()) == 20
     for name in ("recipe.yaml", "loss.png", "checkpoints/step-20/model.safetensors"):
         assert (run_dir / name).is_file(), name
     assert f"1 thread on cores {core} " in (run_dir / "logs" / "optimizer-0.log").read_text()
 
 
-def test_a_recipes_records_tell_norm_and_scale(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path,
-        run={"dir": str(tmp_path), "name": "run"},
-        model={"dtype": "float16"},
-        train={"steps": 4, "warmup_steps": 0, "max_grad_norm": 0.5, "loss_scale": "dynamic"},
-    )
-    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
-    assert ran.returncode == 0, ran.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["loss_scale"] for record in records] == [2.0**16] * 4
-    norms = [record["grad_norm"] for record in records]
-    assert len(set(norms)) == 4 and all(0.5 < norm < 100.0 for norm in norms), "before clipping, without the scale"
+def test_one_run_after_another_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fresh start leaves the run before beside it; one that is refused leaves it as it was."""
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"})
+    folder, aside, held = tmp_path / "run", tmp_path / "run.1", list[int]()
+    monkeypatch.delenv("HYTRAIN_RUN_DIR")
+    monkeypatch.setattr(run_folder, "claim", lambda folder: held.append(claim(folder)))
+
+    def start(*overrides: str, steps: int = 0) -> tuple[int, str]:
+        """The command's status and sentence, where its processes make so many steps: without one they refuse."""
+
+        def supervise(recipe: object, config: object, resolved: Path) -> int:
+            resolved.write_text(f"a recipe of {steps} steps")
+            if steps:
+                with (folder / "metrics.jsonl").open("a") as metrics:
+                    metrics.write("a step\n" * steps)
+            return 0 if steps else 2
+
+        monkeypatch.setattr(launcher, "_supervise_recipe", supervise)
+        status = launcher.main([str(recipe), *[word for override in overrides for word in ("--set", override)]])
+        while held:
+            os.close(held.pop())  # as when the command ends
+        return status, capsys.readouterr().err
+
+    def contents(of: Path) -> dict[str, str]:
+        return {path.name: path.read_text() for path in of.iterdir()}
+
+    assert start(steps=4) == (0, "")
+    before = contents(folder)
+    lock = claim(folder)
+    status, said = start()
+    assert status == 2 and "a run is going on in" in said
+    os.close(lock)
+    status, said = start()
+    assert status == 2 and f"nothing was trained, so {folder} has that run again" in said and not aside.exists()
+    assert start("train.resume=latest") == (2, "") and contents(folder) == before
+    status, said = start(steps=3)
+    assert status == 0 and f"{folder} had a run in it, which is in {aside} now" in said
+    assert contents(aside).items() <= before.items() and contents(folder)["metrics.jsonl"] == "a step\n" * 3
+    assert start("train.resume=latest", steps=2) == (0, "")
+    assert contents(folder)["metrics.jsonl"] == "a step\n" * 5
 
 
-def test_a_fresh_start_leaves_the_run_before_beside_it(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 6, "warmup_steps": 0})
-    folder = tmp_path / "run"
-    for options in ((), ("--set", "train.steps=3"), ("--set", "train.steps=5", "--set", "train.resume=latest")):
-        lock = claim(folder)
-        refused = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
-        assert refused.returncode == 2 and "a run is going on in" in refused.stderr
-        os.close(lock)
-        ran = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
-        assert ran.returncode == 0, ran.stderr
-        assert (f"{folder} had a run in it, which is in {folder}.1 now" in ran.stderr) is ("train.steps=3" in options)
-    steps = {
-        path: [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (folder, tmp_path / "run.1")
-    }
-    assert steps == {folder: [1, 2, 3, 4, 5], tmp_path / "run.1": [1, 2, 3, 4, 5, 6]}
-
-
-def test_a_start_that_is_refused_leaves_the_run_before_as_it_was(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 2, "warmup_steps": 0})
-    folder = tmp_path / "run"
-    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
-    assert ran.returncode == 0, ran.stderr
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    for options in (
-        ("--set", "data.paths=[nothing.txt]"),
-        ("--set", "train.resume=latest", "--set", "model.dtype=bfloat16"),
-        ("--set", "train.resume=latest"),  # has all its steps
-        ("--cores", "5000"),  # before there is a trainer
-    ):
-        refused = cluster(recipe, *options, env=environment(HYTRAIN_RUN_DIR=None))
-        assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
-        kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        assert kept == before and not (tmp_path / "run.1").exists()
-    state = folder / "checkpoints" / "step-2" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
-    damaged = cluster(recipe, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
-    assert damaged.returncode == 2 and "step-2 is damaged: trainer_state.json" in damaged.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path,
@@ -196,6 +196,7 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, 
     assert "hytrain: interrupted; --set train.resume=latest goes on from" in said
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 60, "warmup_steps": 0})
     options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.DEVNULL}
@@ -237,21 +238,17 @@ def test_places_that_cannot_be_used_are_one_sentence(
     assert "Traceback" not in str(raised.value)
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--print-config", "--set=train.steps=1"])
-def test_options_of_recipes_are_refused_with_a_program(option: str) -> None:
-    refused = cluster(option, PLAIN, "torch", "1")
-    assert refused.returncode == 2 and "is for recipes" in refused.stderr
-
-
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, train={"steps": 6}, run={"dir": str(tmp_path / "file"), "name": "small"})
-    assert cluster(recipe, env=environment(HYTRAIN_RUN_DIR=str(tmp_path / "environment"))).returncode == 0
-    assert (tmp_path / "environment" / "metrics.jsonl").is_file()
+    settings: dict[str, Any] = {"file": {"threads": 3}, "environment": {}, "flags": {"threads": None}}
+    found = []
+    for source, value in (("file", 3), ("environment", "2"), ("flags", 1)):
+        settings[source] = {"HYTRAIN_THREADS" if source == "environment" else "threads": value}
+        found.append(ClusterConfig.resolve(**settings).threads)
+    assert found == [3, 2, 1]
     (tmp_path / "script.py").touch()
     env = environment(HYTRAIN_RUN_DIR=str(tmp_path / "not"))
     assert cluster("--run-dir", tmp_path / "flag", tmp_path / "script.py", env=env).returncode == 0
-    assert (tmp_path / "flag" / "logs").is_dir()
-    assert not (tmp_path / "file").exists() and not (tmp_path / "not").exists()
+    assert (tmp_path / "flag" / "logs").is_dir() and not (tmp_path / "not").exists()
 
 
 def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import LR, adamw, differing, perceptron, square_loss, state, train, weights
+from helpers import (
+    adamw,
+    differing,
+    keep,
+    perceptron,
+    same_as_torch,
+    saved_and_loaded,
+    square_loss,
+    state,
+    train,
+    weights,
+)
 from torch import nn
 
 import hytrain
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
 from hytrain.model.trained import TrainedLayer
-from hytrain.step.engine import Engine
+from hytrain.step.backward import Backward
 
 
 class Event:
@@ -98,16 +108,10 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
     whole = perceptron(dtype=dtype)
     with adamw(whole, k=k) as opt:
         train(whole, opt, range(6), square_loss)
-        opt.save(tmp_path)
-        saved, kept = opt.state_dict(), {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-        for entry in saved["state"].values():
-            entry.update({plane: tensor.clone() for plane, tensor in entry.items()})
+        loads = [keep(opt, form, tmp_path) for form in ("files", "dictionary")]
+        kept = saved_and_loaded(whole.state_dict())
         train(whole, opt, range(6, 12), square_loss)
         expected = result(whole, opt)
-    loads: list[Callable[[hytrain.AdamW], None]] = [
-        lambda opt: opt.load(tmp_path),
-        lambda opt: opt.load_state_dict(saved),
-    ]
     for load in loads:
         model = perceptron(dtype=dtype)
         with adamw(model, k=k) as opt:
@@ -119,27 +123,20 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_weights_from_outside(k: float) -> None:
-    def trained(optimizer: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
-        model = perceptron()
-        with optimizer(model) as opt:
-            train(model, opt, range(2), square_loss)
-            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
-            train(model, opt, range(2, 4), square_loss)
-            if isinstance(opt, hytrain.AdamW):
-                opt.synchronize()
-                with torch.no_grad():
-                    model[0][0].weight.mul_(0.5)
-                opt.import_weights()
-            else:
-                with torch.no_grad():
-                    model[0][0].weight.mul_(0.5)
-            train(model, opt, range(4, 6), square_loss)
-            model.state_dict()
-            return weights(model)
+    def run(model: Any, opt: Any) -> None:
+        train(model, opt, range(2), square_loss)
+        model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
+        train(model, opt, range(2, 4), square_loss)
+        if isinstance(opt, hytrain.AdamW):
+            opt.synchronize()
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.5)
+        if isinstance(opt, hytrain.AdamW):
+            opt.import_weights()
+        train(model, opt, range(4, 6), square_loss)
+        model.state_dict()
 
-    ours = trained(lambda model: adamw(model, k=k))
-    theirs = trained(lambda model: contextlib.nullcontext(torch.optim.AdamW(model.parameters(), lr=LR, fused=True)))
-    assert differing(ours, theirs) == []
+    same_as_torch(run, k=k)
 
 
 def test_layers_that_move_all_the_time() -> None:
@@ -165,22 +162,22 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
             stream.waited_for.clear()
 
         parameter.register_post_accumulate_grad_hook(run_on)
-    dispatched = []
+    sent = []
 
-    def dispatch(self: Engine, layer: TrainedLayer) -> None:
+    def send(self: Backward, layer: TrainedLayer, stream: Stream) -> None:
         gradients, (other,) = list(layer.filled.values()), set(current.streams) - {current.stream}
         assert layer.streams == set(current.streams), "a weight's and a bias's"
-        before(self, layer)
+        before(self, layer, stream)
         assert other in current.stream.waited_for
         assert {id(gradient) for gradient in gradients} <= kept
-        dispatched.append(layer.lid)
+        sent.append(layer.lid)
 
-    before = Engine._dispatch
-    monkeypatch.setattr(Engine, "_dispatch", dispatch)
+    before = Backward._send
+    monkeypatch.setattr(Backward, "_send", send)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
     with adamw(model, k=k) as opt:
         train(model, opt, range(2), square_loss)
-        assert len(dispatched) == 2 * len(opt._session.layers)
+        assert len(sent) == 2 * len(opt._session.layers)
 
 
 def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -> None:

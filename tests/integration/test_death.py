@@ -25,8 +25,11 @@ from helpers import CLUSTER, SCRIPTS, adamw, perceptron, read_until, roles_below
 
 from hytrain.errors import ClusterError, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("own_run")
 ENDLESS = SCRIPTS / "endless.py"
 DEADLINE_S = 5.0
+#: Its death is noticed as the optimizer's is.
+SLOW_COORDINATOR = pytest.param("coordinator", marks=pytest.mark.slow)
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -110,7 +113,7 @@ def rest(first: subprocess.Popen[str]) -> str:
     return first.stderr.read()
 
 
-@pytest.mark.parametrize("role", ["optimizer", "coordinator", "trainer"])
+@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR, "trainer"])
 @thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
@@ -126,7 +129,7 @@ def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> N
         assert log.read_text().splitlines()[-1] in said
 
 
-@pytest.mark.parametrize("role", ["optimizer", "coordinator"])
+@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR])
 @thrice
 def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
@@ -156,7 +159,7 @@ def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
         assert all_end(first, family) == 128 + number
 
 
-@pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR, "launcher"])
 @thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""

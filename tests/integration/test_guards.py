@@ -7,13 +7,13 @@ import itertools
 import os
 import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, perceptron, square_loss, train, vectors, weights
+from helpers import LR, Reference, adamw, differing, perceptron, same_as_torch, square_loss, train, vectors, weights
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -23,22 +23,7 @@ from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
 from hytrain.step.handover import Handover
-
-
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_a_write_from_outside_is_refused_or_imported(k: float) -> None:
-    model = perceptron()
-    with adamw(model, k=k) as opt:
-        train(model, opt, range(2), square_loss)
-        opt.synchronize()
-        with torch.no_grad():
-            model[0][0].weight.clamp_(-0.01, 0.01)
-        with pytest.raises(UsageError, match="written from outside"):
-            square_loss(model, 2)
-        opt.import_weights()
-        train(model, opt, [2], square_loss)
-        opt.synchronize()
-        assert float(model[0][0].weight.detach().abs().max()) < 0.01 + 2 * LR
+from hytrain.step.reads import Reads
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -62,16 +47,6 @@ def test_a_write_from_outside_is_refused_where_the_whole_model_is_never_called(k
         train(model, opt, [4], loss)
         opt.synchronize()
         assert float((model[0][0].weight.detach() - 5).abs().max()) < 1.0, "what was written is trained on"
-
-
-def test_a_model_converted_while_updates_are_under_way_is_not_saved() -> None:
-    for use in (nn.Module.state_dict, lambda model: square_loss(model, 3)):
-        model = perceptron()
-        with adamw(model, k=0.0) as opt:
-            train(model, opt, range(2), square_loss)
-            model.double()
-            with pytest.raises(UsageError, match="storage of .* was replaced"):
-                use(model)
 
 
 def test_swapped_storage_is_refused_until_it_is_back() -> None:
@@ -130,9 +105,6 @@ def test_replaced_groups_are_read() -> None:
         train(model, opt, range(2, 4), square_loss)
         opt.synchronize()
         assert differing(weights(model), before) == []
-        opt.param_groups = [*opt.param_groups, {**opt.param_groups[0], "params": []}]
-        with pytest.raises(UsageError, match="use add_param_group"):
-            square_loss(model, 4).backward()
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -142,14 +114,11 @@ def test_an_empty_parameter_does_no_harm(k: float) -> None:
         model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
         return model
 
-    plain, ours = made(), made()
-    train(plain, Reference(plain, lr=LR), range(4), square_loss)
-    with adamw(ours, k=k) as opt:
-        train(ours, opt, range(4), lambda model, step: square_loss(model, step) + model.nothing.sum())
-        opt.synchronize()
-        assert differing(weights(ours), weights(plain)) == []
-    model = perceptron()
-    model.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return square_loss(model, step) + model.nothing.sum()
+
+    same_as_torch(lambda model, opt: train(model, opt, range(4), loss), made, k=k)
+    model = made()
     with pytest.raises(UnsupportedError, match="nothing to train"):
         hytrain.AdamW(model, [{"params": [model.nothing]}])
 
@@ -159,18 +128,11 @@ def test_users_pre_hooks_see_new_weights() -> None:
 
     def pruned() -> nn.Sequential:
         model = perceptron()
+        torch.manual_seed(1)
         prune.random_unstructured(model[1][0], "weight", amount=0.5)
         return model
 
-    torch.manual_seed(1)
-    plain = pruned()
-    torch.manual_seed(1)
-    ours = pruned()
-    train(plain, Reference(plain, lr=LR), range(6), square_loss)
-    with adamw(ours, k=0.0) as opt:
-        train(ours, opt, range(6), square_loss)
-        opt.synchronize()
-    assert differing(weights(ours), weights(plain)) == []
+    same_as_torch(lambda model, opt: train(model, opt, range(6), square_loss), pruned, k=0.0)
 
 
 def test_loaded_remainders_make_no_nan_with_other_weights() -> None:
@@ -202,19 +164,21 @@ def test_an_interrupted_handover_ends_training(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_handover_interrupted_before_its_end_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two layers is the GPU's already when Ctrl-C comes; the leak check looks for its arena."""
-    finish = Handover.finish
+    finish, wait_for = Handover.finish, Reads.wait_for
 
-    def interrupted(self: Handover, step: int, await_update: Callable[[TrainedLayer], None]) -> Any:
+    def interrupted(self: Handover, step: int) -> Any:
         calls = 0
 
-        def second(layer: TrainedLayer) -> None:
+        def second(reads: Reads, layer: TrainedLayer) -> None:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise KeyboardInterrupt
-            await_update(layer)
+            wait_for(reads, layer)
 
-        return finish(self, step, second)
+        with monkeypatch.context() as patch:
+            patch.setattr(Reads, "wait_for", second)
+            return finish(self, step)
 
     monkeypatch.setattr(Handover, "finish", interrupted)
     model = perceptron()
@@ -257,22 +221,6 @@ def test_evaluation_leaves_no_marks_behind() -> None:
             for _ in range(50):
                 square_loss(model, 0)
         assert len(opt._engine._meter._now.forward) == 0
-
-
-def test_a_gradient_set_by_hand_is_refused() -> None:
-    model = perceptron()
-    with adamw(model) as opt:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(UsageError, match="set by hand"):
-            opt.step()
-
-
-def test_two_parameters_over_one_memory_are_refused() -> None:
-    model = perceptron()
-    model[1][0].weight = nn.Parameter(model[0][0].weight.data)
-    with pytest.raises(UnsupportedError, match="share memory"):
-        hytrain.AdamW(model)
 
 
 def test_a_copy_of_a_part_has_new_weights() -> None:

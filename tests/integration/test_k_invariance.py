@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, gpt2, llama, perceptron, square_loss, state, train, wait_for_coordinator, weights
+from helpers import (
+    adamw,
+    differing,
+    gpt2,
+    llama,
+    perceptron,
+    same_bits,
+    square_loss,
+    state,
+    train,
+    wait_for_coordinator,
+    weights,
+)
 from torch import Tensor, nn
 
 import hytrain
@@ -48,7 +60,6 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     expected_weights, expected_state = trained_at_half(dtype)
     model = make(dtype)
     with adamw(model, **CHOICES[choice]) as opt:
@@ -61,19 +72,18 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
 
 
 def test_more_threads_and_other_cores_change_nothing() -> None:
-    results = []
-    for options in ({"threads": 1}, {"threads": 2, "cores": str(min(os.sched_getaffinity(0)))}):
-        model = perceptron()
-        with adamw(model, k=0.2, **options) as opt:
-            train(model, opt, range(20), square_loss)
-        results.append(weights(model))
-    assert differing(*results) == []
+    fewest = {"k": 0.2, "threads": 1}
+    same_bits(
+        lambda model, opt: train(model, opt, range(20), square_loss),
+        perceptron,
+        fewest,
+        {**fewest, "threads": 2, "cores": str(min(os.sched_getaffinity(0)))},
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
-    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     results = []
     for options in ({"policy": "random"}, {"k": 0.0, "overlap": False}):
         model = make(dtype)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
-    Reference,
     adamw,
     differing,
+    keep,
     llama,
     perceptron,
+    records,
+    same_as_torch,
     square_loss,
     state,
     train,
@@ -22,6 +24,7 @@ from helpers import (
 )
 from torch import nn
 
+import hytrain
 from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
 from workers import monitor
 
@@ -36,36 +39,30 @@ def half_frozen(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"policy": "random"}])
 def test_unfrozen_parameters_are_trained_from_then_on(options: dict[str, Any]) -> None:
-    ours, theirs = half_frozen(), half_frozen()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, **options) as opt:
+    def run(model: Any, optimizer: Any) -> Any:
         for stage in (slice(2, 2), slice(2, 3), slice(3, 4)):
-            for model, optimizer in ((ours, opt), (theirs, reference)):
-                model[stage].requires_grad_(True)
-                train(model, optimizer, range(stage.start, stage.start + 5), square_loss)
-        opt.synchronize()
-        assert differing(weights(ours), weights(theirs)) == []
-        mine, his = opt.state_dict(), reference.state_dict()
-        assert mine["state"].keys() == his["state"].keys()
-        assert mine["param_groups"][0]["params"] == his["param_groups"][0]["params"]
-        assert {int(entry["step"]) for entry in mine["state"].values()} == {15, 10, 5}
-        assert opt.statistics().step == 15
+            model[stage].requires_grad_(True)
+            train(model, optimizer, range(stage.start, stage.start + 5), square_loss)
+        saved = optimizer.state_dict()
+        counts = {index: int(entry["step"]) for index, entry in saved["state"].items()}
+        assert set(counts.values()) == {15, 10, 5}
+        return saved["param_groups"][0]["params"], counts
+
+    same_as_torch(run, half_frozen, **options)
 
 
 @pytest.mark.parametrize("role", ["coordinator", "optimizer"])
 def test_what_was_meant_for_the_last_trainer_does_not_reach_the_next(role: str, slow: Callable[[str], None]) -> None:
     """The coordinator reads the last reports, and plans, when the next trainer's Hello is already there."""
     slow(role)
-    ours, theirs = half_frozen(), half_frozen()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, policy="random") as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            for step in range(30):
-                train(model, optimizer, [step], square_loss)
-                if step in (9, 19):
-                    model[2 + step // 10].requires_grad_(True)
-        opt.synchronize()
-    assert differing(weights(ours), weights(theirs)) == []
+
+    def run(model: Any, optimizer: Any) -> None:
+        for step in range(30):
+            train(model, optimizer, [step], square_loss)
+            if step in (9, 19):
+                model[2 + step // 10].requires_grad_(True)
+
+    same_as_torch(run, half_frozen, policy="random")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,6 +81,7 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
     assert differing(*results) == []
 
 
+@pytest.mark.usefixtures("own_run")
 def test_commands_outlive_a_new_beginning() -> None:
     """What a monitor asked for still holds when parameters have come."""
     model = half_frozen()
@@ -94,12 +92,12 @@ def test_commands_outlive_a_new_beginning() -> None:
         model[2:].requires_grad_(True)
         train(model, opt, range(4, 12), square_loss)
         assert opt.statistics().k > 0.0
-        folder = opt.run_dir
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    threads = [record["threads"] for record in records]
+        known = opt
+    threads = [record["threads"] for record in records(known)]
     assert set(threads[:4]) <= {None, 2} and set(threads[4:]) <= {None, 1} and threads[-1] == 1
 
 
+@pytest.mark.usefixtures("own_run")
 def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a k of its own, only the rest of the layers had to fit when training began."""
     model = perceptron()
@@ -130,9 +128,8 @@ def test_a_group_that_is_added_later() -> None:
         opt.log(9, loss=1.0)
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
-        folder = opt.run_dir
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "step_s" in record] == list(range(1, 10))
+        known = opt
+    assert [record["step"] for record in records(known) if "step_s" in record] == list(range(1, 10))
 
 
 def test_a_module_that_is_added_later() -> None:
@@ -146,31 +143,23 @@ def test_a_module_that_is_added_later() -> None:
             y: torch.Tensor = self.head(self.body(x))
             return y
 
-    ours, theirs = Grown(), Grown()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, k=0.5) as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            train(model, optimizer, range(3), square_loss)
-            torch.manual_seed(7)
-            model.head = nn.Linear(32, 32)
-            optimizer.add_param_group({"params": model.head.parameters()})
-            train(model, optimizer, range(3, 6), square_loss)
-        opt.synchronize()
-        assert differing(weights(ours), weights(theirs)) == []
+    def run(model: Any, optimizer: Any) -> None:
+        train(model, optimizer, range(3), square_loss)
+        torch.manual_seed(7)
+        model.head = nn.Linear(32, 32)
+        optimizer.add_param_group({"params": model.head.parameters()})
+        train(model, optimizer, range(3, 6), square_loss)
+
+    same_as_torch(run, Grown, k=0.5)
 
 
 def test_frozen_again_is_left_alone() -> None:
-    ours, theirs = perceptron(), perceptron()
-    reference = Reference(theirs, lr=LR)
-    with adamw(ours, k=0.5) as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            train(model, optimizer, range(3), square_loss)
-            model[:2].requires_grad_(False)
-            train(model, optimizer, range(3, 6), square_loss)
-            model[:2].requires_grad_(True)
-            train(model, optimizer, range(6, 9), square_loss)
-        opt.synchronize()
-        assert differing(weights(ours), weights(theirs)) == []
+    def run(model: Any, optimizer: Any) -> None:
+        for first, wanted in ((0, True), (3, False), (6, True)):
+            model[:2].requires_grad_(wanted)
+            train(model, optimizer, range(first, first + 3), square_loss)
+
+    same_as_torch(run, k=0.5)
 
 
 def test_not_in_the_middle_of_a_step() -> None:
@@ -193,18 +182,16 @@ def test_only_where_the_model_is_called() -> None:
 
 def test_not_in_a_functional_call() -> None:
     """Others stand in the place of the model's parameters then."""
-    ours, theirs = half_frozen(), half_frozen()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, k=0.0) as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            train(model, optimizer, range(2), square_loss)
-            model.requires_grad_(True)
-            for given in ("0.", ""):
-                stand_ins = {name: p.detach() * 0.9 for name, p in model.named_parameters() if name.startswith(given)}
-                torch.func.functional_call(model, stand_ins, torch.ones(2, 32))
-            train(model, optimizer, range(2, 4), square_loss)
-        opt.synchronize()
-    assert differing(weights(ours), weights(theirs)) == []
+
+    def run(model: Any, optimizer: Any) -> None:
+        train(model, optimizer, range(2), square_loss)
+        model.requires_grad_(True)
+        for given in ("0.", ""):
+            stand_ins = {name: p.detach() * 0.9 for name, p in model.named_parameters() if name.startswith(given)}
+            torch.func.functional_call(model, stand_ins, torch.ones(2, 32))
+        train(model, optimizer, range(2, 4), square_loss)
+
+    same_as_torch(run, half_frozen, k=0.0)
 
 
 def test_refused_groups_change_nothing() -> None:
@@ -269,30 +256,43 @@ def test_what_was_written_before_is_not_lost() -> None:
     assert differing(*results) == []
 
 
+def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
+    """The remainder that it was kept with belongs to other weights."""
+    model = perceptron(dtype=torch.bfloat16)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), square_loss)
+        model[0].requires_grad_(False)
+        opt._rebuild()
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.5)
+        model[0].requires_grad_(True)
+        square_loss(model, 3)
+        assert not state(opt)["remainder.0"].any() and state(opt)["remainder.1"].any()
+
+
 def test_frozen_while_others_are_unfrozen() -> None:
     """Its moments and its step count wait, also in state_dict() and in what is saved."""
-    ours, theirs = perceptron(), perceptron()
-    for model in (ours, theirs):
+
+    def run(model: Any, optimizer: Any) -> list[Any]:
+        train(model, optimizer, range(3), square_loss)
+        model[1].requires_grad_(False)
+        model[0].requires_grad_(True)
+        train(model, optimizer, range(3, 6), square_loss)
+        saved = optimizer.state_dict()["state"].items()
+        kept = sorted((index, name, entry[name].tolist()) for index, entry in saved for name in ("step", "exp_avg_sq"))
+        model[1].requires_grad_(True)
+        train(model, optimizer, range(6, 9), square_loss)
+        return kept
+
+    def make() -> nn.Module:
+        model = perceptron()
         model[0].requires_grad_(False)
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, k=0.5) as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            train(model, optimizer, range(3), square_loss)
-            model[1].requires_grad_(False)
-            model[0].requires_grad_(True)
-            train(model, optimizer, range(3, 6), square_loss)
-        mine, his = opt.state_dict()["state"], reference.state_dict()["state"]
-        assert mine.keys() == his.keys()
-        for index, entry in his.items():
-            assert all(torch.equal(mine[index][key], entry[key]) for key in entry)
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            model[1].requires_grad_(True)
-            train(model, optimizer, range(6, 9), square_loss)
-        opt.synchronize()
-        assert differing(weights(ours), weights(theirs)) == []
+        return model
+
+    same_as_torch(run, make, k=0.5)
 
 
-@pytest.mark.parametrize("form", ["state_dict", "files"])
+@pytest.mark.parametrize("form", ["dictionary", "files"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, form: str, tmp_path: Any) -> None:
     """Trained, frozen while others go on, saved, loaded into another optimizer, unfrozen there."""
@@ -307,11 +307,7 @@ def test_the_state_of_frozen_parameters_is_saved_and_loaded(dtype: torch.dtype, 
         train(first, opt, range(3, 5), square_loss)
         with adamw(second, k=0.2) as other:
             second.load_state_dict(first.state_dict())
-            if form == "files":
-                opt.save(tmp_path / "state")
-                other.load(tmp_path / "state")
-            else:
-                other.load_state_dict(opt.state_dict())
+            keep(opt, form, tmp_path)(other)
             second.load_state_dict(first.state_dict())
             for model, optimizer in ((first, opt), (second, other)):
                 train(model, optimizer, range(5, 7), square_loss)
@@ -335,42 +331,34 @@ def test_the_state_of_an_unknown_parameter_is_refused(tmp_path: Any) -> None:
 
 
 def test_what_another_optimizer_trains_is_left_to_it() -> None:
-    ours, theirs = half_frozen(), half_frozen()
-    with adamw(ours, k=0.5) as opt:
-        train(ours, opt, range(2), square_loss)
-        ours[2:].requires_grad_(True)
-        with adamw(ours[2:], k=0.5) as other:
+    def run(model: Any, optimizer: Any) -> None:
+        train(model, optimizer, range(2), square_loss)
+        model[2:].requires_grad_(True)
+        if not isinstance(optimizer, hytrain.AdamW):
+            train(model, optimizer, range(2, 4), square_loss)
+            return
+        with adamw(model[2:], k=0.5) as other:
             for step in range(2, 4):
-                square_loss(ours, step).backward()
-                for each in (opt, other):
-                    each.step()
-                opt.zero_grad()
-            other.synchronize()
-            opt.synchronize()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    train(theirs, reference, range(2), square_loss)
-    theirs[2:].requires_grad_(True)
-    train(theirs, reference, range(2, 4), square_loss)
-    assert differing(weights(ours), weights(theirs)) == []
+                square_loss(model, step).backward()
+                other.step()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    same_as_torch(run, half_frozen, k=0.5)
 
 
 def test_unfrozen_where_only_sums_are_made() -> None:
     """The model is called inside no_sync: that backward is not the last, as it was told."""
-    ours, theirs = half_frozen(), half_frozen()
-    reference = torch.optim.AdamW(theirs.parameters(), lr=LR, fused=True)
-    with adamw(ours, k=0.5) as opt:
-        for model, optimizer in ((ours, opt), (theirs, reference)):
-            train(model, optimizer, range(2), square_loss)
-            model[2:].requires_grad_(True)
-        with opt.no_sync():
-            square_loss(ours, 2).backward()
-        square_loss(ours, 3).backward()
-        for step in (2, 3):
-            square_loss(theirs, step).backward()
-        opt.step()
-        reference.step()
-        opt.synchronize()
-        assert differing(weights(ours), weights(theirs)) == []
+
+    def run(model: Any, optimizer: Any) -> None:
+        train(model, optimizer, range(2), square_loss)
+        model[2:].requires_grad_(True)
+        with optimizer.no_sync() if isinstance(optimizer, hytrain.AdamW) else nullcontext():
+            square_loss(model, 2).backward()
+        square_loss(model, 3).backward()
+        optimizer.step()
+
+    same_as_torch(run, half_frozen, k=0.5)
 
 
 def test_an_interrupted_beginning_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, gpt2, llama, perceptron, train, vectors, weights
+from helpers import LR, Reference, adamw, differing, gpt2, llama, perceptron, same_as_torch, train, vectors, weights
 from torch import nn
 
 STEPS = 100
@@ -55,16 +55,12 @@ def test_parameter_groups_and_a_schedule(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_maximize_and_other_numbers(k: float) -> None:
     options: dict[str, Any] = {"lr": 3e-3, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.3, "maximize": True}
-    expected, model = perceptron(), perceptron()
 
     def closeness(model: nn.Module, step: int) -> torch.Tensor:
         loss: torch.Tensor = -(model(vectors(step)) - 1).square().mean()
         return loss
 
-    losses = train(expected, Reference(expected, **options), range(20), closeness)
-    with adamw(model, k=k, **options) as opt:
-        assert train(model, opt, range(20), closeness) == losses
-    assert differing(weights(model), weights(expected)) == []
+    same_as_torch(lambda model, opt: train(model, opt, range(20), closeness), k=k, **options)
 
 
 class Partial(nn.Module):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,16 +17,16 @@ from helpers import (
     LR,
     Reference,
     adamw,
-    cluster,
     differing,
-    environment,
     gpt2,
+    keep,
     llama,
     perceptron,
-    run,
+    saved_and_loaded,
     square_loss,
     state,
     train,
+    train_recipe,
     vectors,
     weights,
     write_recipe,
@@ -74,14 +72,31 @@ def test_saved_at_30_and_resumed_to_60(make: Callable[..., nn.Module], dtype: to
     assert differing(weights(second), weights(whole)) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_dict_there_and_back(dtype: torch.dtype) -> None:
-    whole = perceptron(dtype=dtype)
+class InPieces(nn.Module):
+    """No blocks: it is cut by size, through its weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32, dtype=dtype), nn.Linear(32, 32, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(perceptron, torch.float32), (perceptron, torch.bfloat16), (InPieces, torch.bfloat16)],
+    ids=["float32", "bfloat16", "in pieces"],
+)
+def test_state_dict_there_and_back(make: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    whole = make(dtype=dtype)
     with adamw(whole, k=0.5) as opt:
         train(whole, opt, range(40), square_loss)
         expected = state(opt)
 
-    first, second = perceptron(dtype=dtype), perceptron(dtype=dtype)
+    first, second = make(dtype=dtype), make(dtype=dtype)
     with adamw(first, k=1.0) as opt:
         train(first, opt, range(20), square_loss)
         saved = saved_and_loaded({"model": first.state_dict(), "optimizer": opt.state_dict()})
@@ -101,18 +116,14 @@ def test_weights_loaded_into_a_model_that_has_its_optimizer(form: str, tmp_path:
     whole = perceptron(dtype=torch.bfloat16)
     with adamw(whole, k=0.5) as opt:
         train(whole, opt, range(20), square_loss)
-        opt.save(tmp_path / "optimizer")
-        saved = saved_and_loaded({"model": whole.state_dict(), "optimizer": opt.state_dict()})
+        load, saved = keep(opt, form, tmp_path), saved_and_loaded(whole.state_dict())
         train(whole, opt, range(20, 40), square_loss)
 
     second = perceptron(dtype=torch.bfloat16)
     with adamw(second, k=0.5) as opt:
         train(second, opt, range(7), square_loss)
-        second.load_state_dict(saved["model"])
-        if form == "files":
-            opt.load(tmp_path / "optimizer")
-        else:
-            opt.load_state_dict(saved["optimizer"])
+        second.load_state_dict(saved)
+        load(opt)
         train(second, opt, range(20, 40), square_loss)
     assert differing(weights(second), weights(whole)) == []
 
@@ -123,25 +134,10 @@ def test_a_scheduler_made_anew_goes_on_after_loading(form: str, tmp_path: Path) 
     model = perceptron()
     with adamw(model) as opt:
         train(model, opt, range(10), square_loss, schedule(opt))
-        opt.save(tmp_path / "optimizer")
-        saved = saved_and_loaded(opt.state_dict())
-        expected = opt.param_groups[0]["lr"]
+        load, expected = keep(opt, form, tmp_path), opt.param_groups[0]["lr"]
     with adamw(model, lr=0.5) as opt:
-        if form == "files":
-            opt.load(tmp_path / "optimizer")
-        else:
-            opt.load_state_dict(saved)
-        scheduler = schedule(opt, 9)
-        assert scheduler.get_last_lr() == [expected]
-
-
-def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.save` and `torch.load` make of it."""
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer)
-    return loaded
+        load(opt)
+        assert schedule(opt, 9).get_last_lr() == [expected]
 
 
 def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
@@ -230,22 +226,18 @@ def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(fo
     model = perceptron(dtype=torch.bfloat16)
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(3), square_loss)
-        opt.save(tmp_path)
-        saved, kept = saved_and_loaded(opt.state_dict()), weights(model)
+        load, kept = keep(opt, form, tmp_path), weights(model)
         train(model, opt, range(3, 6), square_loss)
         expected = state(opt) | weights(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(kept[name])
-        if form == "files":
-            opt.load(tmp_path)
-        else:
-            opt.load_state_dict(saved)
+        load(opt)
         train(model, opt, range(3, 6), square_loss)
         assert differing(state(opt) | weights(model), expected) == []
 
 
-@pytest.mark.parametrize("form", ["save", "state_dict"])
+@pytest.mark.parametrize("form", ["files", "dictionary"])
 def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
     """It belongs to those weights."""
     model, other = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
@@ -253,17 +245,11 @@ def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_pa
         train(model, opt, range(3), square_loss)
         loaded = {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
         model.load_state_dict(loaded)
-        if form == "save":
-            opt.save(tmp_path)
-        else:
-            state = copy.deepcopy(opt.state_dict())
+        load = keep(opt, form, tmp_path)
         train(model, opt, range(3, 6), square_loss)
     with adamw(other, k=0.0) as opt:
         other.load_state_dict(loaded)
-        if form == "save":
-            opt.load(tmp_path)
-        else:
-            opt.load_state_dict(state)
+        load(opt)
         train(other, opt, range(3, 6), square_loss)
     assert differing(weights(other), weights(model)) == []
 
@@ -373,33 +359,13 @@ def checkpoint(run_dir: Path, step: int) -> dict[str, Tensor]:
     }
 
 
-LOADS = """
-import sys
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM
-sys.modules["hytrain"] = None  # as where it is not installed
-try:
-    import hytrain
-except ImportError:
-    model = AutoModelForCausalLM.from_pretrained(Path(sys.argv[1]), dtype="auto")
-    print(next(model.parameters()).dtype, model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all().item())
-else:
-    sys.exit("hytrain must not be importable here")
-"""
-
-
 def test_a_recipe_stopped_at_30_and_resumed_to_60(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ran = cluster(recipe, "--run-dir", whole, "--set", "train.checkpoint_every=30")
-    assert ran.returncode == 0, ran.stderr
-    stopped = cluster(recipe, "--run-dir", parts, "--set", "train.stop_at=30", "--set", "optimizer.k=1")
-    assert stopped.returncode == 0, stopped.stderr
+    recipe, (whole, parts) = write_recipe(tmp_path), (tmp_path / "whole", tmp_path / "parts")
+    train_recipe(recipe, whole, "train.checkpoint_every=30")
+    train_recipe(recipe, parts, "train.stop_at=30", "optimizer.k=1")
     at_30 = checkpoint(parts, 30)
     assert at_30 and differing(at_30, checkpoint(whole, 30)) == []
-    resumed = cluster(recipe, "--run-dir", parts, "--set", "train.resume=latest", "--set", "optimizer.k=0")
-    assert resumed.returncode == 0, resumed.stderr
+    train_recipe(recipe, parts, "train.resume=latest", "optimizer.k=0")
     at_60 = checkpoint(parts, 60)
     assert differing(at_60, checkpoint(whole, 60)) == []
     assert differing(at_30, {name: at_60[name] for name in at_30}) != []
@@ -410,7 +376,3 @@ def test_a_recipe_stopped_at_30_and_resumed_to_60(tmp_path: Path) -> None:
 
     assert [step for step, _ in losses(whole)] == list(range(1, 61))
     assert losses(parts) == losses(whole)
-
-    alone = environment(PYTHONPATH=None)
-    loaded = run(sys.executable, "-P", "-c", LOADS, whole / "checkpoints" / "step-60", env=alone, cwd=tmp_path)
-    assert (loaded.returncode, loaded.stdout) == (0, "torch.bfloat16 True\n"), loaded.stderr

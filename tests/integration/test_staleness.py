@@ -25,10 +25,11 @@ from helpers import (
     weights,
 )
 
-from hytrain.memory.transfer import Copy, HostTransfers, Transfer
+from hytrain.memory.transfer import Copy, HostTransfers, Stream, Transfer
 from hytrain.model.lifecycle import InvalidTransition
 from hytrain.model.trained import TrainedLayer
-from hytrain.step.engine import Engine
+from hytrain.step.backward import Backward
+from hytrain.step.reads import Reads
 from protocol.messages import WeightsReady
 
 STEPS = 6
@@ -108,20 +109,20 @@ def test_forward_waits_for_nothing_that_it_does_not_read_yet(
     entered: list[int] = []
     entered_before: list[int] = []
     kept: queue.Queue[Callable[[], None]] = queue.Queue()
-    ready = Engine._on_weights_ready
+    ready = Backward.on_weights_ready
 
-    def keep(self: Engine, layer: TrainedLayer, done: WeightsReady) -> None:
-        if layer.lid == 3 and done.step == 0:
-            kept.put(lambda: ready(self, layer, done))
+    def keep(self: Backward, done: WeightsReady) -> None:
+        if done.lid == 3 and done.step == 0:
+            kept.put(lambda: ready(self, done))
         else:
-            ready(self, layer, done)
+            ready(self, done)
 
     def release(what: str) -> None:
         if what == "the update of layer 3" and not entered_before:
             entered_before.extend(entered)
             kept.get(timeout=HOLD_S)()
 
-    monkeypatch.setattr(Engine, "_on_weights_ready", keep)
+    monkeypatch.setattr(Backward, "on_weights_ready", keep)
     on_waiting(monkeypatch, release)
     with adamw(model, k=0.0) as opt:
         train(model, opt, [0], square_loss)
@@ -147,7 +148,7 @@ def test_a_stopped_coordinator_holds_nothing_up(expected: dict[str, torch.Tensor
 
 def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layer gets a gradient while the update before is still under way."""
-    monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
+    monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
     let_go = hold_back(monkeypatch)
     model = perceptron()
     with adamw(model, k=0.0) as opt:
@@ -160,17 +161,17 @@ def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch
 def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting in backward, as planted here, keeps HyTrain's own order, but autograd counts versions."""
     let_go = hold_back(monkeypatch)
-    wait, dispatch = Engine._await, Engine._dispatch
+    wait, send = Reads.wait_for, Backward._send
 
-    def too_late(self: Engine, layer: TrainedLayer) -> None:
+    def too_late(self: Backward, layer: TrainedLayer, stream: Stream) -> None:
         if not layer.life.is_current:
             let_go.set()
-            for late in self.layers:
-                wait(self, late)
-        dispatch(self, layer)
+            for late in self._layers:
+                wait(self._reads, late)
+        send(self, layer, stream)
 
-    monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
-    monkeypatch.setattr(Engine, "_dispatch", too_late)
+    monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
+    monkeypatch.setattr(Backward, "_send", too_late)
     model = perceptron()
     with adamw(model, k=0.0) as opt:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -179,15 +180,15 @@ def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stale_read_in_evaluation_is_seen_by_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can notice this one but the tests, so they must: with the fault planted, the comparison fails."""
-    expected, wait = perceptron(), Engine._await
+    expected, wait = perceptron(), Reads.wait_for
     train(expected, Reference(expected, lr=LR), [0], square_loss)
     let_go = hold_back(monkeypatch)
     model = perceptron()
     with adamw(model, k=0.0) as opt, torch.no_grad():
         with torch.enable_grad():
             train(model, opt, [0], square_loss)
-        monkeypatch.setattr(Engine, "_await", lambda *arguments, **options: None)
+        monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
         assert square_loss(model, 1) == square_loss(perceptron(), 1) != square_loss(expected, 1)
-        monkeypatch.setattr(Engine, "_await", wait)
+        monkeypatch.setattr(Reads, "wait_for", wait)
         let_go.set()
         assert square_loss(model, 1) == square_loss(expected, 1)

@@ -14,6 +14,7 @@ import pytest
 from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train, wait_for_coordinator
 
 from hytrain.run import trace
+from protocol.address import Address
 
 STEPS = 16
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.
@@ -163,7 +164,7 @@ def test_without_overlap_backward_ends_before_any_update(run_dir: Path) -> None:
 
 def test_a_program_under_the_launcher(run_dir: Path) -> None:
     """The flag stands before the program; an earlier run's events do not come back."""
-    earlier = trace.TraceWriter(run_dir, "trainer", rank=7)
+    earlier = trace.TraceWriter(run_dir, Address("trainer", 7))
     earlier.counter("k", 0.0, k=1.0)
     earlier.close()
     ran = run(sys.executable, CLUSTER, "--trace", SCRIPTS / "plain.py", "hytrain", "6")

@@ -29,7 +29,7 @@ def main(kind):
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(4)])
     opt = hytrain.AdamW(model, lr=1e-2, k=0.3)
-    workers = {"num_workers": 2, "multiprocessing_context": "spawn"} if kind == "spawn" else {}
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if kind == "spawn" else {}
     for step, x in enumerate(torch.utils.data.DataLoader(Vectors(), batch_size=8, **workers)):
         if kind == "fork" and step in (0, 3):
             child = os.fork()

@@ -1,0 +1,31 @@
+"""Made-up layers for tests of the planner: 10 bytes of state and 14 on the host per parameter, as in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile
+
+NONE: frozenset[int] = frozenset()
+USUAL = {"forward_s": 1.0, "backward_s": 2.0, "d2h_s": 0.0, "h2d_s": 0.0, "cpu_update_s": 3.0, "gpu_update_s": 0.5}
+
+
+def made(position: int, **changes: Any) -> LayerProfile:
+    """A layer with its position for a LID, unless told otherwise."""
+    numel = changes.get("numel", 100)
+    sizes = {"lid": position, "numel": numel, "gpu_state_bytes": 10 * numel, "host_bytes": 14 * numel}
+    return LayerProfile(position=position, **(USUAL | sizes | changes))
+
+
+def facts(layers: Iterable[LayerProfile]) -> list[LayerFacts]:
+    """What is known of these layers before anything has run."""
+    return [LayerFacts(**{field.name: getattr(layer, field.name) for field in fields(LayerFacts)}) for layer in layers]
+
+
+def profile_of(book: MeasurementBook) -> Profile:
+    book.check()
+    profile = book.profile()
+    assert profile is not None
+    return profile

@@ -1,0 +1,116 @@
+"""The trainers of a run as the coordinator sees them: one seat for each rank, taken by one trainer after another.
+
+    trainer r, optimizer r ── messages ──▶ seat r: planning, records ──▶ commands
+    Goodbye and SessionEnded, in whichever order ──▶ the seat is free for whoever waits for it
+
+A trainer of rank r is served by the optimizer of rank r. Seats know nothing of each other. `CoordinatorState` calls.
+"""
+
+from __future__ import annotations
+
+from protocol import messages as m
+from protocol.address import Address
+from workers.effects import Command, Note, Send, Write
+from workers.planning import Planning
+from workers.records import Records
+
+
+class TrainerSeat:
+    """One rank: the planning and the records of the trainer that is there, and who waits to come after it."""
+
+    def __init__(self, rank: int, *, replan_every: int) -> None:
+        self.trainer = Address("trainer", rank)
+        self.planning: Planning | None = None
+        self.records = Records()
+        self.waiting: m.Hello | None = None
+        self._replan_every = replan_every
+        self._before: Planning | None = None  # the last trainer's
+        self._farewells: set[str] = set()
+
+    def handle(self, message: m.Message, sender: Address) -> list[Command]:
+        """What follows from a message of this rank's trainer or optimizer."""
+        if isinstance(message, m.LayerTable):
+            return self._begin(message)
+        if self.planning is None:
+            return [Note(f"{type(message).__name__} without a trainer: dropped")]
+        commands = self._on_run(self.planning, message, sender)
+        if "trainer" in self._farewells:  # a plan under way is not for the next one
+            commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
+        return commands
+
+    def _begin(self, table: m.LayerTable) -> list[Command]:
+        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every)
+        if table.continues and self._before is not None:
+            self.planning.continue_from(self._before)
+        return self.planning.begin()
+
+    def _on_run(self, planning: Planning, message: m.Message, sender: Address) -> list[Command]:
+        match message:
+            case m.Calibration():
+                return planning.on_calibration(sender, message)
+            case m.PositionsLearned(positions=positions):
+                planning.on_positions(positions)
+                return []
+            case m.PlanAck():
+                return planning.on_ack(sender, message)
+            case m.PlanApplied():
+                return planning.on_applied(message)
+            case m.OptimizerReport():
+                planning.on_optimizer(message)
+                return []
+            case m.Verdict():
+                planning.on_verdict(message)
+                return []
+            case m.TrainerReport():
+                record = planning.record(message)
+                if message.measured is not None:
+                    number = message.number - message.step + message.measured
+                    self.records.measured(number, message.stall_s)
+                return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
+            case m.Log(step=step, numbers=numbers):
+                return self._write(self.records.log(step, numbers))
+        raise ValueError(f"a coordinator has no use for {type(message).__name__}")
+
+    def close_records(self) -> list[Command]:
+        """The records that were still open: the trainer sends no more."""
+        return self._write(self.records.close())
+
+    def _write(self, lines: list[str]) -> list[Command]:
+        return [Write(line, self.trainer.rank) for line in lines]
+
+    def ends(self, role: str) -> bool:
+        """The trainer or its optimizer has ended the session. Whether both have: then the seat is free."""
+        self._farewells.add(role)
+        if self._farewells != {"trainer", "optimizer"}:
+            return False
+        self._farewells.clear()
+        self._before, self.planning = self.planning, None
+        return True
+
+
+class Fleet:
+    """The seats by rank, made when somebody of that rank first speaks."""
+
+    def __init__(self, *, replan_every: int) -> None:
+        self._replan_every = replan_every
+        self._seats: dict[int, TrainerSeat] = {}
+
+    def seat(self, rank: int) -> TrainerSeat:
+        if rank not in self._seats:
+            self._seats[rank] = TrainerSeat(rank, replan_every=self._replan_every)
+        return self._seats[rank]
+
+    @property
+    def taken(self) -> list[TrainerSeat]:
+        """The seats in which a trainer is, by rank."""
+        return [seat for _, seat in sorted(self._seats.items()) if seat.planning is not None]
+
+    @property
+    def shown(self) -> TrainerSeat:
+        """The seat that a status shows: the first in which a trainer is."""
+        return next(iter(self.taken), self.seat(0))
+
+    def check(self) -> None:
+        for seat in self.taken:
+            assert seat.planning is not None
+            seat.planning.check()
