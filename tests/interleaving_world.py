@@ -1,30 +1,50 @@
-"""Memory, streams and links of a run in one thread: what the parties of `interleaving_model` share.
+"""Who goes on when, streams of device work, and what memory must hold: the ground of a run with the real step code.
 
-A tile of memory holds the number of the step that wrote it, so that whoever reads a tile can tell if it is the right
-one; `require` raises `Violation` if it is not.
+The scheduler lets exactly one party go on at a time, chosen by chance. Most parties are plain functions. Code that
+blocks is a `Baton` thread: at a blocking point it gives the turn back until its condition holds.
+
+A tile of memory holds a number that names the step that wrote it, so that whoever reads the tile can tell if it is the
+right one; `require` raises `Violation` if it is not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from hytrain.model.trained import TrainedLayer
+from hytrain.tensors import address
 from protocol import messages as m
 from protocol.address import Address
 from protocol.channel import MemoryNetwork
 
 TILE = 128
-NEVER = -1
-#: What memory holds before anything was copied into it.
-BLANK = -2
+#: Weights before the first update, beside which the state is zero.
+INITIAL = 999.0
+#: A gradient that has not been made.
+NEVER = -1.0
+#: Memory that was never written, or whose content is used up.
+BLANK = -2.0
 #: What an update leaves that was made ahead of another verdict.
-WRONG = -3
+WRONG = -3.0
+#: Memory that is being written.
+TORN = -4.0
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+class Stopped(BaseException):
+    """The run has ended: unwinds a thread that waits."""
 
 
 def require(condition: bool, invariant: str) -> None:
@@ -32,68 +52,148 @@ def require(condition: bool, invariant: str) -> None:
         raise Violation(invariant)
 
 
-# ---------------------------------------------------------------- memory and streams
+def written_in(step: int) -> float:
+    """What memory holds after step `step` has written it."""
+    return 1000.0 + step
+
+
+# ---------------------------------------------------------------- who goes on
 
 
 @dataclass
-class Arena:
-    """A layer's planes in host memory, a step number for each tile; weights and master in two banks. `unread` is the
-    gradient that the optimizer has not finished with, `written` the update that is writing the weights. `master` is
-    None while it is the GPU's, and `closed` says that the trainer has given the arena up."""
+class Actor:
+    """A party without a thread: `act` does one thing, whenever `ready` says that it can."""
 
-    grads: list[int]
-    weights: list[list[int]]
-    master: list[list[int]] | None
-    unread: int | None = None
-    written: int | None = None
-    closed: bool = False
+    ready: Callable[[], bool]
+    act: Callable[[], None]
 
 
-class Memory:
-    """One layer's memory. `produced` is the step of the last gradient of each tile: what the next forward must see."""
+class Baton:
+    """A thread that runs only while it has the turn, with the face of `threading.Thread`."""
 
-    def __init__(self, spec: m.Layer) -> None:
-        self.tiles = [
-            (index, start) for index, segment in enumerate(spec.segments) for start in range(0, segment.numel, TILE)
-        ]
-        self.weights = [NEVER] * len(self.tiles)
-        self.master: list[int] | None = [NEVER] * len(self.tiles)
-        self.produced = [NEVER] * len(self.tiles)
-        self.before: dict[int, tuple[int, ...]] = {}
+    def __init__(self, scheduler: Scheduler, target: Callable[[], None], **options: Any) -> None:
+        self._scheduler, self._target = scheduler, target
+        self._turn = threading.Semaphore(0)
+        self._until: Callable[[], bool] = lambda: True
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self.done = False
 
-    def changed(self, counts: tuple[int, ...]) -> list[int]:
-        """The tiles of the segments that have a gradient."""
-        return [tile for tile, (segment, _) in enumerate(self.tiles) if counts[segment]]
+    def start(self) -> None:
+        self._thread.start()
+        self._scheduler.add(self)
 
-    def arena(self) -> Arena:
-        return Arena(self.blank(), self.blank_banks(), None)
+    def is_alive(self) -> bool:
+        return not self.done
 
-    def blank_banks(self) -> list[list[int]]:
-        return [self.blank(), self.blank()]
+    def join(self, timeout_s: float | None = None) -> None:
+        self._scheduler.wait_until(lambda: self.done)
 
-    def bank(self, banks: tuple[int, ...], tile: int) -> int:
-        """The bank that holds a tile, of those that hold its layer's segments."""
-        return banks[self.tiles[tile][0]]
+    def ready(self) -> bool:
+        return not self.done and self._until()
 
-    def blank(self) -> list[int]:
-        return [BLANK] * len(self.tiles)
+    def act(self) -> None:
+        """Let the thread go on to its next blocking point; raises what the thread raises."""
+        self._scheduler.current = self
+        self._turn.release()
+        self._scheduler.returned.acquire()
+        self._scheduler.current = None
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """On this thread: give the turn back until the condition holds and the thread is chosen."""
+        self._until = until
+        if not self._scheduler.stopping:
+            self._scheduler.returned.release()
+            self._turn.acquire()
+        if self._scheduler.stopping:
+            raise Stopped
+
+    def stop(self) -> None:
+        """End the thread, wherever it waits."""
+        if not self.done:
+            self._turn.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._scheduler.stopping:
+                self._target()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._error = error
+        self.done = True
+        self._scheduler.returned.release()
+
+
+class Scheduler:
+    """Chooses by chance who goes on, with paces that change now and then so that anybody may fall far behind."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.stopping = rng, False
+        self.current: Baton | None = None
+        self.returned = threading.Semaphore(0)
+        self._actors: list[Actor | Baton] = []
+        self._paces: list[float] = []
+
+    def add(self, actor: Actor | Baton) -> None:
+        self._actors.append(actor)
+        self._paces.append(1.0)
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        """A blocking point. Parties without a thread come here only when it has happened."""
+        if self.current is not None:
+            self.current.wait(happened)
+        else:
+            assert happened(), "only threads wait"
+
+    def pause(self) -> None:
+        """Others may go on here, if it is a thread that asks."""
+        if self.current is not None and self.rng.random() < 0.5:
+            self.current.wait(lambda: True)
+
+    def play(self, check: Callable[[], None]) -> None:
+        """Go on until nobody can. `check` is called after every turn."""
+        while able := [index for index, actor in enumerate(self._actors) if actor.ready()]:
+            if self.rng.random() < 0.03:
+                self._paces = [self.rng.choice((0.001, 0.1, 1.0, 1.0, 10.0)) for _ in self._actors]
+            (chosen,) = self.rng.choices(able, [self._paces[index] for index in able])
+            self._actors[chosen].act()
+            check()
+        waiting = [actor for actor in self._actors if isinstance(actor, Baton) and not actor.done]
+        require(not waiting, "nobody can go on: a deadlock")
+
+    def stop(self) -> None:
+        """End all threads."""
+        self.stopping = True
+        for actor in self._actors:
+            if isinstance(actor, Baton):
+                actor.stop()
+
+
+# ---------------------------------------------------------------- streams
 
 
 class Mark:
-    """A point in a stream: a CUDA event."""
+    """A point in a stream: has the face of a CUDA event."""
 
-    def __init__(self) -> None:
-        self.passed = False
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.passed = stream, False
 
-    def set(self) -> None:
-        self.passed = True
+    def synchronize(self) -> None:
+        self.stream.scheduler.wait_until(lambda: self.passed)
 
 
 class Stream:
     """Operations in order; one that waits for another stream's mark holds up those behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self._operations: deque[tuple[Mark | None, Callable[[], None] | None]] = deque()
+        scheduler.add(Actor(self._is_ready, self._act))
 
     def run(self, operation: Callable[[], None]) -> None:
         self._operations.append((None, operation))
@@ -102,93 +202,116 @@ class Stream:
         self._operations.append((mark, None))
 
     def mark(self) -> Mark:
-        mark = Mark()
-        self.run(mark.set)
+        mark = Mark(self)
+        self.run(lambda: setattr(mark, "passed", True))
         return mark
 
-    def ready(self) -> bool:
-        if not self._operations:
-            return False
-        mark, _ = self._operations[0]
-        return mark is None or mark.passed
+    @property
+    def is_empty(self) -> bool:
+        return not self._operations
 
-    def act(self) -> None:
+    def _is_ready(self) -> bool:
+        mark = self._operations[0][0] if self._operations else None
+        return bool(self._operations) and (mark is None or mark.passed)
+
+    def _act(self) -> None:
         _, operation = self._operations.popleft()
         if operation is not None:
             operation()
 
 
-# ---------------------------------------------------------------- the run
+# ---------------------------------------------------------------- memory
+
+
+def at(start: int, numel: int) -> list[Any]:
+    """The float32 elements at an address, tile by tile. A write to them is none that autograd counts."""
+    array = np.frombuffer((ctypes.c_float * numel).from_address(start), dtype=np.float32)
+    return [array[first : first + TILE] for first in range(0, numel, TILE)]
+
+
+def holds(array: Any, value: float) -> bool:
+    return bool(np.all(array == value))
 
 
 @dataclass
-class Job:
-    to: str
-    message: m.Message
-    after: Mark | None = None
-    before_sending: Callable[[], object] = lambda: None
+class Expected:
+    """What one segment must hold: `due` is what the next forward must find, `before[step]` what that step's update
+    must find. A parameter is one segment, so its gradients come as a whole."""
+
+    layer: TrainedLayer
+    weights: Tensor
+    due: float = INITIAL
+    before: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
 class World:
-    """What everybody shares, and the record of who did what."""
+    """What everybody shares, and the record of who did what. `scales` has each step's verdict; None: it is skipped."""
 
-    table: m.LayerTable
     rng: random.Random
+    scheduler: Scheduler
+    layers: list[TrainedLayer]
+    step: Callable[[], int] = lambda: 0
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
-    memories: list[Memory] = field(default_factory=list)
-    descriptors: deque[tuple[int, Arena]] = field(default_factory=deque)
+    kept: list[Any] = field(default_factory=list)  # the device's memory is never given back
     accepted: dict[int, set[str]] = field(default_factory=dict)
-    verdicts: dict[int, m.Verdict] = field(default_factory=dict)
-    undone: int = 0
-    backward: int = NEVER
+    plans: dict[int, m.Plan] = field(default_factory=dict)
+    scales: dict[int, float | None] = field(default_factory=dict)
     handing: set[int] = field(default_factory=set)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=60))
     moved: int = 0
     postponed: int = 0
+    undone: int = 0
 
     def __post_init__(self) -> None:
-        self.memories = [Memory(layer) for layer in self.table.layers]
+        self.expected = [[Expected(layer, weights) for weights in layer.weights] for layer in self.layers]
+        self.by_address = {address(known.weights): known for layer in self.expected for known in layer}
+
+    def reading(self, layer: TrainedLayer) -> Callable[[], None]:
+        """A kernel that reads a layer's weights: every update that was caused before it was launched, and no other."""
+        step, due = self.step(), [known.due for known in self.expected[layer.lid]]
+
+        def read() -> None:
+            for weights, value in zip(layer.weights, due):
+                found = weights.numpy()
+                require(holds(found, value), f"I1: step {step} reads layer {layer.lid} at {found[::TILE]}, not {value}")
+
+        return read
+
+    def require_update(self, step: int, before: float, gradient: Any, weights: Any, *state: Any) -> None:
+        """What an update must find: its gradient, and what the update before has left."""
+        require(holds(gradient, written_in(step)), "I1: an update without its gradient")
+        left = holds(weights, before) and all(holds(plane, 0.0 if before == INITIAL else before) for plane in state)
+        require(
+            left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}"
+        )
+
+    def judged(self, step: int) -> None:
+        """The verdict is known. A skipped step is as if it had not been."""
+        for known in self.by_address.values() if self.scales[step] is None else ():
+            known.due = known.before.get(step, known.due)
 
     def send(self, sender: str, to: str, message: m.Message) -> None:
-        self.tell(f"{sender} → {to}: {message}")
+        self.story.append(f"{sender} → {to}: {message}")
         self.network.send(Address(sender, 0), f"{to} from {sender}", message)
+        match message:
+            case m.Plan():
+                self.plans[message.plan_id] = message
+            case m.PlanAck(accepted=True):
+                self.accepted.setdefault(message.plan_id, set()).add(sender)
+            case m.TakeOver() | m.GiveUp() | m.PlanApplied():
+                plan = self.plans[message.plan_id]
+                require(plan.step <= message.step, "I3: a plan holds from its step on")
+                require(self.accepted.get(message.plan_id) == {"trainer", "optimizer"}, "I3: both acknowledge")
+                if isinstance(message, m.PlanApplied) and to == "coordinator":
+                    self.moved += message.moved
+                    self.postponed += plan.step < message.step
 
     def take(self, at: str, sender: str) -> m.Message:
         incoming = self.network.try_receive(f"{at} from {sender}")
         assert incoming is not None
-        self.tell(f"{at} takes {type(incoming.message).__name__} from {sender}")
+        self.story.append(f"{at} takes {type(incoming.message).__name__} from {sender}")
         return incoming.message
 
     def waits(self, at: str, sender: str) -> bool:
         return bool(self.network.pending([f"{at} from {sender}"]))
-
-    def tell(self, what: str) -> None:
-        self.story.append(what)
-
-
-def random_table(rng: random.Random, layers: int) -> m.LayerTable:
-    def segment(index: int) -> m.Segment:
-        return m.Segment(
-            name=f"s{index}", numel=TILE * rng.randint(1, 2), dtype="bfloat16", grads_dtype="bfloat16", group=0
-        )
-
-    return m.LayerTable(
-        layers=tuple(
-            m.Layer(
-                lid=lid, position=lid, name=f"layer {lid}", segments=tuple(segment(i) for i in range(rng.randint(1, 2)))
-            )
-            for lid in range(layers)
-        ),
-        inbox="trainer-0",
-        device="cpu",
-        policy="random",
-        objective="speed",
-        awaits_verdict=True,
-        speculate=None,
-        k=None,
-        backend="auto",
-        gpu_bytes=None,
-        host_bytes=None,
-        continues=False,
-    )

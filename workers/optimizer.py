@@ -228,7 +228,8 @@ class Session:
                 self._queue.take_over(lid)
             case m.GiveUp(lid=lid):
                 self._require_plan(message, "gpu")
-                self._queue.give_up(lid)
+                if lid in self._queue.owned:  # or else it only made the memory
+                    self._queue.give_up(lid)
                 self._arenas.release(lid)
             case m.PositionsLearned(positions=positions):
                 self._queue.learn_positions(positions)

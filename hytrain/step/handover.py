@@ -160,7 +160,6 @@ class Handover:
             self._reads.wait_for(layer)  # its weights may not have been needed in this step's forward
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
-            self._transfers.land(moving.arrival)
             arena, layer.planes = layer.arena, moving.device
             move.closing.append((arena, moving.arrival))
             self._place(layer, move.plan, step, after=moving.arrival)
@@ -213,14 +212,21 @@ class Handover:
             self._move.devices.clear()
 
     def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
-        """The layer is placed as planned from now on; the optimizer hears of it when its state has moved."""
+        """The layer is placed as planned from now on. Whoever updates it waits for `after`, which moves its state.
+
+        The optimizer gives up the layers that the GPU updates, and its hold on their memory.
+        """
         before, now = layer.life.placement, plan.placement(layer.lid)
         layer.life.place(now)
         if now.updates == "cpu":
             self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
-        elif before.updates == "cpu":
+            return
+        if before.updates == "cpu":
             layer.came = step
+        if before.updates == "cpu" or now.state == "host":
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
+        if after is not None:
+            self._transfers.land(after)
 
     def _run(self, task: Callable[[], None]) -> None:
         """Run a task on a thread of its own, after the one before; what it raises, training raises. Holds the lock."""

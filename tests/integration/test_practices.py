@@ -65,6 +65,26 @@ def test_a_closure_is_called_once_in_a_step_as_with_torch(k: float) -> None:
     same_as_torch(run, k=k)
 
 
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"k": 0.5, "max_grad_norm": 0.1}], ids=str)
+def test_gradients_that_are_set_outside_of_any_backward(options: dict[str, Any]) -> None:
+    """As pipelines reduce them: the hooks are called by hand, and `step()` ends what no backward does."""
+
+    def run(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        parameters = list(model.parameters())
+        for step in range(6):
+            gradients = torch.autograd.grad(square_loss(model, step), parameters)
+            for parameter, gradient in zip(reversed(parameters), reversed(gradients)):
+                parameter.grad = gradient
+                for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(parameter)
+            if "max_grad_norm" in options and not isinstance(opt, hytrain.AdamW):
+                torch.nn.utils.clip_grad_norm_(parameters, options["max_grad_norm"])
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, **options)
+
+
 @pytest.mark.parametrize("k", [0.0, 0.5])
 def test_text_is_generated_in_the_middle_of_training(k: float) -> None:
     """By the weights of the last step, and without harm to the next."""

@@ -1,0 +1,241 @@
+"""A run of the real step code among stand-ins, in any order.
+
+The trainer is `hytrain.step.engine.Engine` with all its parts, over real layers. The optimizer process is its
+`Session`, with its arenas and their way to the trainer; the coordinator is `CoordinatorState`, or a bare `PlanLedger`.
+Messages have the wire format. `interleaving_stand_ins` has what replaces clocks, devices and processes.
+
+`Run.play` lets chance choose who goes on until all is done. A `Violation` is what the search is after; the events that
+led to it are in its notes.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from interleaving_stand_ins import TOKEN, Device, Health, Host, Inbox, Link, Planner, Queue, Streams, Verdicts
+from interleaving_world import (
+    BLANK,
+    INITIAL,
+    NEVER,
+    TILE,
+    Actor,
+    Baton,
+    Scheduler,
+    World,
+    at,
+    holds,
+    require,
+    written_in,
+)
+from torch import nn
+
+from hytrain.checks import Options
+from hytrain.model.layers import ModelLayer, Piece
+from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.run.ownership import PlanBook
+from hytrain.step import boundary, engine, handover
+from hytrain.step.accumulation import Accumulation
+from protocol import messages as m
+from protocol.address import Address
+from protocol.handles import layout
+from workers import optimizer
+
+HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
+
+
+class Run:
+    """A run with all its parties. To plant a fault, patch the real code."""
+
+    def __init__(self, seed: int, *, layers: int, steps: int, coordinator: type[Any] = Planner) -> None:
+        self.rng, self.steps = random.Random(seed), steps
+        self.scheduler = Scheduler(self.rng)
+        self.layers, self.parameters = random_layers(self.rng, layers)
+        self.gates = [Gate([layer]) for layer in self.layers]
+        self.world = World(self.rng, self.scheduler, self.layers)
+        self.streams, self.book = Streams(self.world), PlanBook("trainer", layers)
+        self.coordinator = coordinator(self.world)
+        for sender in ("trainer", "optimizer"):
+            ready = partial(self.world.waits, "coordinator", sender)
+            self.scheduler.add(Actor(ready, partial(self._coordinate, sender)))
+        self._arenas = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link = Link(self.world, self._arenas[0])
+        self.session: Any = None
+
+    def _coordinate(self, sender: str) -> None:
+        self.coordinator.handle(self.world.take("coordinator", sender), sender)
+
+    def play(self) -> World:
+        """Let chance decide who goes on, until all is done."""
+        time: Any = SimpleNamespace(monotonic=self.streams.clock.mark)
+        threads: Any = SimpleNamespace(Thread=partial(Baton, self.scheduler), Lock=threading.Lock)
+        verdicts: Any = partial(Verdicts, self.world, self.streams)
+        queues: Any = partial(Queue, tile_numel=TILE)
+        try:
+            with (
+                mock.patch.multiple(engine, Verdicts=verdicts, Health=partial(Health, self.scheduler)),
+                mock.patch.multiple(optimizer, time=time, UpdateQueue=queues, accept=lambda end: end),
+                mock.patch.object(handover, "threading", threads),
+                mock.patch.object(boundary, "time", time),
+            ):
+                self.engine = self._make_engine()
+                self.world.step = lambda: self.engine.steps
+                for serve in (self.main, self.optimize):
+                    Baton(self.scheduler, serve).start()
+                self.scheduler.play(self.check)
+        except Exception as error:
+            error.add_note("\n".join(self.world.story))
+            raise
+        finally:
+            self.scheduler.stop()
+            if self.session is not None:
+                self.session.close()
+            for end in self._arenas:
+                end.close()
+        return self.world
+
+    def _make_engine(self) -> engine.Engine:
+        parts: Any = {
+            "link": self.link,
+            "plans": self.book,
+            "transfers": self.streams,
+            "host": Device(self.world, self.streams.compute),
+            "options": random_options(self.rng),
+        }
+        now: Any = {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
+        return engine.Engine(self.layers, self.parameters, accumulation=Accumulation(1), **parts, **now)
+
+    def check(self) -> None:
+        """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""
+        failure = self.engine._health.failure
+        if failure is not None and not self.link.is_closing:
+            raise failure
+        self.engine._health.life.check()
+        self.book.check()
+        self.coordinator.check()
+        if self.session is None:
+            return
+        queue = self.session._queue
+        queue.check()
+        for layer in self.layers:
+            layer.life.check()
+            is_owned = (layer.lid in queue.owned) == (layer.life.placement.updates == "cpu")
+            require(is_owned or layer.lid in self.world.handing, f"I3: layer {layer.lid} has two owners or none")
+
+    def optimize(self) -> None:
+        """The optimizer process, on a thread of its own."""
+        inbox, outboxes = Inbox(self.world), [SimpleNamespace(send=self._tell), SimpleNamespace(send=self._report)]
+        while (table := inbox.receive(None)) is None:
+            continue
+        parts: Any = (table.message, Host(self), *outboxes, self._arenas[1])
+        self.session = optimizer.Session(
+            *parts, token=TOKEN, address=Address("optimizer", 0), max_threads=1, trace=None
+        )
+        self._report(m.Calibration(cpu_update_s=1e-9))
+        self.session.run(inbox)
+
+    def _report(self, message: m.Message) -> None:
+        self.world.send("optimizer", "coordinator", message)
+
+    def _tell(self, message: m.Message) -> None:
+        """The optimizer tells the trainer. The gradients of an update that is announced are used up."""
+        if isinstance(message, m.WeightsReady):
+            for planes in self.session._arenas.segments[message.lid]:
+                for tile in at(planes.grads[0], planes.segment.numel):
+                    tile[:] = BLANK
+        self.world.send("optimizer", "trainer", message)
+
+    # ------------------------------------------------------------ the user's loop
+
+    def main(self) -> None:
+        """On a thread of its own."""
+        engine = self.engine
+        plan = self.link.agree(table_of(self.layers), self.book)
+        self.link.listener = engine
+        engine.start(plan)
+        while engine.steps < self.steps:
+            self.step()
+        engine.synchronize()
+        self.streams.drain()
+        for known in self.world.by_address.values():
+            require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
+        engine.close()
+        require(not self.streams.pinned, "I2: memory is still pinned when all is closed")
+
+    def step(self) -> None:
+        """Some layers run, some of them get gradients, some of these only in part."""
+        rng, engine = self.rng, self.engine
+        if rng.random() < 0.1:
+            engine.synchronize()
+        engine.before_root()
+        most = rng.choice((0.9, 0.5))
+        entered = [layer for layer in self.layers if rng.random() < most] or self.layers[:1]
+        for layer in entered:
+            if rng.random() < 0.9:
+                engine.reads.enter(self.gates[layer.lid])
+            else:  # not the module is called, its parameters are read
+                for segment in layer.segments:
+                    engine.reads.read(segment.owner)
+            self.streams.compute.run(self.world.reading(layer))
+        for layer in reversed(entered):
+            read = self.world.reading(layer)
+            for segment in reversed(layer.segments):
+                if rng.random() < 0.9:
+                    self.gradient(segment.owner, read)
+                    read = _look_away  # what it reads may be changing now
+        engine.step()
+        for known in self.parameters:
+            known.parameter.grad = None
+
+    def gradient(self, known: TrainedParameter, read: Callable[[], None]) -> None:
+        """Backward reaches a parameter: its gradient is made when the device comes to it."""
+        step, expected = self.engine.steps, self.world.by_address[known.address]
+        made = known.parameter.grad = torch.full_like(known.parameter, NEVER)
+        self.world.kept.append(made)
+
+        def backward() -> None:
+            read()
+            made.numpy()[:] = written_in(step)
+
+        self.streams.compute.run(backward)
+        expected.before[step], expected.due = expected.due, written_in(step)
+        self.engine.backward.on_gradient(known)
+
+
+def _look_away() -> None:
+    pass
+
+
+def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
+    """Layers of one or two parameters of one or two tiles, with two banks."""
+    parts = []
+    for lid in range(layers):
+        numels = [TILE * rng.randint(1, 2) for _ in range(rng.randint(1, 2))]
+        pieces = [Piece(nn.Parameter(torch.full((numel,), INITIAL)), f"{lid}.{numel}", 0, numel) for numel in numels]
+        parts.append(ModelLayer(lid, f"layer {lid}", tuple(pieces)))
+    built, parameters = build_layers(parts, [[piece.parameter for part in parts for piece in part.pieces]], None)
+    for layer in built:
+        layer.layout = layout(layer.spec, banks=2)
+    return built, parameters
+
+
+def table_of(layers: list[TrainedLayer]) -> m.LayerTable:
+    wishes: Any = {"policy": "random", "objective": "speed", "speculate": None, "k": None, "backend": "auto"}
+    limits: Any = {"gpu_bytes": None, "host_bytes": None, "awaits_verdict": True, "continues": False}
+    specs = tuple(layer.spec for layer in layers)
+    return m.LayerTable(layers=specs, inbox="trainer-0", device="cpu", **wishes, **limits)
+
+
+def random_options(rng: random.Random) -> Options:
+    """Most runs overlap updates with backward."""
+    overlap = rng.random() < 0.85
+    wishes: Any = {"k": None, "policy": "random", "objective": "speed", "backend": "auto", "gradient_dtype": None}
+    sums: Any = {"grad_accumulation": 1, "accumulate_on": "device", "loss_scale": None, "overlap": overlap}
+    return Options(**wishes, **sums, max_grad_norm=1.0, clip="global", on_nonfinite="skip", speculate=None)

@@ -1,0 +1,108 @@
+"""The life of a step: every (state, event), those that happen, those that are refused and those that cannot be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain.errors import UsageError
+from hytrain.step.health import Health
+from hytrain.step.life import IN_BACKWARD, TRANSITIONS, Event, InvalidTransition, Refusal, State, StepLife
+
+#: Events that lead from the beginning to each state.
+WAYS: dict[State, list[Event]] = {
+    State.IDLE: [],
+    State.SUMMING: [Event.BEGIN],
+    State.SUMMED: [Event.BEGIN, Event.END],
+    State.COMMITTING: [Event.BEGIN_LAST],
+    State.COMMITTED: [Event.BEGIN_LAST, Event.END],
+    State.BROKEN: [Event.BREAK],
+}
+FACTS = {"name": "layer.weight", "advice": "call opt.step()", "what": "opt.load()"}
+
+
+def life_in(state: State) -> StepLife:
+    life = StepLife()
+    for event in WAYS[state]:
+        life.on(event)
+    assert life.state is state
+    return life
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("state", State)
+def test_the_table_is_all_there_is(state: State, event: Event) -> None:
+    life = life_in(state)
+    before = copy.copy(vars(life))
+    after = TRANSITIONS.get((state, event))
+    if isinstance(after, State):
+        assert life.refusal(event) is None
+        assert life.on(event) is life.state is after
+        life.check()
+        return
+    if after is None:
+        with pytest.raises(InvalidTransition, match=f"{event.name} in step 0, which is {state.name}"):
+            life.refusal(event)
+    else:
+        assert life.refusal(event) is after
+    with pytest.raises(InvalidTransition):
+        life.on(event)
+    assert vars(life) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [pair for pair, after in TRANSITIONS.items() if isinstance(after, Refusal)]
+)
+def test_a_refusal_is_a_whole_sentence_and_changes_nothing_unless_it_is_fatal(state: State, event: Event) -> None:
+    health, refusal = Health(), TRANSITIONS[state, event]
+    assert isinstance(refusal, Refusal)
+    health.life = life_in(state)
+    before = copy.copy(vars(health.life))
+    sentence = refusal.sentence.format(**FACTS)
+    assert "{" not in sentence
+    with pytest.raises(UsageError) as refused:
+        health.on(event, **FACTS)
+    assert str(refused.value).startswith(sentence)
+    if refusal.fatal:
+        assert health.life.state is State.BROKEN and health.failure is refused.value
+    else:
+        assert vars(health.life) == before and health.failure is None
+
+
+@given(st.lists(st.sampled_from([event for event in Event if event is not Event.BREAK]), max_size=60))
+@settings(deadline=None)
+def test_any_walk_counts_steps_and_backwards(events: list[Event]) -> None:
+    life = StepLife()
+    steps = backwards = 0
+    for event in events:
+        after = TRANSITIONS.get((life.state, event))
+        if not isinstance(after, State):
+            continue
+        steps += event is Event.STEP and life.state is State.COMMITTED
+        backwards += event in (Event.BEGIN, Event.BEGIN_LAST)
+        life.on(event)
+        life.check()
+        assert (life.step, life.backward) == (steps, backwards)
+        assert life.state not in IN_BACKWARD or life.backward
+
+
+def test_a_step_of_several_backwards() -> None:
+    life = StepLife()
+    for event, state, ended in (
+        (Event.BEGIN, State.SUMMING, 0),
+        (Event.END, State.SUMMED, 1),
+        (Event.BEGIN_LAST, State.COMMITTING, 1),
+        (Event.END, State.COMMITTED, 2),
+        (Event.STEP, State.IDLE, 0),
+    ):
+        assert (life.on(event), life.ended) == (state, ended)
+    assert (life.step, life.backward) == (1, 2)
+
+
+def test_dropped_sums_begin_the_step_anew() -> None:
+    life = life_in(State.SUMMED)
+    assert life.on(Event.DROP) is State.IDLE
+    assert (life.step, life.ended, life.backward) == (0, 0, 1)
