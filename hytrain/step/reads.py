@@ -76,18 +76,20 @@ class Reads:
     def wait_for(self, layer: TrainedLayer, *, on_host: bool = False) -> None:
         """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival.
 
-        `on_host` waits for the arrival itself, for readers on whatever stream. Returns at once for a layer that is
-        CURRENT.
+        `on_host` waits for the arrival itself, for readers on whatever stream.
         """
-        if layer.life.is_current:
-            return
+        if not layer.life.is_current:
+            self._await_landing(layer)
+        if on_host and layer.landing is not None:
+            layer.landing.synchronize()
+
+    def _await_landing(self, layer: TrainedLayer) -> None:
         self._health.wait_for(
             lambda: layer.landing is not None or layer.life.is_current, f"the update of layer {layer.name}"
         )
-        if layer.life.is_current:
-            return
         landing = layer.landing
-        assert landing is not None, "what has been waited for"
+        if layer.life.is_current or landing is None:
+            return
         for segment in layer.segments:
             if not segment.owner.is_in_place:
                 raise UsageError(
@@ -95,8 +97,6 @@ class Reads:
                     "opt.synchronize() before swapping .data, and opt.close() before moving or converting the model"
                 )
         self._transfers.land(landing)
-        if on_host:
-            landing.synchronize()
         with self._health.changed:
             if not layer.life.is_current:
                 layer.life.on(LayerEvent.AWAITED, layer.life.updated)
