@@ -91,6 +91,14 @@ def test_two_layers_in_one_tile_each() -> None:
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
+def test_an_earlier_layer_takes_over_at_the_end_of_the_tile() -> None:
+    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0, backward_s=1.5), NONE, tile_numel=34)  # tiles of 1 s
+    # The first layer lands at 4.0, in the middle of the second layer's tile from 3.5 to 4.5.
+    updates = [event[1:] for event in timeline.events if event[0] == "cpu_update"]
+    assert updates == [(999, 2.5, 4.5), (1000, 4.5, 7.5), (999, 7.5, 8.5)]
+    assert timeline.stalls_s == {1000: 5.5} and timeline.step_s == 10.5
+
+
 @given(st.data())
 @settings(deadline=None)
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
