@@ -258,6 +258,14 @@ def test_memory_bounds_k_from_both_sides_and_the_reason_says_so() -> None:
     assert "host memory needs k=0.90" in choose("fixed", slow, Limits(host_bytes=1400)).reason
 
 
+@given(profiles)
+@settings(deadline=None)
+def test_deadline_is_never_more_than_one_percent_behind(profile: Profile) -> None:
+    decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**9)
+    others = [choose(policy, profile, current=NONE).predicted_step_s for policy in ("cotrain", "balance")]
+    assert decision.predicted_step_s <= 1.0101 * min(others)
+
+
 def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
     """One large layer with a cheap update would take the room of five with a dear one."""
     large = layer(0, numel=500, cpu_update_s=1.0, forward_s=0.5)
