@@ -91,6 +91,14 @@ def test_two_layers_in_one_tile_each() -> None:
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
+def test_an_earlier_layer_takes_over_at_the_end_of_the_tile() -> None:
+    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0, backward_s=1.5), NONE, tile_numel=34)  # tiles of 1 s
+    # The first layer lands at 4.0, in the middle of the second layer's tile from 3.5 to 4.5.
+    updates = [event[1:] for event in timeline.events if event[0] == "cpu_update"]
+    assert updates == [(999, 2.5, 4.5), (1000, 4.5, 7.5), (999, 7.5, 8.5)]
+    assert timeline.stalls_s == {1000: 5.5} and timeline.step_s == 10.5
+
+
 @given(st.data())
 @settings(deadline=None)
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
@@ -248,6 +256,14 @@ def test_memory_bounds_k_from_both_sides_and_the_reason_says_so() -> None:
     assert pushed.gpu_lids == lids(0, 1, 2, 3) and "host memory" in pushed.reason
     assert "GPU memory has room for k=0.20" in choose("fixed", slow, Limits(gpu_state_bytes=2500)).reason
     assert "host memory needs k=0.90" in choose("fixed", slow, Limits(host_bytes=1400)).reason
+
+
+@given(profiles)
+@settings(deadline=None)
+def test_deadline_is_never_more_than_one_percent_behind(profile: Profile) -> None:
+    decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**9)
+    others = [choose(policy, profile, current=NONE).predicted_step_s for policy in ("cotrain", "balance")]
+    assert decision.predicted_step_s <= 1.0101 * min(others)
 
 
 def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
