@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from memory_network import MemoryNetwork
+
 from protocol import messages as m
 from protocol.address import Address
-from protocol.channel import MemoryNetwork
 
 TILE = 128
 NEVER = -1

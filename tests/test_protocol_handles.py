@@ -148,7 +148,7 @@ def test_a_layout_that_reaches_beyond_its_arena_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lid": 6}, "arena of layer 6 came where layer 7 was expected"),
+        ({"lid": 6}, "arena of layer 6 arrived, but layer 7 was expected"),
         ({"nbytes": 0}, "0 bytes announced"),
         ({"file_bytes": 4096}, "4096 in the file"),
     ],

@@ -50,10 +50,7 @@ def main() -> int:
     worker_logging()
     ignore_terminal_signals()
     state = CoordinatorState(
-        run_name=arguments.run_name,
-        run_dir=arguments.run_dir,
-        pid=os.getpid(),
-        replan_every=arguments.replan_every,
+        run_name=arguments.run_name, run_dir=arguments.run_dir, pid=os.getpid(), replan_every=arguments.replan_every
     )
     token = read_token(arguments.socket_dir)
     with (

@@ -108,12 +108,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]
     rest.add_argument("--set", action="append", default=arguments.set)
     for name in ("--print-config", "--dry-run"):
         rest.add_argument(name, action="store_true", default=getattr(arguments, name[2:].replace("-", "_")))
-    for name, kind in (
-        ("--cores", str),
-        ("--threads", int),
-        ("--run-dir", str),
-        ("--host-memory-limit", int),
-    ):
+    for name, kind in (("--cores", str), ("--threads", int), ("--run-dir", str), ("--host-memory-limit", int)):
         key = name[2:].replace("-", "_")
         rest.add_argument(name, type=kind, default=flags[key])
     rest.add_argument("--trace", action="store_true", default=flags["trace"])
@@ -153,15 +148,7 @@ def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path) -> 
 
     with Supervisor(config, default_name=recipe.run.name) as supervisor:
         resolved.write_text(recipes.dump(recipe))
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "workers.trainer",
-            str(resolved),
-            "--run-dir",
-            str(supervisor.run_dir),
-        ]
+        command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(supervisor.run_dir)]
         if sys.stderr.isatty():
             command.append("--terminal")
         return supervisor.supervise(command)

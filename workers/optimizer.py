@@ -144,14 +144,7 @@ def _serve_trainer(
             step, lid = session.place if session is not None else (None, None)
             text = f"{type(error).__name__}: {error}"
             for outbox in (trainer, coordinator):
-                outbox.send(
-                    m.Failure(
-                        step=step,
-                        lid=lid,
-                        error=text,
-                        traceback=traceback.format_exc(),
-                    )
-                )
+                outbox.send(m.Failure(step=step, lid=lid, error=text, traceback=traceback.format_exc()))
         raise
     finally:
         if session is not None:
