@@ -125,8 +125,8 @@ def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> 
     ("change", "reason"),
     [
         ({"lid": 8}, "no plane 'weights' of layer 8"),
-        ({"segment": 3}, "not what the layer table says"),
-        ({"numel": 131}, "not what the layer table says"),
+        ({"segment": 3}, "does not match the layer table"),
+        ({"numel": 131}, "does not match the layer table"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""What the coordinator's state machines ask of the worker around them."""
+"""The commands that the coordinator's state machines return. The coordinator process carries them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the sender of the message at hand."""
+    """Reply to the sender of the message being handled."""
 
     message: m.Message
 
