@@ -51,8 +51,7 @@ def main() -> int:
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
-        coordinator = Coordinator(network, state, metrics, trace)
-        coordinator.watch(arguments.life_fd)
+        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         status = coordinator.run()
     shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # the launcher removes it too, unless it was killed
@@ -80,15 +79,13 @@ class Coordinator:
     """Carries out the commands that the state returns."""
 
     def __init__(
-        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None = None
+        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None, *, life_fd: int
     ) -> None:
         self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
         self._inbox = network.inbox()
+        self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
         self._outboxes: dict[Address, Outbox] = {}
-
-    def watch(self, life_fd: int) -> None:
-        self._inbox.watch_descriptor("the launcher", life_fd)
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -156,7 +153,7 @@ def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], n
     match message:
         case m.PlanApplied():
             facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "placements")}
-            trace.instant("plans", f"plan {message.plan_id}{whose} holds", now_s, **facts)
+            trace.instant("plans", f"plan {message.plan_id}{whose} in effect", now_s, **facts)
         case m.TrainerReport():
             trace.counter(f"k{whose}", message.at_s, k=message.k)
             trace.counter(f"step, ms{whose}", message.at_s, step=message.step_s * 1e3, stall=message.stall_s * 1e3)

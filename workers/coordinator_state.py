@@ -62,8 +62,6 @@ class CoordinatorState:
                 break
         return [Answer(replies[-1]), *commands]
 
-    # ------------------------------------------------------------ joining and leaving
-
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if sender.role == "trainer" and sender in self._handshake.joined:
             self.fleet.seat(sender.rank).waiting = hello
@@ -88,8 +86,6 @@ class CoordinatorState:
         self._handshake.leave(seat.trainer)
         waiting, seat.waiting = seat.waiting, None
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
-
-    # ------------------------------------------------------------ status
 
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
         """The commands, with a status for monitors after the newest record of the shown trainer."""

@@ -50,17 +50,14 @@ class TrainerSeat:
                 return planning.on_calibration(sender, message)
             case m.PositionsLearned(positions=positions):
                 planning.on_positions(positions)
-                return []
             case m.PlanAck():
                 return planning.on_ack(sender, message)
             case m.PlanApplied():
                 return planning.on_applied(message)
             case m.OptimizerReport():
                 planning.on_optimizer(message)
-                return []
             case m.Verdict():
                 planning.on_verdict(message)
-                return []
             case m.TrainerReport():
                 record = planning.record(message)
                 if message.measured is not None:
@@ -69,7 +66,9 @@ class TrainerSeat:
                 return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
             case m.Log(step=step, numbers=numbers):
                 return self._write(self.records.log(step, numbers))
-        raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
+            case _:
+                raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
+        return []
 
     def close_records(self) -> list[Command]:
         """Write the open records: the trainer has left."""

@@ -52,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.attach is not None:
             return _attach(arguments.attach, ClusterConfig(**json.loads(arguments.config)))
         return _run(arguments)
-    except (ConfigError, FileNotFoundError) as error:
+    except (ClusterError, ConfigError, FileNotFoundError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ClusterError as error:
-        print(f"hytrain-cluster: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ClusterError) else EXIT_USAGE
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -255,8 +252,6 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-
-    # ------------------------------------------------------------ waiting
 
     def supervise(self, command: Sequence[str]) -> int:
         """Run the trainer in the foreground, its output on the terminal and in its log; return its exit status."""

@@ -191,9 +191,7 @@ class Attachment:
                 return answer
             if self.ended:
                 return None
-        raise ClusterTimeout(
-            f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply"
-        )
+        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
 
     def require(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T:
         """Like `ask`, but raises `ConfigError` if the run has ended."""

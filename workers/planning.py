@@ -197,7 +197,7 @@ class Planning:
         except Infeasible as error:
             return [Note(f"no plan fits: {error}")]
         commands: list[Command] = []
-        if decision.changed and self._had_better_wait(speculates, profile, current):
+        if decision.changed and self._keeps_ahead(speculates, profile, current):
             self._waits_from_plan = why
         else:
             self._waits_from_plan = None
@@ -219,11 +219,10 @@ class Planning:
         why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
         return planner.is_worth_it(gained, now=self.speculates), why
 
-    def _had_better_wait(self, speculates: bool, profile: Profile, gpu_lids: frozenset[int]) -> bool:
+    def _keeps_ahead(self, speculates: bool, profile: Profile, gpu_lids: frozenset[int]) -> bool:
         """Whether to keep updating ahead until the new plan is in effect: it still pays with the current layers."""
-        if speculates or not self.speculates or self.policy == "random":
-            return False
-        return planner.is_worth_it(planner.gain(profile, gpu_lids, self._clipped.value), now=True)
+        ends = self.speculates and not speculates and self.policy != "random"
+        return ends and planner.is_worth_it(planner.gain(profile, gpu_lids, self._clipped.value), now=True)
 
     def _set_mode(self, speculates: bool, why: str) -> list[Command]:
         if speculates == self.speculates:

@@ -81,8 +81,6 @@ class Progress:
             self._end_run(self._trace)
             self._trace.flush()
 
-    # ------------------------------------------------------------ the timeline
-
     def _draw(self, trace: TraceWriter, lid: int, step: int, began_s: float, ended_s: float) -> None:
         if self._run is not None and self._run[0] == lid:
             self._run = (*self._run[:3], ended_s)
