@@ -184,10 +184,7 @@ class Calibration(Message):
 
     def __post_init__(self) -> None:
         given = (self.d2h_s, self.h2d_s, self.cpu_update_s, self.gpu_update_s)
-        _require(
-            all(value is None or 0.0 < value < 1.0 for value in given),
-            "seconds per parameter are in (0, 1)",
-        )
+        _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds per parameter are in (0, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +254,7 @@ class GradReady(Message):
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
         _require(
-            min(self.counts, default=-1) >= 0 < max(self.counts, default=0),
-            "step counts cannot be negative or all 0",
+            min(self.counts, default=-1) >= 0 < max(self.counts, default=0), "step counts cannot be negative or all 0"
         )
 
 

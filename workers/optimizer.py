@@ -65,20 +65,20 @@ class Server:
     """Joins the run and serves its trainers, one after the other."""
 
     def __init__(self, network: Network, pinning: affinity.Pinning, trace: TraceWriter | None, *, life_fd: int) -> None:
-        self._network, self._pinning, self._trace = network, pinning, trace
-        self._inbox = network.inbox()
-        self._inbox.watch_descriptor("the launcher", life_fd)
-        self._coordinator = network.outbox(COORDINATOR)
+        self.network, self.pinning, self.trace = network, pinning, trace
+        self.inbox = network.inbox()
+        self.inbox.watch_descriptor("the launcher", life_fd)
+        self.coordinator = network.outbox(COORDINATOR)
 
     def serve(self, ready_fd: int) -> int:
         """Serve until the launcher or the trainer is gone."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                listener.bind(arena_socket(self._network.socket_dir, self._network.address.rank))
+                listener.bind(arena_socket(self.network.socket_dir, self.network.address.rank))
                 listener.listen()
                 listener.settimeout(ACCEPT_TIMEOUT_S)
                 self._join()
-                say_ready(ready_fd, self._pinning.describe())
+                say_ready(ready_fd, self.pinning.describe())
                 while True:
                     self._serve_trainer(listener)
         except PeerDied as death:
@@ -86,32 +86,31 @@ class Server:
             return 0
 
     def _join(self) -> None:
-        address = self._network.address
+        address = self.network.address
         handshake = WorkerHandshake(address, pid=os.getpid(), inbox=str(address))
-        self._coordinator.send(handshake.hello())
-        incoming = self._inbox.receive(WELCOME_TIMEOUT_S)
+        self.coordinator.send(handshake.hello())
+        incoming = self.inbox.receive(WELCOME_TIMEOUT_S)
         if incoming is None or not isinstance(incoming.message, m.Welcome):
             raise ClusterTimeout(f"the coordinator answered Hello with {incoming}")
         handshake.on_welcome(incoming.message)
-        self._coordinator.send(handshake.ready(self._pinning.describe_place()))  # each report has the thread count
+        self.coordinator.send(handshake.ready(self.pinning.describe_place()))  # each report has the thread count
 
     def _serve_trainer(self, listener: socket.socket) -> None:
         """Serve one trainer, from its layer table to its Goodbye. Before raising an error, send both a `Failure`."""
-        incoming = self._inbox.receive(None)
+        incoming = self.inbox.receive(None)
         if incoming is None or not isinstance(incoming.message, m.LayerTable):
             _log.warning("there is no trainer: dropped %s", incoming)
             return
-        table, coordinator = incoming.message, self._coordinator
-        trainer = self._network.outbox(table.inbox)
+        table, coordinator = incoming.message, self.coordinator
+        trainer = self.network.outbox(table.inbox)
         session: Session | None = None
         try:
-            max_threads = len(self._pinning.cores)
-            backend, reason = load(table.backend, min(table.threads or self._pinning.threads, max_threads))
+            pinning = self.pinning
+            backend, reason = load(table.backend, min(table.threads or pinning.threads, len(pinning.cores)))
             _log.info("backend %s", reason)
-            peers = self._network, trainer, coordinator, listener
-            session = Session(table, backend, *peers, max_threads=max_threads, trace=self._trace)
+            session = Session(self, table, backend, trainer, listener)
             coordinator.send(m.Calibration(cpu_update_s=seconds_per_parameter(backend, table.layers)))
-            session.run(self._inbox)
+            session.run(self.inbox)
             coordinator.send(m.SessionEnded())
         except Exception as error:
             if not isinstance(error, PeerDied):
@@ -123,33 +122,24 @@ class Server:
         finally:
             if session is not None:
                 session.close()
-            self._network.drop(trainer)
+            self.network.drop(trainer)
 
 
 class Session:
-    """The optimizer's part of one trainer's run. At most `max_threads` threads update at a time."""
+    """The optimizer's part of one trainer's run. At most one thread per core updates at a time."""
 
     def __init__(
-        self,
-        table: m.LayerTable,
-        backend: Backend,
-        network: Network,
-        trainer: Outbox,
-        coordinator: Outbox,
-        listener: socket.socket,
-        *,
-        max_threads: int,
-        trace: TraceWriter | None,
+        self, server: Server, table: m.LayerTable, backend: Backend, trainer: Outbox, listener: socket.socket
     ) -> None:
-        self._backend, self._max_threads = backend, max_threads
+        self._backend, self._max_threads = backend, len(server.pinning.cores)
         allow_descriptors(len(table.layers))
-        self._trainer, self._coordinator = trainer, coordinator
+        self._trainer, self._coordinator = trainer, server.coordinator
         self._queue = UpdateQueue(table.layers, speculate=table.banks == 2)
         self._plans = PlanBook("optimizer", len(table.layers))
         # The trainer connected before it sent its table. Accept now, or the next trainer's arenas would go to this one.
-        connection, token, address = accept(listener), network.token, network.address
+        connection, token, address = accept(listener), server.network.token, server.network.address
         self._arenas = Arenas(table.layers, backend, connection, token=token, address=address, banks=table.banks)
-        self._progress = Progress(trace, [layer.name for layer in table.layers])
+        self._progress = Progress(server.trace, [layer.name for layer in table.layers])
         self._working_on: int | None = None
 
     @property

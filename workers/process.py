@@ -41,10 +41,6 @@ class Child:
     ready: int | None
     life: int | None
 
-    @property
-    def name(self) -> str:
-        return str(self.address)
-
     def exit_status(self) -> int:
         """Wait for the process; its exit status as a shell reports it."""
         status = self.process.wait()
@@ -115,7 +111,7 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
         for pidfd in watched.keys() & set(readable):
             raise WorkerDied(describe_end(watched[pidfd]))
         if remaining <= 0:
-            raise ClusterTimeout(f"{child.name} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
+            raise ClusterTimeout(f"{child.address} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
     return said.decode().strip()
 
 
@@ -123,7 +119,7 @@ def describe_end(child: Child) -> str:
     """A text with the child's name, its exit status or signal, and the end of its log."""
     status = child.process.wait()
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
+    return f"{child.address} (process {child.process.pid}) {how}{log_tail(child.log)}"
 
 
 def log_tail(log: Path) -> str:
