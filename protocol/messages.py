@@ -93,10 +93,8 @@ class Segment:
     def __post_init__(self) -> None:
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
         _require(self.dtype in GRADS_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
-        _require(
-            self.grads_dtype in GRADS_DTYPES[self.dtype],
-            f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients",
-        )
+        known = self.grads_dtype in GRADS_DTYPES[self.dtype]
+        _require(known, f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients")
         _require(self.group >= 0, "the index of a parameter group cannot be negative")
 
 
@@ -120,9 +118,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable(Message):
-    """Trainer to coordinator, which forwards it to the optimizer: the layers, and the placement that the user wants.
-
-    The coordinator forwards it so that it reaches the optimizer before the first plan.
+    """Trainer to coordinator, which forwards it to the optimizer before the first plan: layers and the user's wishes.
 
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
@@ -148,16 +144,12 @@ class LayerTable(Message):
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        _require(len(self.layers) > 0, "a layer table needs a layer")
+        numbers = list(range(len(self.layers)))
+        _require(len(numbers) > 0, "a layer table needs a layer")
         _require_inbox(self.inbox)
-        _require(
-            [layer.lid for layer in self.layers] == list(range(len(self.layers))),
-            "layer IDs must be 0, 1, 2, … in the table's order",
-        )
-        _require(
-            sorted(layer.position for layer in self.layers) == list(range(len(self.layers))),
-            "positions must be a permutation of 0, 1, 2, …",
-        )
+        _require([layer.lid for layer in self.layers] == numbers, "layer IDs must be 0, 1, 2, … in the table's order")
+        positions = sorted(layer.position for layer in self.layers)
+        _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
@@ -253,9 +245,7 @@ class GradReady(Message):
 
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
-        _require(
-            min(self.counts, default=-1) >= 0 < max(self.counts, default=0), "step counts cannot be negative or all 0"
-        )
+        _require(any(self.counts) and min(self.counts) >= 0, "step counts cannot be negative or all 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,9 @@ def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = N
     """The pinning for the setting `wish`. Raises `ConfigError` for cores or nodes that this process may not use."""
     available = available or tuple(sorted(psutil.Process().cpu_affinity()))
     if wish != "auto":
-        cores = _nodes(wish) if wish.startswith("node:") else parse_cores(wish)
+        cores = parse_cores(wish.removeprefix("node:"))
+        if wish.startswith("node:"):
+            cores = tuple(sorted(core for node in cores for core in node_cores(node)))
         missing = sorted(set(cores) - set(available))
         if missing:
             raise ConfigError(f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}")
@@ -123,10 +125,6 @@ def format_cores(cores: tuple[int, ...]) -> str:
         else:
             runs.append([core])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _nodes(wish: str) -> tuple[int, ...]:
-    return tuple(sorted(core for node in parse_cores(wish.removeprefix("node:")) for core in node_cores(node)))
 
 
 def _read(path: Path) -> str:

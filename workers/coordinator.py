@@ -126,7 +126,9 @@ class Coordinator:
     def _carry_out(self, command: Command, incoming: Incoming) -> None:
         match command:
             case Send(to, message):
-                self._outbox(to).send(message)
+                if to not in self._outboxes:
+                    self._outboxes[to] = self._network.outbox(self._state.inbox(to))
+                self._outboxes[to].send(message)
             case Answer(message):
                 self._inbox.reply(incoming.sender, message)
             case Write(line, rank):
@@ -135,11 +137,6 @@ class Coordinator:
                 self._publisher.publish(status)
             case Note(text):
                 _log.info("%s", text)
-
-    def _outbox(self, to: Address) -> Outbox:
-        if to not in self._outboxes:
-            self._outboxes[to] = self._network.outbox(self._state.inbox(to))
-        return self._outboxes[to]
 
 
 def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:

@@ -30,19 +30,16 @@ class TrainerSeat:
     def handle(self, message: m.Message, sender: Address) -> list[Command]:
         """Handle a message of this rank's trainer or optimizer."""
         if isinstance(message, m.LayerTable):
-            return self._begin(message)
+            self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
+            if message.continues and self._before is not None:
+                self.planning.continue_from(self._before)
+            return self.planning.begin()
         if self.planning is None:
             return [Note(f"{type(message).__name__} without a trainer: dropped")]
         commands = self._on_run(self.planning, message, sender)
         if "trainer" in self._farewells:  # the next trainer must not get this one's plan
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
-
-    def _begin(self, table: m.LayerTable) -> list[Command]:
-        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every)
-        if table.continues and self._before is not None:
-            self.planning.continue_from(self._before)
-        return self.planning.begin()
 
     def _on_run(self, planning: Planning, message: m.Message, sender: Address) -> list[Command]:
         match message:

@@ -182,8 +182,7 @@ class Supervisor:
 
     def __init__(self, config: ClusterConfig, *, default_name: str) -> None:
         self._config = config
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.run_name = config.run_name or f"{default_name}-{stamp}"
+        self.run_name = config.run_name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = Path(config.run_dir or run_folder.default(self.run_name)).resolve()
         self._log_dir = self.run_dir / "logs"
         self._children: list[Child] = []
@@ -228,10 +227,9 @@ class Supervisor:
         place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
         replan = ["--replan-every", str(self._config.replan_every)]
         coordinator = self._start_worker(COORDINATOR, [*sockets, *place, *replan])
+        cores = ["--rank", "0", "--cores", self._config.cores]
         threads = [] if self._config.threads is None else ["--threads", str(self._config.threads)]
-        optimizer = self._start_worker(
-            Address("optimizer", 0), [*sockets, "--rank", "0", "--cores", self._config.cores, *threads]
-        )
+        optimizer = self._start_worker(Address("optimizer", 0), [*sockets, *cores, *threads])
         Cluster(
             run_name=self.run_name,
             run_dir=str(self.run_dir),
@@ -320,19 +318,15 @@ class Supervisor:
 
     def _end(self) -> None:
         process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
-        self._merge_traces()
-        signal.set_wakeup_fd(-1)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-        shutil.rmtree(self.socket_dir, ignore_errors=True)
-
-    def _merge_traces(self) -> None:
-        """Write the timeline, however the run ended."""
-        if self._config.trace:
+        if self._config.trace:  # however the run ended
             try:
                 trace.merge(self.run_dir)
             except OSError as error:
                 print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
+        signal.set_wakeup_fd(-1)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
 class Tee:

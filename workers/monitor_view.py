@@ -191,15 +191,12 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
             use = ["", "gone", ""]
         else:
             use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
+        what = process.detail
+        if process.address.role == "optimizer" and (threads := record.get("threads")) is not None:
+            what = f"{format_threads(threads)} {what}"  # from the record, since a command can change it
         load = _load(process.address.role, record)
-        rows.add_row(str(process.address), str(process.pid), *use, *load, Text(_what(process, record)))
+        rows.add_row(str(process.address), str(process.pid), *use, *load, Text(what))
     return rows
-
-
-def _what(process: m.Process, record: dict[str, Any]) -> str:
-    """A process's description. The optimizer's number of threads is from the record, since it can change."""
-    threads = record.get("threads") if process.address.role == "optimizer" else None
-    return process.detail if threads is None else f"{format_threads(threads)} {process.detail}"
 
 
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:

@@ -77,10 +77,7 @@ def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, e
 
 
 def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int) -> Child:
-    """Start the trainer, the user's program, in the foreground. It is terminated when the launcher dies.
-
-    It inherits the descriptors `stdout` and `stderr`; this process's copies are closed.
-    """
+    """Start the user's program as the trainer. It ends with the launcher. Closes this side's `stdout` and `stderr`."""
     process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent)
     os.close(stdout)
     os.close(stderr)
