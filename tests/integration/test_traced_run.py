@@ -63,7 +63,7 @@ class Timeline(list[Event]):
     def owners(self) -> Iterator[tuple[int, set[int]]]:
         """From which step on the GPU owned which layers, as the coordinator heard it."""
         for event in self:
-            if event.process == "coordinator-0" and event.name.endswith("holds"):
+            if event.process == "coordinator-0" and event.name.endswith("in effect"):
                 yield event.args["step"], {lid for lid, name in enumerate(event.args["placements"]) if name == "gpu"}
 
 
@@ -142,7 +142,7 @@ def test_steps_k_and_plans(timeline: Timeline) -> None:
     for step, event in zip(steps, ks, strict=True):
         assert step.ended_s <= event.began_s, "one clock: k is that of the step that has just ended"
     proposed = {event.name.split()[1] for event in timeline if event.name.endswith("proposed")}
-    assert {event.name.split()[1] for event in timeline if event.name.endswith("holds")} <= proposed
+    assert {event.name.split()[1] for event in timeline if event.name.endswith("in effect")} <= proposed
     reasons = [event.args["reason"] for event in timeline if event.name.endswith("proposed")]
     assert all(reasons)
 
