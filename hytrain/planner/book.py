@@ -286,7 +286,7 @@ class MeasurementBook:
         work_s = sum(times["forward_s"].values()) + sum(times["backward_s"].values())
         facts = [replace(layer, position=self._position_of[layer.lid]) for layer in self._layers]
         layers = (
-            LayerProfile(**asdict(fact), **{role: times[role][fact.lid] for role in ROLES})
+            LayerProfile(**asdict(fact) | {role: times[role][fact.lid] for role in ROLES})
             for fact in sorted(facts, key=lambda fact: fact.position)
         )
         return Profile(
