@@ -199,7 +199,6 @@ class Resting:
         self._of: dict[str, _Rest] = {}
 
     def take(self, parameters: list[TrainedParameter]) -> None:
-        """Keep the state of these parameters."""
         for known in parameters:
             if known.count:
                 planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
@@ -229,12 +228,10 @@ class Resting:
             yield rest.parameter, {"step": _step(rest.count), **rest.planes}
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        """Keep an entry in torch's form."""
         planes = {plane: entry[plane].cpu() for plane in STATE_PLANES if entry.get(plane) is not None}
         self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
-        """Forget the state of these parameters."""
         for known in parameters:
             self._of.pop(known.name, None)
 
@@ -333,7 +330,6 @@ def _check_file(path: Path, expected: dict[str, Tensor]) -> None:
 
 
 def _check_algorithm(group: dict[str, Any]) -> None:
-    """Raise `ConfigError` for the state of another algorithm."""
     if group.get("amsgrad"):
         raise ConfigError("the loaded state is one of amsgrad=True, which hytrain.AdamW does not have")
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):

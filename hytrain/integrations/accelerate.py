@@ -40,7 +40,7 @@ class AdamW(hytrain.AdamW):
     """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
 
     Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict`
-    of a small state finds that folder; `trainer`, a weak reference to its Trainer, if any.
+    of a small state finds that folder; `trainer`, a weak reference to its Trainer, if any; `unhook`, called by `close`.
     """
 
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
@@ -50,7 +50,7 @@ class AdamW(hytrain.AdamW):
         self.checkpoint: Path | None = None
         self.trainer: Callable[[], object] | None = None
         self._key = uuid.uuid4().hex
-        self._unhook: Callable[[], object] = lambda: None
+        self.unhook: Callable[[], object] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
         """The hyperparameters and this optimizer's key, without the state: `save` and `load` are for that."""
@@ -77,16 +77,12 @@ class AdamW(hytrain.AdamW):
         """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
         self._session.accumulation.ask(lambda: not gradients.sync_gradients)
 
-    def unhook_with(self, unhook: Callable[[], object]) -> None:
-        """Have `close` call this too."""
-        self._unhook = unhook
-
     def close(self) -> None:
         """As `hytrain.AdamW.close`. The Accelerator then clips and saves without HyTrain."""
         try:
             super().close()
         finally:
-            self._unhook()
+            self.unhook()
             _open.discard(self)
 
 
@@ -138,7 +134,7 @@ class _Hooks:
         self._optimizers[opt.folder] = weakref.ref(opt)
         remove = weakref.finalize(opt, self._remove, opt.folder)
         remove.atexit = False
-        opt.unhook_with(remove)
+        opt.unhook = remove
 
     def _remove(self, folder: str) -> None:
         del self._optimizers[folder]

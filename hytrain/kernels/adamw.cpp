@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include <sys/mman.h>
 
@@ -67,21 +68,9 @@ inline float gradient(bf16 g) { return real(static_cast<uint32_t>(g) << 16); }
 
 // The type of `remainder` for each type of weights.
 template <class Weight>
-struct Rest;
-template <>
-struct Rest<float> {
-    using type = int16_t;
-    static constexpr bool exists = false;
-};
-template <>
-struct Rest<bf16> {
-    using type = int16_t;
-    static constexpr bool exists = true;
-};
-template <>
-struct Rest<fp16> {
-    using type = float;  // the master
-    static constexpr bool exists = true;
+struct Rest {
+    using type = std::conditional_t<std::is_same<Weight, fp16>::value, float, int16_t>;  // float: the master
+    static constexpr bool exists = !std::is_same<Weight, float>::value;
 };
 
 // `join` reads the master and `split` writes it. fp16 weights are converted and then treated as fp32.
@@ -288,25 +277,15 @@ inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
 
 extern "C" {
 
-void hytrain_adamw_bfloat16_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                     const Scalars *scalars, int threads) {
-    update<bf16, bf16>(from, grads, to, numel, scalars, threads);
-}
-
-void hytrain_adamw_float16_float16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                   const Scalars *scalars, int threads) {
-    update<fp16, fp16>(from, grads, to, numel, scalars, threads);
-}
-
-void hytrain_adamw_float32_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                    const Scalars *scalars, int threads) {
-    update<float, bf16>(from, grads, to, numel, scalars, threads);
-}
-
-void hytrain_adamw_float32_float32(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                   const Scalars *scalars, int threads) {
-    update<float, float>(from, grads, to, numel, scalars, threads);
-}
+#define HYTRAIN_ADAMW(name, Weight, Grad)                                                                  \
+    void hytrain_adamw_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,      \
+                              const Scalars *scalars, int threads) {                                       \
+        update<Weight, Grad>(from, grads, to, numel, scalars, threads);                                    \
+    }
+HYTRAIN_ADAMW(bfloat16_bfloat16, bf16, bf16)
+HYTRAIN_ADAMW(float16_float16, fp16, fp16)
+HYTRAIN_ADAMW(float32_bfloat16, float, bf16)
+HYTRAIN_ADAMW(float32_float32, float, float)
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.

@@ -52,11 +52,8 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    if folder := environ.get("HYTRAIN_CACHE"):
-        return Path(folder)
-    if folder := environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "hytrain"
-    return Path.home() / ".cache" / "hytrain"
+    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environ.get("HYTRAIN_CACHE") or Path(caches) / "hytrain")
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:

@@ -61,7 +61,6 @@ class NativeBackend:
         scalars: Scalars,
         into: Into | None = None,
     ) -> None:
-        """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
         rounded = _Scalars(*kernel_scalars(scalars))
         planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)

@@ -63,7 +63,6 @@ class TorchBackend:
         scalars: Scalars,
         into: Into | None = None,
     ) -> None:
-        """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
         to = into or Into(weights=weights, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         planes = [
@@ -83,7 +82,6 @@ class TorchBackend:
             self._update_tail(scalars, _moved(planes, whole, numel))
 
     def touch(self, address: int, nbytes: int) -> None:
-        """See Backend.touch."""
         _over(address, nbytes, torch.uint8).zero_()
 
     def _update_tail(self, scalars: Scalars, planes: list[Tensor]) -> None:

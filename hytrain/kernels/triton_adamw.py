@@ -67,7 +67,6 @@ def _update(
     weights, grads, remainder, exp_avg, exp_avg_sq, mask,
     factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
 ):  # fmt: skip
-    """Update one block. The planes are tensors of pointers."""
     g = factor * _load_gradient(grads, mask)
     m_old = tl.load(exp_avg, mask=mask)
     v_old = tl.load(exp_avg_sq, mask=mask)

@@ -275,7 +275,6 @@ class MeasurementBook:
 
     @property
     def ready(self) -> bool:
-        """Whether forward and backward have been measured."""
         return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
 
     def profile(self) -> Profile | None:

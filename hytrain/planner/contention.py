@@ -103,7 +103,6 @@ class Contention:
         self._starved = max(FORGETTING * self._starved, usual)
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
-        """Compare with the plan before, once this plan has had some steps."""
         if self._here is None or self._here.gpu_lids != gpu_lids:
             if self._here is not None and len(self._here.works) >= ENOUGH_BEFORE:
                 self._before = self._here
@@ -127,7 +126,6 @@ class Contention:
         self._forget(only_plans=alone and (waits or here.change() < 0))
 
     def _learn(self, before: _Window, here: _Window) -> None:
-        """Learn from the difference between two plans, if it is large enough."""
         work_s = max(fmean(before.works), fmean(here.works))
         change_s = fmean(before.besides) - fmean(here.besides)
         if abs(change_s) < CLEAR_CHANGE * work_s:

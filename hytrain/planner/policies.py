@@ -1,6 +1,7 @@
 """Decides which layers the GPU should own from the next step on.
 
-The coordinator calls `decide` at a step's boundary and carries the decision out as a plan.
+The coordinator asks `first_lids` for the plan of step 0. Later it calls `decide` at a step's boundary and carries the
+decision out as a plan.
 
     limits ──▶ Ladder (ladder.py): what fits, as nested sets, its rungs
                  │
@@ -11,12 +12,15 @@ The coordinator calls `decide` at a step's boundary and carries the decision out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from hytrain.planner.book import ROLES
 from hytrain.planner.deadline import Target, aim, worth_moving
 from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
 from hytrain.planner.ladder import Infeasible, Ladder, build_ladder
-from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES
 
@@ -90,6 +94,20 @@ def decide(
         predicted_step_s=simulate(profile, target.gpu_lids).step_s,
         changed=target.gpu_lids != current,
     )
+
+
+def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> frozenset[int]:
+    """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
+
+    The GPU memory of the activations and the step time are not known yet. Too many layers on the GPU would end the
+    first step out of memory; too few only make the first steps slow.
+    Raises Infeasible if nothing fits, ValueError for a k outside [0, 1].
+    """
+    unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
+    layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
+    profile = Profile(layers=tuple(layers))
+    ladder = build_ladder(profile, limits, profile.layers)
+    return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 
 
 def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target:

@@ -66,7 +66,6 @@ class Estimate:
     peak_tflops: float | None
 
     def render(self) -> str:
-        """Two tables, the free memory and the FLOPs, as plain text."""
         trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
         heads = ("plane", "host, CPU-owned", f"{trainer}, CPU-owned", f"{trainer}, GPU-owned", "host copy in")
         numbers = ((p.host_if_cpu, p.trainer_if_cpu, p.trainer_if_gpu) for p in self.planes)
@@ -150,7 +149,6 @@ def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Ne
 
 
 def gib(size: int) -> str:
-    """A size in GiB, or in MiB below one GiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / (1 << 20):,.1f} MiB"
 
 

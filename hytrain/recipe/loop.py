@@ -66,7 +66,6 @@ def train(
 def run_steps(
     task: Task, opt: TrainingOptimizer, journal: Journal, progress: Progress, run_dir: Path, steps: range
 ) -> tuple[Validation | None, Path]:
-    """Trains the steps; returns the last validation and the last checkpoint."""
     model, plan = task.model, task.recipe.train
     schedule = cosine(cast(torch.optim.Optimizer, opt), plan, steps.start)
     for step in steps:

@@ -54,7 +54,6 @@ class Progress:
             self.say(f"step {step}/{self._end}: loss {loss:.4f}, {speed}")
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar if there is one."""
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)
         else:

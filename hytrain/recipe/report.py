@@ -40,7 +40,6 @@ class Summary:
     sample: str | None
 
     def render(self) -> str:
-        """The summary as plain text."""
         mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
         lines = [
             f"trained {self.parameters / 1e6:.2f} M parameters to step {self.step}: "

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hytrain.errors import ConfigError
 from hytrain.recipe import config
 
+_FAST: Any = PreTrainedTokenizerFast  # its constructor has no types
 CHUNK_BYTES = 1 << 16  # large enough that cuts are rare, small enough to encode on all cores
 
 
@@ -57,14 +58,14 @@ def build(wanted: config.Tokenizer, training_text: bytes) -> TextTokenizer:
     if wanted.path is not None:
         return load(wanted.path)
     if wanted.kind == "bytes":
-        return _wrapped(_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[])))
+        return TextTokenizer(_FAST(tokenizer_object=_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))))
     bpe = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=wanted.vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     text = (chunk.decode("utf-8", errors="replace") for chunk in _chunks(training_text))
     bpe.train_from_iterator(text, trainer=trainer)
-    return _wrapped(bpe)
+    return TextTokenizer(_FAST(tokenizer_object=bpe))
 
 
 def load(folder: Path) -> TextTokenizer:
@@ -75,11 +76,6 @@ def load(folder: Path) -> TextTokenizer:
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ConfigError(f"The folder {folder} holds no usable tokenizer: {str(error).splitlines()[0]}") from None
-
-
-def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
-    fast: Any = PreTrainedTokenizerFast  # its constructor has no types
-    return TextTokenizer(fast(tokenizer_object=tokenizer))
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

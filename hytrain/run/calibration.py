@@ -58,7 +58,6 @@ def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: B
 
 
 def _seconds(run: Callable[[], object], transfers: Transfers) -> float:
-    """The median time of `TRIES` runs after one warm-up run."""
     took_s = []
     for _ in range(TRIES + 1):
         transfers.drain()

@@ -89,7 +89,7 @@ class PlanLedger:
     """The coordinator's side: at most one open proposal. `placements` are those of the plan applied last."""
 
     placements: tuple[str, ...]
-    _next_id: int = 0
+    next_id: int = 0
     _open: Plan | None = None
     _acks: set[str] = field(default_factory=set)
     _committed: bool = False
@@ -98,16 +98,12 @@ class PlanLedger:
     def busy(self) -> bool:
         return self._open is not None
 
-    @property
-    def next_id(self) -> int:
-        return self._next_id
-
     def propose(self, plan: Plan) -> Plan:
         """Open a proposal. Raises `OwnershipError` while another is open."""
-        if self._open is not None or plan.plan_id != self._next_id:
+        if self._open is not None or plan.plan_id != self.next_id:
             raise OwnershipError(f"plan {plan.plan_id} while {self._open} is under way")
         self._open, self._acks, self._committed = plan, set(), False
-        self._next_id += 1
+        self.next_id += 1
         return plan
 
     def on_ack(self, role: str, ack: PlanAck) -> Reassign | None:

@@ -93,7 +93,6 @@ def _us(time_s: float) -> float:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the events of an earlier run in this folder."""
     for path in (run_dir / FOLDER).glob("*.jsonl"):
         path.unlink()
 
