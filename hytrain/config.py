@@ -25,21 +25,15 @@ class ClusterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    #: "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
-    cores: str = "auto"
+    cores: str = "auto"  # "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
     #: OpenMP threads of the optimizer process; None is one per core, or half as many with fewer than 4 cores
     threads: int | None = Field(default=None, ge=1)
-    #: limit of host memory for planes in bytes; None is what machine and container have free
-    host_memory_limit: int | None = Field(default=None, ge=0)
-    #: folder of the run; None makes one in the user's state folder, ~/.local/state/hytrain/runs
-    run_dir: str | None = None
+    host_memory_limit: int | None = Field(default=None, ge=0)  # bytes for planes; None is all that is free
+    run_dir: str | None = None  # folder of the run; None makes one in ~/.local/state/hytrain/runs
     run_name: str | None = None
-    #: steps between two decisions of the planner
-    replan_every: int = Field(default=4, ge=1)
-    #: whether the processes write the timeline, `trace.json`
-    trace: bool = False
-    #: time limit for the start of each process
-    start_timeout_s: float = Field(default=120.0, gt=0)
+    replan_every: int = Field(default=4, ge=1)  # steps between two decisions of the planner
+    trace: bool = False  # whether the processes write the timeline, `trace.json`
+    start_timeout_s: float = Field(default=120.0, gt=0)  # time limit for the start of each process
 
     @classmethod
     def resolve(

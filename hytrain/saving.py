@@ -29,10 +29,8 @@ from hytrain.tensors import flat, laid_out, shaped, version
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
-#: The names that safetensors has for dtypes.
-DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}
-#: What else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic.
-AS_TORCH: Final = {
+DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}  # the names that safetensors has for dtypes
+AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
     "foreach": None,
     "capturable": False,

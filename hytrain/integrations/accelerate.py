@@ -32,8 +32,7 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 
-#: The folder in a checkpoint with the state of the first optimizer.
-FOLDER: Final = "hytrain"
+FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the first optimizer
 
 
 class AdamW(hytrain.AdamW):
@@ -181,8 +180,7 @@ class _Hooks:
             opt.checkpoint = Path(checkpoint)
 
 
-#: Optimizers made by `adopt` that are not closed.
-_open: weakref.WeakSet[AdamW] = weakref.WeakSet()
+_open: weakref.WeakSet[AdamW] = weakref.WeakSet()  # optimizers made by `adopt` that are not closed
 #: By Accelerator, if it has such an optimizer.
 _hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
 

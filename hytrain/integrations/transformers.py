@@ -30,8 +30,7 @@ from hytrain.integrations.accelerate import AdamW
 
 _log = logging.getLogger(__name__)
 
-#: Values of `TrainingArguments.optim` that mean AdamW.
-ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # of `TrainingArguments.optim`
 #: The training arguments' names of the optimizer's options.
 NUMBERS: Final = {
     "lr": ("learning_rate",),

@@ -28,8 +28,7 @@ BLOCK = 1024  # elements per program
 # Contraction would skip roundings, and "flush to zero" would lose subnormals in library functions.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-#: Triton compiles a separate kernel, with wider loads, for addresses that are multiples of this many bytes.
-ALIGNMENT = 16
+ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
 
 

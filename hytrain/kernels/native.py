@@ -19,8 +19,7 @@ from hytrain.kernels.build import build
 from hytrain.kernels.scalars import KERNEL_SCALARS, Scalars, kernel_scalars
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
-#: After a call of `touch` that was refused huge pages, this many calls do not ask for them.
-SMALL_CALLS = 64
+SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
 
 class _Scalars(ctypes.Structure):  # adamw.cpp's Scalars; ctypes rounds each double to the nearest float

@@ -34,8 +34,7 @@ THREADS_EXPONENT: Final = 0.6
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
-#: The least change of drag that corrects earlier measurements.
-CLEAR_DRAG: Final = 0.02
+CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,10 +174,7 @@ class MeasurementBook:
         return self._rates
 
     def calibrate(self, **rates_s: float | None) -> None:
-        """Replace assumed `Rates` by rates measured before the first step. Measured layers replace both.
-
-        None leaves a rate as it is. ValueError unless all are finite and above 0.
-        """
+        """Replace assumed `Rates` by measured ones. None changes nothing. ValueError unless finite and above 0."""
         measured = {role: rate_s for role, rate_s in rates_s.items() if rate_s is not None}
         for role, rate_s in measured.items():
             if not 0 < rate_s < inf:
@@ -199,10 +195,7 @@ class MeasurementBook:
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
     def observe_trainer(self, **times_s: Mapping[int, float]) -> None:
-        """One step's times by role (`ROLES` without the CPU's) and LID.
-
-        ValueError for an unknown layer or an impossible time.
-        """
+        """One step's times by role and LID. ValueError for an unknown layer or an impossible time."""
         for role, times in times_s.items():
             kept = self._kept if role in WORK else 1.0
             self._observe(role, {lid: time_s * kept for lid, time_s in times.items()})
@@ -314,10 +307,7 @@ class MeasurementBook:
         self._roles[role].observe(times)
 
     def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
-        """Each layer's time. A layer without one has its size at the rate of the others, or else `default_s`.
-
-        If `default_s` is None, such a layer takes no time.
-        """
+        """Each layer's time. Without one: its size at the others' rate, else at `default_s`; none if that is None."""
         measured = self._roles[role].values
         numel = sum(layer.numel for layer in self._layers if layer.lid in measured)
         rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if numel else default_s

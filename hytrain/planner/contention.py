@@ -20,24 +20,20 @@ from typing import Final
 #: For a step that always waits for launches. Measured: 0.35 to 0.45 on three machines with an H200 and 14 cores.
 TYPICAL_DRAG: Final = 0.4
 TYPICAL_SPREAD: Final = 0.2
-#: The spread around the usual drag for a device that never waits for launches.
-LEAST_SPREAD: Final = 0.02
+LEAST_SPREAD: Final = 0.02  # the spread around the usual drag for a device that never waits for launches
 MAX_DRAG: Final = 0.8
 #: Steps that are compared: the least of the plan before, those of the plan after, the most of any.
 ENOUGH_BEFORE: Final = 2
 ENOUGH_AFTER: Final = 4
 WINDOW_STEPS: Final = 8
-#: Fraction of the work by which a machine changes from one plan to the next for other reasons.
-DRIFT: Final = 0.02
-#: Fraction of the work by which `beside` must differ between two plans that are compared.
-CLEAR_CHANGE: Final = 0.05
+DRIFT: Final = 0.02  # fraction of the work by which a machine changes from one plan to the next for other reasons
+CLEAR_CHANGE: Final = 0.05  # fraction of the work by which `beside` must differ between two plans that are compared
 #: If the work of so many consecutive steps under one plan differs by this fraction, it is other work (a batch size).
 OTHER_WORK: Final = 0.3
 OTHER_STEPS: Final = 3
 #: The least and most consecutive steps whose median share of waiting counts. A host may be busy for ten seconds.
 ENOUGH_SHARES, USUAL_STEPS = 3, 24
-#: Below this share of a step, the device does not count as waiting for launches.
-SELDOM: Final = 0.25
+SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
 #: The weight that older evidence keeps when new evidence arrives, and the last starved share after one step.
 FADING: Final = 0.7
 FORGETTING: Final = 0.999

@@ -90,10 +90,7 @@ def _fastest(profile: Profile, limits: Limits) -> Target:
 
 
 def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float) -> Target:
-    """The best of all sets of few layers, if it is clearly better than the target.
-
-    It need not be a prefix: filling memory with few unequal layers is a knapsack problem.
-    """
+    """The best of all sets of few layers, which need not be a prefix, if it is clearly better than the target."""
     steps_s = {some: simulate(profile, some).step_s for some in _all_sets(profile, limits)}
     enough_s = (1 + SAME_SPEED) * min(steps_s.values())
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)

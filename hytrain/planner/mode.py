@@ -18,8 +18,7 @@ from hytrain.planner.simulate import simulate
 #: The fraction of a step that being ahead must save to begin, and to continue. They differ so the mode does not flap.
 BEGIN_GAIN: Final = 0.01
 KEEP_GAIN: Final = 0.003
-#: Weight of the newest step in the smoothed share.
-WEIGHT: Final = 0.1
+WEIGHT: Final = 0.1  # weight of the newest step in the smoothed share
 
 
 @dataclass(slots=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-#: The fraction by which the CPU is assumed to be slower at times, until that was measured.
-USUAL_SLACK: Final = 0.1
+USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

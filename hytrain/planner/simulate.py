@@ -25,8 +25,7 @@ from hytrain.planner.contention import beside
 from hytrain.planner.profile import LayerProfile, Profile
 
 TILE_NUMEL = 16 << 20
-#: Simulations of a step with drag: the remaining error is below drag ** ROUNDS.
-ROUNDS = 4
+ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
 
 # (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
 # The step's backward begins at 0.

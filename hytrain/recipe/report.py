@@ -23,8 +23,6 @@ LOSS_COLOUR, VALIDATION_COLOUR, K_COLOUR = "#1f5a99", "#c2571a", "#7a7a7a"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of a run."""
-
     step: int
     parameters: int
     training_loss: float  # of the last step, in nats per token

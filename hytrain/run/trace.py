@@ -25,15 +25,11 @@ ROLES: Final = ("trainer", "optimizer", "coordinator")
 #: In the viewer's order, from top to bottom.
 TRACKS: Final = ("step", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
 LANES: Final = 1000
-#: Events that are buffered before they are written.
-BUFFERED_EVENTS: Final = 2048
+BUFFERED_EVENTS: Final = 2048  # events that are buffered before they are written
 
 
 class TraceWriter:
-    """One process's events. Not thread-safe.
-
-    The file is open only during a write, so nothing leaks if a process ends without `close`.
-    """
+    """One process's events. Not thread-safe. The file is open only during a write, so nothing leaks without `close`."""
 
     def __init__(self, run_dir: str | Path, address: Address) -> None:
         folder = Path(run_dir) / FOLDER
