@@ -1,13 +1,13 @@
-"""What a `hytrain.AdamW` is asked for, checked before anything is started: options, groups, the model.
+"""Checks of what a `hytrain.AdamW` is given: options, groups and the model, before anything is started.
 
-`optim` calls this; each refusal is one sentence that says what to do.
+`optim` calls them. Each error is one sentence that says what to do.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from protocol.messages import OBJECTIVES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is the same for all parameters; see `hytrain.AdamW`. `k` is None for "auto"."""
+    """The options that all parameters share; see `hytrain.AdamW`. `k` is None for "auto"."""
 
     k: float | None
     policy: str
@@ -40,25 +40,25 @@ class Options:
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether steps wait for the norm of all gradients."""
+        """Whether updates wait for the norm of all gradients."""
         return (self.max_grad_norm is not None and self.clip == "global") or self.skips_nonfinite
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether steps are left out whose gradients are not finite."""
+        """Whether a step with gradients that are not finite is skipped."""
         return self.on_nonfinite is not None or self.loss_scale is not None
 
     @property
     def may_speculate(self) -> bool:
-        """Whether the CPU may be ahead of that. Two banks of planes are not for those who want little host memory.
+        """Whether the CPU may update before the norm is known. That takes a second bank of planes in host memory.
 
-        A verdict with a scaled loss's scale in it is never the one that updates ahead of it assume.
+        With a scaled loss it may not: an early update assumes a scale of 1.
         """
         wanted = self.speculate if self.speculate is not None else self.objective != "host-memory"
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
-#: Options of torch's AdamW that HyTrain does not have. Other keys are whoever's: schedulers keep theirs in groups.
+#: Options of torch's AdamW that HyTrain does not have. Other keys are allowed: schedulers keep theirs in groups.
 _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 
 
@@ -66,75 +66,75 @@ def check_options(*, k: float | str, **others: Any) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
     if k != "auto" and (isinstance(k, str) or not (_is_number(k) and 0.0 <= k <= 1.0)):
         raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
-    for name in ("speculate", "overlap"):
-        if not (isinstance(others[name], bool) or (name == "speculate" and others[name] is None)):
-            raise ConfigError(f"{name} is {others[name]!r}: True or False" + " or None" * (name == "speculate"))
-    if not (others["max_grad_norm"] is None or _is_number(others["max_grad_norm"])):
-        raise ConfigError(f"max_grad_norm is {others['max_grad_norm']!r}: a number above 0, or None")
     options = Options(k=None if isinstance(k, str) else float(k), **others)
-    if options.objective not in OBJECTIVES:
-        raise ConfigError(f"objective {options.objective!r} is unknown: choose one of {', '.join(OBJECTIVES)}")
-    if options.policy not in POLICIES:
-        raise ConfigError(f"policy {options.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
-    if options.backend != "auto" and options.backend not in backends.BACKENDS:
-        raise ConfigError(f"backend {options.backend!r} is unknown: choose auto, {', '.join(backends.BACKENDS)}")
-    if options.gradient_dtype not in (None, torch.bfloat16, torch.float32):
-        raise ConfigError(
-            f"gradient_dtype {options.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
-        )
-    if options.policy == "fixed" and options.k is None:
-        raise ConfigError('policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"')
-    backwards = options.grad_accumulation
-    if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
-        raise ConfigError(f"grad_accumulation is {options.grad_accumulation!r}: a whole number of backwards, from 1 on")
-    if options.accumulate_on not in ("auto", "device", "host"):
-        raise ConfigError(f'accumulate_on is {options.accumulate_on!r}: "device", "host", or "auto" for either')
-    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm is {options.max_grad_norm!r}: a number above 0, or None")
-    if options.clip not in ("global", "per_layer"):
-        raise ConfigError(f'clip is {options.clip!r}: "global" or "per_layer"')
-    if options.clip == "per_layer" and options.max_grad_norm is None:
-        raise ConfigError('clip="per_layer" clips nothing without max_grad_norm: pass it too')
-    if options.on_nonfinite not in (None, "skip", "raise"):
-        raise ConfigError(f'on_nonfinite is {options.on_nonfinite!r}: "skip", "raise" or None')
-    if options.speculate is not None and not options.awaits_verdict:
-        raise ConfigError(
-            f"speculate is {options.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
-            'with clip="global", or on_nonfinite; or leave speculate out'
-        )
-    if options.speculate and not options.overlap:
-        raise ConfigError("speculate=True with overlap=False: leave one out, as nothing is updated before step() then")
-    _check_loss_scale(options)
+    for is_wrong, sentence in (*_wrong_values(options), *_wrong_combinations(options)):
+        if is_wrong:
+            raise ConfigError(sentence)
     return options if options.k is None else replace(options, policy="fixed")
 
 
-def _check_loss_scale(options: Options) -> None:
-    wanted = options.loss_scale
-    if wanted is None:
-        return
-    if wanted != "dynamic" and (isinstance(wanted, bool | str) or not 1e-20 <= wanted <= 1e20):
-        raise ConfigError(f'loss_scale is {wanted!r}: "dynamic", a number from 1e-20 to 1e20, or None')
-    if wanted == "dynamic" and options.on_nonfinite == "raise":
-        raise ConfigError(
-            'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
-            "on_nonfinite out, they are skipped and counted"
-        )
-    if options.speculate:
-        raise ConfigError(
-            "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then"
-        )
+def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
+    """(Whether an option is wrong by itself, what to say then)."""
+    backwards, scale = o.grad_accumulation, o.loss_scale
+    norm_fits = o.max_grad_norm is None or (_is_number(o.max_grad_norm) and o.max_grad_norm > 0)
+    dtype_fits = o.gradient_dtype in (None, torch.bfloat16, torch.float32)
+    count_fits = isinstance(backwards, int) and not isinstance(backwards, bool) and backwards >= 1
+    scale_fits = scale in (None, "dynamic") or not (isinstance(scale, bool | str) or not 1e-20 <= scale <= 1e20)
+    yield (
+        o.speculate is not None and not isinstance(o.speculate, bool),
+        f"speculate is {o.speculate!r}: True, False or None",
+    )
+    yield not isinstance(o.overlap, bool), f"overlap is {o.overlap!r}: True or False"
+    yield not norm_fits, f"max_grad_norm is {o.max_grad_norm!r}: a number above 0, or None"
+    for name, value, known in (("objective", o.objective, OBJECTIVES), ("policy", o.policy, POLICIES)):
+        yield value not in known, f"{name} {value!r} is unknown: choose one of {', '.join(known)}"
+    choices = ("auto", *backends.BACKENDS)
+    yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
+    yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
+    yield not count_fits, f"grad_accumulation is {backwards!r}: a whole number of backwards, from 1 on"
+    either = f'accumulate_on is {o.accumulate_on!r}: "device", "host", or "auto" for either'
+    yield o.accumulate_on not in ("auto", "device", "host"), either
+    yield o.clip not in ("global", "per_layer"), f'clip is {o.clip!r}: "global" or "per_layer"'
+    yield o.on_nonfinite not in (None, "skip", "raise"), f'on_nonfinite is {o.on_nonfinite!r}: "skip", "raise" or None'
+    yield not scale_fits, f'loss_scale is {scale!r}: "dynamic", a number from 1e-20 to 1e20, or None'
+
+
+def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
+    """(Whether options contradict each other, what to say then)."""
+    yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
+    yield (
+        o.clip == "per_layer" and o.max_grad_norm is None,
+        'clip="per_layer" clips nothing without max_grad_norm: pass it too',
+    )
+    yield (
+        o.speculate is not None and not o.awaits_verdict,
+        f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
+        'with clip="global", or on_nonfinite; or leave speculate out',
+    )
+    yield (
+        bool(o.speculate) and not o.overlap,
+        "speculate=True with overlap=False: leave one out, as nothing is updated before step() then",
+    )
+    yield (
+        o.loss_scale == "dynamic" and o.on_nonfinite == "raise",
+        'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
+        "on_nonfinite out, they are skipped and counted",
+    )
+    yield (
+        bool(o.speculate) and o.loss_scale is not None,
+        "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then",
+    )
 
 
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            raise UnsupportedError(
-                "more than one rank is not supported yet, as hooks would see unreduced gradients: train on one GPU"
-            )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            "more than one rank is not supported yet, as hooks would see unreduced gradients: train on one GPU"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedError("DistributedDataParallel is not supported, also with one rank: pass model.module")
     if isinstance(model, nn.DataParallel):
@@ -154,7 +154,7 @@ def check_model(model: nn.Module) -> torch.device:
 
 
 def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
-    """Raise `UnsupportedError` if others train one of these."""
+    """Raise `UnsupportedError` if another optimizer trains one of these."""
     if any(id(parameter) in taken for parameter in parameters):
         raise UnsupportedError(
             "the model has parameters that another hytrain.AdamW trains: close() that one first, or give one optimizer "
@@ -163,7 +163,7 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
 
 
 def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The groups as dictionaries of lists, without empty ones; frozen parameters stay in theirs, as with torch."""
+    """The groups as dictionaries of lists, without empty groups. Frozen parameters stay in theirs, as in torch."""
     if param_groups is None:
         param_groups = [{"params": list(model.parameters())}]
     if isinstance(param_groups, int | float):
@@ -183,27 +183,25 @@ def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise `UnsupportedError` for options of torch's AdamW that HyTrain lacks, `ConfigError` for impossible values."""
-    for key in _NOT_OFFERED:
-        if group.get(key):
-            raise UnsupportedError(f"hytrain.AdamW has no option {key!r}")
-    if any(isinstance(value, Tensor) for value in (group["lr"], *(value for _, value in _betas(group["betas"])))):
+    if unknown := next((key for key in _NOT_OFFERED if group.get(key)), None):
+        raise UnsupportedError(f"hytrain.AdamW has no option {unknown!r}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
+    given = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    given.update((f"betas[{index}]", beta) for index, beta in enumerate(betas))
+    if any(isinstance(given[name], Tensor) for name in ("lr", "betas[0]", "betas[1]")):
         raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
-    for name, value in (*((name, group[name]) for name in ("lr", "eps", "weight_decay")), *_betas(group["betas"])):
+    for name, value in given.items():
         if not _is_number(value):
             raise ConfigError(f"{name} is {value!r}: a number")
     if not isinstance(group["maximize"], bool):
         raise ConfigError(f"maximize is {group['maximize']!r}: True or False")
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = betas
     if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")
 
 
-def _betas(betas: Any) -> list[tuple[str, Any]]:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
-    return [(f"betas[{index}]", beta) for index, beta in enumerate(betas)]
-
-
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite one; True and False are none."""
+    """Whether it is a finite number. True and False are not numbers."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,7 +1,7 @@
-"""Settings of a run's processes, from their one edge: flag > environment > file > default.
+"""Settings of a run's processes. A flag overrides the environment, the environment a file, a file the default.
 
-The only module of HyTrain that reads environment variables. All of them begin with HYTRAIN_: other names would
-be taken for their own by the libraries around (accelerate starts NCCL as soon as it sees LOCAL_RANK).
+No other module of HyTrain reads environment variables. All of them begin with HYTRAIN_, because other libraries
+claim general names: accelerate starts NCCL if it sees LOCAL_RANK.
 """
 
 from __future__ import annotations
@@ -21,25 +21,19 @@ CLUSTER_FILE: Final = "cluster.json"
 
 
 class ClusterConfig(BaseModel):
-    """What the launcher needs to know before it starts a process."""
+    """The launcher's settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    #: "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
-    cores: str = "auto"
-    #: OpenMP threads of the optimizer process; None is one for each of its cores, or half of them below 4
+    cores: str = "auto"  # "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
+    #: OpenMP threads of the optimizer process; None is one per core, or half as many with fewer than 4 cores
     threads: int | None = Field(default=None, ge=1)
-    #: most host memory for planes in bytes; None is what machine and container leave
-    host_memory_limit: int | None = Field(default=None, ge=0)
-    #: folder of the run; None makes one in the user's state folder, ~/.local/state/hytrain/runs
-    run_dir: str | None = None
+    host_memory_limit: int | None = Field(default=None, ge=0)  # bytes for planes; None is all that is free
+    run_dir: str | None = None  # folder of the run; None makes one in ~/.local/state/hytrain/runs
     run_name: str | None = None
-    #: steps between two looks of the planner
-    replan_every: int = Field(default=4, ge=1)
-    #: whether each process writes its part of the timeline, `trace.json`
-    trace: bool = False
-    #: seconds a process may take to start
-    start_timeout_s: float = Field(default=120.0, gt=0)
+    replan_every: int = Field(default=4, ge=1)  # steps between two decisions of the planner
+    trace: bool = False  # whether the processes write the timeline, `trace.json`
+    start_timeout_s: float = Field(default=120.0, gt=0)  # time limit for the start of each process
 
     @classmethod
     def resolve(
@@ -49,7 +43,7 @@ class ClusterConfig(BaseModel):
         environment: Mapping[str, str] | None = None,
         file: Mapping[str, Any] | None = None,
     ) -> Self:
-        """One configuration out of all sources. Raises `ConfigError` for an unknown key or a value that cannot be."""
+        """The configuration from all sources. Raises `ConfigError` for an unknown key or an impossible value."""
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = dict(file or {})
         for field in cls.model_fields:
@@ -68,7 +62,7 @@ class ClusterConfig(BaseModel):
 
 
 class Cluster(BaseModel):
-    """A running cluster, as its file in the socket folder describes it to those who join. Holds the token."""
+    """A running cluster. Processes that join it read this from a file in its socket folder. It has the token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -83,7 +77,7 @@ class Cluster(BaseModel):
     trace: bool = False
 
     def write(self) -> None:
-        """Write the file, readable for this user only, complete or not at all."""
+        """Write the file atomically, readable for this user only."""
         path = Path(self.socket_dir) / CLUSTER_FILE
         temporary = path.with_suffix(".tmp")
         temporary.touch(mode=0o600)
@@ -100,5 +94,5 @@ class Cluster(BaseModel):
 
 
 def joined_cluster() -> str | None:
-    """The socket folder of the cluster that this process was started in, None outside of one."""
+    """The socket folder of the cluster that started this process, or None."""
     return os.environ.get(CLUSTER_VARIABLE)

@@ -1,9 +1,9 @@
-"""The optimizer's state from the planes to dictionaries and files, and back.
+"""Saves the optimizer's state from the planes to dictionaries and files, and loads it.
 
     state_dict()   torch's form: by parameter index, tensors as views of the planes
-    save(folder)   one safetensors file a layer, so that no more than a layer is ever held twice, and index.json
+    save(folder)   one safetensors file per layer, so at most one layer is in memory twice, and index.json
 
-Both are complete and independent of k: the same bytes, whoever owned a layer when they were written.
+Both are complete, and their bytes do not depend on k.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from hytrain.tensors import flat, laid_out, shaped, version
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
-#: As safetensors calls them.
-DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}
-#: Keys of torch's groups that say how to compute, not what: no part of the state.
-#: What a group of `torch.optim.AdamW` has besides, so that it goes on with the same arithmetic.
-AS_TORCH: Final = {
+DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}  # the names that safetensors has for dtypes
+AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
     "foreach": None,
     "capturable": False,
@@ -41,16 +38,16 @@ AS_TORCH: Final = {
     "fused": True,
     "decoupled_weight_decay": True,
 }
-NOT_STATE: Final = {"params", "amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+NOT_STATE: Final = {"params", *AS_TORCH}
 
 
 def _step(count: int) -> Tensor:
-    """As torch keeps it, whatever the default dtype and device are."""
+    """The step count as torch stores it, for any default dtype and device."""
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
 def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting) -> dict[str, Any]:
-    """The state in torch's form. A parameter without an update so far has no entry, as in torch."""
+    """The state in torch's form. A parameter that was never updated has no entry, as in torch."""
     index, packed = _numbered(groups)
     state = {}
     for known in parameters:
@@ -73,13 +70,14 @@ def load_state_dict(
 ) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
 
-    `names` are those of all the model's parameters, by ID; `when_checked` is called before the first change.
+    `names` are the names of all the model's parameters by `id`. `when_checked` is called before the first change.
     """
     index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
     if [group["params"] for group in theirs] != [group["params"] for group in packed]:
         raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+    given = [parameter for group in groups for parameter in group["params"]]
+    for parameter in given:
         _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
     for other in theirs:
         _check_algorithm(other)
@@ -93,7 +91,7 @@ def load_state_dict(
             scatter(known, plane, entry.get(plane))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+    for parameter in given:
         entry = loaded["state"].get(index[id(parameter)])
         if entry is not None and id(parameter) not in trained:
             resting.load(names[id(parameter)], parameter, entry)
@@ -108,7 +106,7 @@ def save(
     steps: int,
     loss_scale: LossScale | None = None,
 ) -> None:
-    """Write the state after `steps` steps into `folder`, which is made."""
+    """Write the state after `steps` steps into `folder`, which is created."""
     index = {
         "format": FORMAT,
         "steps": steps,
@@ -117,7 +115,7 @@ def save(
         "resting": resting.counts,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
-    text = json.dumps(index, indent=1, default=float)  # numpy's numbers are numbers, too
+    text = json.dumps(index, indent=1, default=float)  # numpy's numbers are not JSON's
     folder.mkdir(parents=True, exist_ok=True)
     for layer in _layers(parameters):
         save_file(dict(_named_planes(layer)), _file(folder, layer))
@@ -135,9 +133,9 @@ def load(
     loss_scale: LossScale | None = None,
     when_checked: Callable[[], None] = lambda: None,
 ) -> int:
-    """Read what `save` wrote; the number of steps. `when_checked` is called before the first change.
+    """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
 
-    Raises `ConfigError`, before anything is changed, if it is of another model, or not there, or not whole.
+    Raises `ConfigError`, before anything is changed, if the state is missing, damaged or of another model.
     """
     try:
         index = json.loads((folder / INDEX).read_text())
@@ -181,9 +179,9 @@ def load(
 
 @dataclass(slots=True)
 class _Rest:
-    """The state of a parameter that no layer has; `version` is the parameter's counter then.
+    """The state of a parameter that is in no layer. `version` is the parameter's version counter at that time.
 
-    It is None for a state that was loaded: the weights that belong to it may be loaded later.
+    It is None for loaded state, because the weights that belong to it may be loaded later.
     """
 
     parameter: nn.Parameter
@@ -193,22 +191,21 @@ class _Rest:
 
 
 class Resting:
-    """The state of parameters that are frozen, or between two builds. Host planes are not copied."""
+    """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
     def __init__(self) -> None:
         self._of: dict[str, _Rest] = {}
 
     def take(self, parameters: list[TrainedParameter]) -> None:
-        """Keep the state of these."""
         for known in parameters:
             if known.count:
                 planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
                 self._of[known.name] = _Rest(known.parameter, known.count, planes, version(known.parameter))
 
     def give(self, parameters: list[TrainedParameter]) -> None:
-        """Write what is kept of these into their planes, piece by piece.
+        """Write the kept state of these parameters into their planes.
 
-        A remainder belongs to the weights that it was kept with: written since, they are the masters without it.
+        A remainder belongs to the weights it was kept with. If they were written since, it is dropped.
         """
         for known in parameters:
             rest = self._of.pop(known.name, None)
@@ -224,27 +221,23 @@ class Resting:
                 scatter(known, plane, rest.planes.pop(plane, None))
 
     def entries(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
-        """In torch's form."""
+        """The parameters and their entries in torch's form."""
         for rest in self._of.values():
             yield rest.parameter, {"step": _step(rest.count), **rest.planes}
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        """Keep an entry in torch's form."""
         planes = {plane: entry[plane].cpu() for plane in STATE_PLANES if entry.get(plane) is not None}
         self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
-        """These have it themselves."""
         for known in parameters:
             self._of.pop(known.name, None)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Step counts by name."""
         return {name: rest.count for name, rest in self._of.items()}
 
     def save(self, file: Path) -> None:
-        """Write the planes, if there are any."""
         planes = {f"{plane}.{name}": t for name, rest in self._of.items() for plane, t in rest.planes.items()}
         if planes:
             save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
@@ -254,7 +247,7 @@ class Resting:
 
 
 def gather(known: TrainedParameter, plane: str) -> Tensor | None:
-    """A parameter's state in one plane, in its shape: a view, or a copy if the parameter is in pieces."""
+    """A parameter's state in one plane, in the parameter's shape: a view, or a copy if it is split into pieces."""
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
     if not parts:
         return None
@@ -262,7 +255,7 @@ def gather(known: TrainedParameter, plane: str) -> Tensor | None:
 
 
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
-    """Write a parameter's state in one plane. None writes what it begins as: zeros, or masters of the weights."""
+    """Write a parameter's state in one plane. None writes the initial state: zeros, or the weights as masters."""
     if value is not None:
         value = flat(laid_out(value.cpu(), known.parameter))
     for layer, index in known.places:
@@ -278,7 +271,7 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
 
 
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-    """Raise `ConfigError` for state of another shape, or of weights in another 16-bit dtype."""
+    """Raise `ConfigError` for state of another shape, or of weights with another 16-bit dtype."""
     for plane in STATE_PLANES:
         if (tensor := entry.get(plane)) is None:
             continue
@@ -289,12 +282,12 @@ def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> N
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, and whatever a scheduler has put beside them."""
+    """A group's hyperparameters, and what a scheduler has added to them."""
     return {key: value for key, value in group.items() if key not in NOT_STATE}
 
 
 def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[str, Any]]]:
-    """Each parameter's index by id, and the groups with indices in place of parameters."""
+    """Each parameter's index by `id`, and the groups with indices instead of parameters."""
     index: dict[int, int] = {}
     packed = []
     for group in groups:
@@ -314,7 +307,7 @@ def _file(folder: Path, layer: TrainedLayer) -> Path:
 
 
 def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
-    """A layer's state as its file has it, by name."""
+    """A layer's state tensors, by their names in the file."""
     for plane in STATE_PLANES:
         for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
             if tensor is not None:
@@ -322,7 +315,7 @@ def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_file(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raise `ConfigError` unless a layer's file is there, whole, and has these tensors, by its header alone."""
+    """Raise `ConfigError` unless a layer's file is complete and has these tensors. Reads only its header."""
     try:
         with safe_open(path, framework="pt") as file:
             for name, tensor in expected.items():
@@ -335,8 +328,7 @@ def _check_file(path: Path, expected: dict[str, Tensor]) -> None:
 
 
 def _check_algorithm(group: dict[str, Any]) -> None:
-    """Raise `ConfigError` for the state of an algorithm that would not be gone on with."""
     if group.get("amsgrad"):
         raise ConfigError("the loaded state is one of amsgrad=True, which hytrain.AdamW does not have")
     if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
-        raise ConfigError("the loaded state is one of Adam with its weight decay, not of AdamW: train on with that")
+        raise ConfigError("the loaded state is one of Adam with its weight decay, not of AdamW: go on with Adam")

@@ -28,7 +28,6 @@ from hytrain.planner import (
     is_worth_it,
     prefix_for,
     simulate,
-    twin_flow_k,
 )
 
 
@@ -174,7 +173,6 @@ def test_formulas_by_hand() -> None:
     assert balance_k(profile) == 20 / 50
     assert deadline_k(profile) == pytest.approx((40 - 0.9 * 30) / 50)
     assert deadline_k(uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=6.0, h2d_s=6.0)) == 16 / 4 / 10
-    assert twin_flow_k(0.3) == pytest.approx(0.7)
 
 
 def test_formulas_keep_within_bounds() -> None:

@@ -1,6 +1,6 @@
-"""HyTrain under other people's training loops: Accelerate's and the Hugging Face Trainer's.
+"""HyTrain in the training loops of Accelerate and the Hugging Face Trainer.
 
-Nothing in HyTrain imports these modules; a user's script does, and brings their libraries (`pip install '.[hf]'`).
+Only users' scripts import these modules. They need `pip install '.[hf]'`.
 """
 
 from __future__ import annotations

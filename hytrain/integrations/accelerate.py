@@ -1,19 +1,19 @@
-"""HyTrain under Hugging Face Accelerate.
+"""HyTrain with Hugging Face Accelerate.
 
     accelerator = Accelerator()
     model, loader = accelerator.prepare(model, loader)
     opt = adopt(accelerator, model, lr=3e-4, max_grad_norm=1.0)      # was: torch.optim.AdamW(model.parameters(), …)
     opt, scheduler = accelerator.prepare(opt, scheduler_for(opt))
 
-Accelerate asks an optimizer for its `state_dict()`, moves all of it to the device, pickles it. So the one that it gets
-is small, and the state travels beside it:
+Accelerate moves an optimizer's `state_dict()` to the device and pickles it. HyTrain therefore returns a small one and
+saves the state separately:
 
     save_state(folder) ──▶ folder/optimizer.bin     the small one
-                      └──▶ folder/hytrain/          all of it, layer by layer, independent of k
-    load_state(folder) ──▶ the small one comes back, and the optimizer reads folder/hytrain
+                      └──▶ folder/hytrain/          the state, layer by layer, independent of k
+    load_state(folder) ──▶ loads the small one, and the optimizer reads folder/hytrain
 
-A second optimizer in the same Accelerator has `hytrain_1` beside its `optimizer_1.bin`, and so on.
-`integrations.transformers` does the same for a Trainer, whose loop is Accelerate's too.
+A second optimizer of the same Accelerator has `hytrain_1` beside its `optimizer_1.bin`, and so on.
+`integrations.transformers` does the same for a Trainer, whose loop uses Accelerate too.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 
-#: In a checkpoint, the folder with the whole state of the first optimizer.
-FOLDER: Final = "hytrain"
+FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the first optimizer
 
 
 class AdamW(hytrain.AdamW):
     """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
 
-    Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict` of
-    a small one finds what belongs to it; `trainer`, a weak reference to the Trainer that it was made for, if any.
+    Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict`
+    of a small state finds that folder; `trainer`, a weak reference to its Trainer, if any; `unhook`, called by `close`.
     """
 
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
@@ -50,17 +49,17 @@ class AdamW(hytrain.AdamW):
         self.checkpoint: Path | None = None
         self.trainer: Callable[[], object] | None = None
         self._key = uuid.uuid4().hex
-        self._unhook: Callable[[], object] = lambda: None
+        self.unhook: Callable[[], object] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyperparameters, and whose they are: `save` and `load` are for the state."""
+        """The hyperparameters and this optimizer's key, without the state: `save` and `load` are for that."""
         groups = [{**group, "params": []} for group in self.param_groups]
         return {"state": {}, "param_groups": groups, "hytrain": self._key, "folder": self.folder}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load from `checkpoint` for a small state, or a whole one of `torch.optim.AdamW` or `hytrain.AdamW`.
+        """Load the folder in `checkpoint` for a small state, else a full one of `torch.optim.AdamW` or `hytrain.AdamW`.
 
-        Raises `ConfigError` if the small one is another optimizer's and there is no checkpoint, or it does not fit.
+        Raises `ConfigError` if the state does not fit, or if a small one of another optimizer has no checkpoint.
         """
         checkpoint, self.checkpoint = self.checkpoint, None
         folder = state_dict.get("folder", FOLDER)
@@ -68,32 +67,29 @@ class AdamW(hytrain.AdamW):
             super().load_state_dict(_with_frozen(state_dict, self.param_groups))
         elif checkpoint is not None:
             self.load(checkpoint / folder)
-        elif state_dict["hytrain"] != self._key:  # its own comes back when Accelerate prepares it
+        elif state_dict["hytrain"] != self._key:  # `accelerator.prepare` loads its own
             raise ConfigError(
                 f"this state has no moments, they are in the folder {folder!r} beside it: opt.load(folder)"
             )
 
     def follow(self, gradients: accelerate.state.GradientState) -> None:
-        """Let Accelerate say which backwards only sum up, which may be more or fewer than `grad_accumulation`."""
+        """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
         self._session.accumulation.ask(lambda: not gradients.sync_gradients)
 
-    def unhook_with(self, unhook: Callable[[], object]) -> None:
-        """`close` calls this, too."""
-        self._unhook = unhook
-
     def close(self) -> None:
-        """As `hytrain.AdamW.close`; the Accelerator clips and saves without HyTrain from then on."""
+        """As `hytrain.AdamW.close`. The Accelerator then clips and saves without HyTrain."""
         try:
             super().close()
         finally:
-            self._unhook()
+            self.unhook()
             _open.discard(self)
 
 
 def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state in torch's form in the numbers of `groups`, also if it leaves frozen parameters out.
+    """A state in torch's form, renumbered for `groups`, also if it lacks frozen parameters.
 
-    A plain Trainer's does, and has two groups even if one is empty. One that fits neither way is given back as it is.
+    A plain Trainer's state lacks them, and has two groups even if one is empty. A state that fits neither way is
+    returned unchanged.
     """
     theirs = state_dict["param_groups"]
     if len(theirs) != len(groups):
@@ -116,9 +112,9 @@ def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> di
 
 
 class _Hooks:
-    """What hangs in an Accelerator as long as it has optimizers of HyTrain.
+    """HyTrain's hooks in an Accelerator, for as long as it has optimizers of HyTrain.
 
-    It knows the Accelerator and them weakly: without any other reference an optimizer ends, and its processes.
+    Its references are weak, so an optimizer without other references ends, with its processes.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
@@ -131,13 +127,13 @@ class _Hooks:
         accelerator.clip_grad_norm_ = self._clip_grad_norm_
 
     def add(self, opt: AdamW) -> None:
-        """Give an optimizer the first folder that is free, until it is closed or gone."""
+        """Give an optimizer the first free folder, until it is closed or deleted."""
         names = (f"{FOLDER}_{number}" if number else FOLDER for number in itertools.count())
         opt.folder = next(name for name in names if name not in self._optimizers)
         self._optimizers[opt.folder] = weakref.ref(opt)
         remove = weakref.finalize(opt, self._remove, opt.folder)
         remove.atexit = False
-        opt.unhook_with(remove)
+        opt.unhook = remove
 
     def _remove(self, folder: str) -> None:
         del self._optimizers[folder]
@@ -156,16 +152,22 @@ class _Hooks:
     def _clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Accelerate's own, or for HyTrain's parameters their norm, by which they have been clipped already.
+        """Accelerate's own clipping. For HyTrain's parameters, which are clipped already, their norm before that.
 
-        That is None where HyTrain does not take it.
+        It is None if HyTrain does not compute a norm.
         """
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for opt in self._present():
-            if _asks_for_all_of(opt, asked):
-                return _norm_before_clipping(opt, max_norm, norm_type)
+            if not _asks_for_all_of(opt, asked):
+                continue
+            if norm_type != 2 or max_norm not in (opt.max_grad_norm, float("inf")):
+                raise UsageError(
+                    f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
+                    f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
+                )
+            return opt.grad_norm
         accelerator = self._accelerator()
-        assert accelerator is not None, "it has been called"
+        assert accelerator is not None, "its method was called"
         norm: Tensor | None = type(accelerator).clip_grad_norm_(accelerator, asked, max_norm, norm_type)
         return norm
 
@@ -178,16 +180,15 @@ class _Hooks:
             opt.checkpoint = Path(checkpoint)
 
 
-#: Optimizers that `adopt` made, and that are not closed.
-_open: weakref.WeakSet[AdamW] = weakref.WeakSet()
-#: Of Accelerators that have any.
+_open: weakref.WeakSet[AdamW] = weakref.WeakSet()  # optimizers made by `adopt` that are not closed
+#: By Accelerator, if it has such an optimizer.
 _hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
 
 
 def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
-    """Whether these are the parameters that `opt` trains, beside any without a gradient; False if none of them is.
+    """Whether these are all parameters that `opt` trains, ignoring others without a gradient; False if none is.
 
-    Raises `UsageError` for what is neither, as HyTrain has the norm of all of them and of no others.
+    Raises `UsageError` for a mixture, because HyTrain has the norm of exactly its own parameters.
     """
     trained = {id(p) for group in opt.param_groups for p in group["params"] if p.requires_grad}
     found = {id(parameter) for parameter in asked}
@@ -196,19 +197,10 @@ def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
     if not found >= trained or any(p.grad is not None and id(p) not in trained for p in asked):
         raise UsageError(
             "clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them: HyTrain "
-            "has clipped exactly its own by their common norm, so call clip_grad_norm_ with all of them, and once for "
-            "each optimizer"
+            "has clipped exactly its own by their common norm, so call clip_grad_norm_ once per optimizer, with all "
+            "of its parameters"
         )
     return True
-
-
-def _norm_before_clipping(opt: AdamW, max_norm: float, norm_type: float) -> Tensor | None:
-    if norm_type != 2 or max_norm not in (opt.max_grad_norm, float("inf")):
-        raise UsageError(
-            f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
-            f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
-        )
-    return opt.grad_norm
 
 
 def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any, **options: Any) -> AdamW:
@@ -243,10 +235,10 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
 
 
 def _collect(model: nn.Module) -> None:
-    """End optimizers that nobody can reach. They are in cycles of references, as a scheduler makes one by itself.
+    """End unreachable optimizers. They are in reference cycles: a scheduler creates one.
 
-    One that trains `model` for a Trainer that is gone is closed, too: a notebook's cell that is run again still has it
-    under its old name.
+    Also close one that trains `model` for a deleted Trainer: a notebook's cell that runs again still has it in a
+    variable.
     """
     if not _open:
         return
@@ -259,7 +251,7 @@ def _collect(model: nn.Module) -> None:
 
 
 def refuse(accelerator: accelerate.Accelerator) -> None:
-    """Raise `UnsupportedError` for what would train something else than asked for, or not at all."""
+    """Raise `UnsupportedError` for settings under which HyTrain would train something else, or nothing."""
     state = accelerator.state
     if state.deepspeed_plugin is not None:
         raise UnsupportedError("DeepSpeed has an optimizer of its own: leave its plugin out, or HyTrain")

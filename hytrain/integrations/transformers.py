@@ -1,13 +1,13 @@
-"""HyTrain under the Hugging Face Trainer, or any subclass of it.
+"""HyTrain with the Hugging Face Trainer, or any subclass of it.
 
     trainer = Trainer(model, args, …)
-    opt = adopt(trainer, k="auto")          # the one line
+    opt = adopt(trainer, k="auto")          # the only new line
     trainer.train()
 
-The optimizer is what the training arguments ask for: learning rate, betas, epsilon, weight decay and who is spared
-from it, `max_grad_norm`. Who calls what, in a step and around it:
+The optimizer follows the training arguments: learning rate, betas, epsilon, weight decay and the parameters without
+it, `max_grad_norm`. What the Trainer calls:
 
-    Trainer ── clip_grad_norm_ ──▶ accelerator   answers with opt.grad_norm: HyTrain has clipped
+    Trainer ── clip_grad_norm_ ──▶ accelerator   returns opt.grad_norm: HyTrain has clipped already
             ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
             ── save, load ───────▶ optimizer.pt, small, and checkpoint-N/hytrain/ beside it
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 
@@ -30,9 +30,8 @@ from hytrain.integrations.accelerate import AdamW
 
 _log = logging.getLogger(__name__)
 
-#: Values of `TrainingArguments.optim` that mean this update.
-ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
-#: What the training arguments call the optimizer's numbers.
+ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # of `TrainingArguments.optim`
+#: The training arguments' names of the optimizer's options.
 NUMBERS: Final = {
     "lr": ("learning_rate",),
     "betas": ("adam_beta1", "adam_beta2"),
@@ -42,26 +41,24 @@ NUMBERS: Final = {
 
 
 class HyTrainCallback(TrainerCallback):
-    """Puts HyTrain's numbers beside the Trainer's, begins without sums, and lets the last updates land at the end.
+    """Adds HyTrain's numbers to the Trainer's logs, and waits for updates before other callbacks may read weights.
 
-    Callbacks of other people's that come with a step or an epoch find its updates landed, as they may read weights.
-    Where there are none, or they have `reads_weights = False`, nothing waits.
+    Nothing waits if there are no such callbacks, or if their classes have `reads_weights = False`. The end of training
+    always waits.
 
-    `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` what the last step's forward
-    waited for weights, `grad_norm` the last step's norm before clipping.
+    `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` the seconds for which the last
+    step's forward waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
     def __init__(self, opt: AdamW, handler: CallbackHandler, read: dict[str, Any]) -> None:
-        """`handler` has all callbacks, `read` are the training arguments that `opt` was made from."""
+        """`handler` has all callbacks. `read` are the training arguments that `opt` was made from."""
         self._opt, self._handler, self._read = opt, weakref.ref(handler), read
         self._waited_for = set[type]()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
-        """Drops what an interrupted `train()` has summed up, as the Trainer does with gradients.
+    def on_train_begin(self, args: TrainingArguments, *event: Any, **others: Any) -> None:
+        """Drops the gradients that an interrupted `train()` has accumulated, as the Trainer does.
 
-        Raises `UsageError` the first time, which is when a Trainer makes its own, if arguments are not as they were.
+        Raises `UsageError` at the first call if training arguments have changed since `adopt`.
         """
         for name, value in self._read.items():
             if (now := getattr(args, name)) != value:
@@ -72,26 +69,20 @@ class HyTrainCallback(TrainerCallback):
         self._read = {}
         self._opt.zero_grad()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_step_begin(self, *event: Any, **others: Any) -> None:
         self._land_before("on_step_begin")
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_optimizer_step(self, *event: Any, **others: Any) -> None:
         self._land_before("on_optimizer_step")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_step_end(self, *event: Any, **others: Any) -> None:
         self._land_before("on_step_end")
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_epoch_end(self, *event: Any, **others: Any) -> None:
         self._land_before("on_epoch_end")
 
     def _land_before(self, event: str) -> None:
-        """Wait for the updates if anybody but Transformers itself is told of the event, and may read weights then."""
+        """Wait for the updates if a callback outside Transformers handles the event and may read weights."""
         handler = self._handler()
         kinds = {type(callback) for callback in handler.callbacks} if handler is not None else set()
         readers = {kind for kind in kinds - {type(self)} if _may_read_weights(kind, event)}
@@ -110,13 +101,13 @@ class HyTrainCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *event: Any,
         logs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        """Adds to what the callbacks after this one report, and to the Trainer's own history."""
+        """Adds HyTrain's numbers to `logs`, which later callbacks report, and to the Trainer's history."""
         if logs is None or "loss" not in logs:
-            return  # of an evaluation, or of the whole training
+            return  # the log of an evaluation, or of the whole training
         statistics = self._opt.statistics()
         numbers = {
             "hytrain_k": statistics.k,
@@ -128,14 +119,12 @@ class HyTrainCallback(TrainerCallback):
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_train_end(self, *event: Any, **others: Any) -> None:
         self._opt.synchronize()
 
 
 def _may_read_weights(kind: type, event: str) -> bool:
-    """Whether a class of callbacks is told of an event, is not Transformers' own and does not say that it does not."""
+    """Whether a callback class handles an event and may read weights. Transformers' own classes do not."""
     told = getattr(kind, event) is not getattr(TrainerCallback, event)
     return told and not kind.__module__.startswith("transformers.") and getattr(kind, "reads_weights", True)
 
@@ -176,17 +165,14 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
-    trainer.callback_handler.callbacks.insert(
-        0, HyTrainCallback(opt, trainer.callback_handler, read)
-    )  # the first of all
-
+    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, trainer.callback_handler, read))
     opt.trainer = weakref.ref(trainer)
     _save_beside(trainer, opt)
     return opt
 
 
 def _save_beside(trainer: Trainer, opt: AdamW) -> None:
-    """Let the trainer's checkpoints have `opt.folder`. What hangs in it makes no cycle of references with it."""
+    """Add `opt.folder` to the trainer's checkpoints, without a reference cycle through the trainer."""
     kind, of = type(trainer), weakref.ref(trainer)
 
     def save(output_dir: str) -> None:
@@ -196,11 +182,11 @@ def _save_beside(trainer: Trainer, opt: AdamW) -> None:
     def load(checkpoint: str | None) -> None:
         opt.checkpoint = Path(checkpoint) if checkpoint is not None else None
         kind._load_optimizer_and_scheduler(called(), checkpoint)
-        opt.checkpoint = None  # there may have been nothing to load
+        opt.checkpoint = None  # it is still set if there was nothing to load
 
     def called() -> Trainer:
         trainer = of()
-        assert trainer is not None, "it calls"
+        assert trainer is not None, "its method was called"
         return trainer
 
     trainer._save_optimizer_and_scheduler = save  # type: ignore[method-assign]

@@ -1,10 +1,10 @@
-"""The AdamW update: one arithmetic, several places to run it.
+"""The AdamW update: the same arithmetic in several implementations.
 
-Importing this package imports no torch; `choice.load` decides which of the modules below is needed.
+Importing this package does not import torch. `choice.load` imports the module of the chosen backend.
 
     scalars.py          hyperparameters and step -> the scalars of one update
-    backend.py          what an update on host memory looks like
-    choice.py           which backend to take
+    backend.py          the interface of updates on host memory
+    choice.py           which backend to use
     native.py           C++ and OpenMP (adamw.cpp), built by build.py at first use
     torch_backend.py    torch's fused CPU AdamW
     deepspeed_backend.py  DeepSpeedCPUAdam's operator

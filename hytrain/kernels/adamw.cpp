@@ -1,22 +1,23 @@
-// AdamW on host memory: one pass, in place or into other planes, fp32 arithmetic whatever the planes' types.
+// AdamW on host memory: one pass, in place or into other planes, in fp32 for all types of planes.
 //
-// native.py compiles this file and calls it through ctypes, so the interface is plain C. Every operation rounds
-// once, in an order that is part of the contract: gpu.py has the same one, and so has torch's fused CPU AdamW.
-// Hence no fast-math and no contraction; where two roundings become one it is written as fma.
+// native.py compiles this file and calls it through ctypes, so the interface is plain C. Every operation rounds once,
+// in an order that is part of the contract: triton_adamw.py and torch's fused CPU AdamW have the same. So there is no
+// fast-math and no contraction, and fused operations are explicit calls of fma.
 //
 //   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`; fp32: the master itself;
-//             fp16: the nearest of the master, half to even, and written only: all of the master is in `remainder`
-//   grads     bf16, fp16 or fp32, read only
+//             fp16: the master rounded half to even, only written: the whole master is in `remainder`
+//   grads     bf16, fp16 or fp32, only read
 //   exp_avg, exp_avg_sq   fp32
 //
-// NaNs leave the kernel as one bit pattern: which payload survives an operation is up to the processor and to the
-// operand order that a compiler picked, and would be the only difference between two devices.
+// All NaNs are written as the same bit pattern. The payload that survives an operation depends on the processor and on
+// the compiler's operand order, and would be the only difference between two devices.
 
 #include <cerrno>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include <sys/mman.h>
 
@@ -24,12 +25,12 @@
 #include <immintrin.h>
 #endif
 
-// How many elements ahead memory is asked for. With 0, for never, the benchmark measures what this brings.
+// Prefetch distance in elements. 0 turns prefetching off; the benchmark measures its effect that way.
 #ifndef HYTRAIN_PREFETCH
 #define HYTRAIN_PREFETCH 512
 #endif
 
-// Whether the processor converts fp16. A test asks for 0.
+// Whether to use the processor's fp16 conversions. A test sets 0.
 #ifndef HYTRAIN_F16C
 #ifdef __F16C__
 #define HYTRAIN_F16C 1
@@ -44,7 +45,7 @@ namespace {
 enum bf16 : uint16_t {};
 enum fp16 : uint16_t {};
 
-struct Scalars {  // in the order of native.py's SCALARS
+struct Scalars {  // in the order of scalars.py's KERNEL_SCALARS
     float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
 };
 
@@ -65,26 +66,14 @@ inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ?
 inline float gradient(float g) { return g; }
 inline float gradient(bf16 g) { return real(static_cast<uint32_t>(g) << 16); }
 
-// What is in `remainder`, by the weights.
+// The type of `remainder` for each type of weights.
 template <class Weight>
-struct Rest;
-template <>
-struct Rest<float> {
-    using type = int16_t;
-    static constexpr bool exists = false;
-};
-template <>
-struct Rest<bf16> {
-    using type = int16_t;
-    static constexpr bool exists = true;
-};
-template <>
-struct Rest<fp16> {
-    using type = float;  // the master
-    static constexpr bool exists = true;
+struct Rest {
+    using type = std::conditional_t<std::is_same<Weight, fp16>::value, float, int16_t>;  // float: the master
+    static constexpr bool exists = !std::is_same<Weight, float>::value;
 };
 
-// The two kinds of master behind one pair of names; fp16 is done as fp32, with conversions around.
+// `join` reads the master and `split` writes it. fp16 weights are converted and then treated as fp32.
 inline float join(const float *weights, const int16_t *, int64_t i) { return weights[i]; }
 inline float join(const bf16 *weights, const int16_t *remainder, int64_t i) {
     return real((static_cast<uint32_t>(weights[i]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder[i])));
@@ -93,12 +82,12 @@ inline float join(const bf16 *weights, const int16_t *remainder, int64_t i) {
 inline void split(float master, float *weights, int16_t *, int64_t i) { weights[i] = real(canonical(bits(master))); }
 inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
     const uint32_t u = canonical(bits(master));
-    const uint32_t hi = (u + 0x8000u) >> 16;  // round half up: the difference always fits 16 bits
+    const uint32_t hi = (u + 0x8000u) >> 16;  // round half up, so the difference always fits in 16 bits
     weights[i] = static_cast<bf16>(hi);
     remainder[i] = static_cast<int16_t>(static_cast<uint16_t>(u - (hi << 16)));
 }
 
-// The planes that an update changes: read from one `State`, written into another or into the same.
+// The planes that an update changes. It reads one `State` and writes the same or another.
 template <class Weight>
 struct State {
     Weight *weights;
@@ -111,7 +100,7 @@ struct State {
     State<float> master() const { return {remainder, nullptr, exp_avg, exp_avg_sq}; }  // of fp16 weights
 };
 
-struct Planes {  // a State as it comes from outside, in the order of native.py's _Planes
+struct Planes {  // a State as passed through the C interface, in the order of native.py's _Planes
     void *weights, *remainder;
     float *exp_avg, *exp_avg_sq;
 
@@ -122,10 +111,10 @@ struct Planes {  // a State as it comes from outside, in the order of native.py'
     }
 };
 
-// Each element is read before it is written, so `from` and `to` may be the same, but must not overlap otherwise.
+// Each element is read before it is written. `from` and `to` may be the same, but must not overlap otherwise.
 template <class Weight, class Grad>
 inline void update_strip(State<Weight> from, const Grad *grads, State<Weight> to, int64_t numel, Scalars s) {
-    // torch's lerp starts from the nearer end.
+    // torch's lerp starts at the nearer end.
     const bool from_average = std::fabs(s.mix1) < 0.5f;
     const float mix1 = from_average ? s.mix1 : s.mix1 - 1.0f;
 #pragma omp simd
@@ -142,7 +131,7 @@ inline void update_strip(State<Weight> from, const Grad *grads, State<Weight> to
     }
 }
 
-constexpr int64_t strip = 64;  // elements; whole cache lines of every plane
+constexpr int64_t strip = 64;  // elements; a multiple of each plane's cache lines
 
 inline float wide(fp16 half) {
     const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
@@ -161,7 +150,7 @@ inline fp16 nearest(float x) {
     return static_cast<fp16>(magnitude > 0x7f800000u ? 0x7e00u : sign | (magnitude < (143u << 23) ? finite : 0x7c00u));
 }
 
-// The processor's own conversions, where it has them, are the same: NaNs come to `narrow` in their one form.
+// The processor's own conversions give the same results: `narrow` gets only the one NaN pattern.
 inline void widen(const fp16 *halves, float *floats, int64_t numel) {
     int64_t i = 0;
 #if HYTRAIN_F16C
@@ -181,7 +170,7 @@ inline void narrow(const float *floats, fp16 *halves, int64_t numel) {
     for (; i < numel; ++i) halves[i] = nearest(floats[i]);
 }
 
-// At most a strip of fp16 weights and gradients: the update of their masters, which stay in the first cache meanwhile.
+// Updates at most one strip of fp16 weights: their masters are updated and stay in the L1 cache.
 inline void update_strip(State<fp16> from, const fp16 *grads, State<fp16> to, int64_t numel, Scalars s) {
     alignas(64) float wider[strip];
     widen(grads, wider, numel);
@@ -195,8 +184,8 @@ inline void prefetch(const T *plane, int64_t at) {
         __builtin_prefetch(reinterpret_cast<const char *>(plane + at) + line);
 }
 
-// Writes whole cache lines past the cache. An ordinary store would first read the line that it replaces: in place it
-// is there already, elsewhere that would be twelve bytes more for each bf16 parameter, on top of twenty-six.
+// Writes whole cache lines past the cache. An ordinary store first reads the line that it replaces. In place the line is
+// cached already; elsewhere that would add twelve bytes to the twenty-six per bf16 parameter.
 inline void stream(void *to, const void *from, size_t nbytes) {
 #ifdef __SSE2__
     if (reinterpret_cast<uintptr_t>(to) % 64 == 0) {
@@ -217,14 +206,14 @@ inline void stream(void *to, const void *from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// Streamed stores are seen by other threads, and by devices, from here on.
+// From here on, other threads and devices see the streamed stores.
 inline void settle() {
 #ifdef __SSE2__
     _mm_sfence();
 #endif
 }
 
-// A strip's results pass through the first cache, and leave as whole lines.
+// A strip's results are computed in the L1 cache and written as whole lines.
 template <class Weight, class Grad>
 inline void update_strip_elsewhere(State<Weight> from, const Grad *grads, State<Weight> to, Scalars s) {
     alignas(64) Weight weights[strip];
@@ -237,9 +226,9 @@ inline void update_strip_elsewhere(State<Weight> from, const Grad *grads, State<
     stream(to.exp_avg_sq, exp_avg_sq, sizeof exp_avg_sq);
 }
 
-// Five planes are read and four written, presumably more than the processor's own prefetchers follow well: asking
-// for each strip early makes 6.25 G elements/s into 7.07 (bf16, 14 threads of a Xeon with AVX-512), whether 512 or 2048
-// elements ahead. A prefetch is a hint and cannot fault, so the last ones may reach beyond the planes.
+// Five planes are read and four written, presumably more than hardware prefetchers follow well. Prefetching each strip
+// raises 6.25 G elements/s to 7.07 (bf16, 14 threads of a Xeon with AVX-512), whether 512 or 2048 elements ahead. A
+// prefetch cannot fault, so the last ones may reach beyond the planes.
 template <class Weight, class Grad>
 void update_range(State<Weight> from, const Grad *grads, State<Weight> to, int64_t numel, Scalars s) {
     const bool in_place = from.weights == to.weights;
@@ -261,7 +250,7 @@ void update_range(State<Weight> from, const Grad *grads, State<Weight> to, int64
     if (!in_place) settle();
 }
 
-// Threads take whole blocks, so no two of them write into one cache line of an aligned plane.
+// Threads take whole blocks, so no two threads write to the same cache line of an aligned plane.
 constexpr int64_t block = 4096;
 
 template <class Weight, class Grad>
@@ -278,7 +267,7 @@ void update(const Planes *from, const void *grads, const Planes *to, int64_t num
 }
 
 constexpr int64_t huge = 2 << 20;
-constexpr int collapse = 25;  // MADV_COLLAPSE, which older headers do not have: Linux 6.1
+constexpr int collapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
 
 inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
     for (int64_t offset = 0; offset < nbytes; offset += page) *static_cast<volatile char *>(address + offset) = 0;
@@ -288,28 +277,18 @@ inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
 
 extern "C" {
 
-void hytrain_adamw_bfloat16_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                     const Scalars *scalars, int threads) {
-    update<bf16, bf16>(from, grads, to, numel, scalars, threads);
-}
+#define HYTRAIN_ADAMW(name, Weight, Grad)                                                                  \
+    void hytrain_adamw_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,      \
+                              const Scalars *scalars, int threads) {                                       \
+        update<Weight, Grad>(from, grads, to, numel, scalars, threads);                                    \
+    }
+HYTRAIN_ADAMW(bfloat16_bfloat16, bf16, bf16)
+HYTRAIN_ADAMW(float16_float16, fp16, fp16)
+HYTRAIN_ADAMW(float32_bfloat16, float, bf16)
+HYTRAIN_ADAMW(float32_float32, float, float)
 
-void hytrain_adamw_float16_float16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                   const Scalars *scalars, int threads) {
-    update<fp16, fp16>(from, grads, to, numel, scalars, threads);
-}
-
-void hytrain_adamw_float32_bfloat16(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                    const Scalars *scalars, int threads) {
-    update<float, bf16>(from, grads, to, numel, scalars, threads);
-}
-
-void hytrain_adamw_float32_float32(const Planes *from, const void *grads, const Planes *to, int64_t numel,
-                                   const Scalars *scalars, int threads) {
-    update<float, float>(from, grads, to, numel, scalars, threads);
-}
-
-// Writes a zero into every page of a fresh mapping: the kernel places it on the node of the thread that does. If it is
-// to, each thread asks for huge pages where its share has room for them, until it is refused. Says whether one was.
+// Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
+// If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.
 int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int ask) {
     if (nbytes <= 0) return 0;
     int refusals = 0;
@@ -323,8 +302,8 @@ int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int 
         for (int64_t b = 0; b < blocks; ++b) {
             char *block = address + lead + b * huge;
             const int64_t left = nbytes - lead - b * huge;
-            *static_cast<volatile char *>(block) = 0;  // says on which node
-            // EAGAIN is of this moment: the block stays small, and the next one is asked for.
+            *static_cast<volatile char *>(block) = 0;  // places the page
+            // EAGAIN is temporary: this block keeps small pages, and the next one is tried.
             if (asks && left >= huge && madvise(block, huge, collapse) != 0 && errno != EAGAIN) {
                 asks = false;
                 ++refusals;
@@ -332,7 +311,7 @@ int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int 
             touch_pages(block, left < huge ? left : huge, page);
         }
     }
-    *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range need not begin with a page
+    *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range may begin in the middle of a page
     return refusals > 0;
 }
 

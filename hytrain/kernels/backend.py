@@ -1,7 +1,6 @@
-"""What an AdamW update on host memory looks like: the interface of its backends.
+"""The interface of the backends that update on host memory. `choice` selects one.
 
-Addresses instead of tensors, since the native backend needs no torch, and a process that lives on it should not have
-to import one. `choice` says which backend to take.
+It takes addresses instead of tensors, because a process with the native backend does not import torch.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Protocol
 
 from hytrain.kernels.scalars import Scalars
 
-# (weights, gradients) that every backend updates.
+# The (weights, gradients) that every backend supports.
 DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Into:
-    """Addresses of the planes that an update writes, where it does not write those that it reads."""
+    """Addresses of the planes that an update writes, if they are not those that it reads."""
 
     weights: int
     remainder: int
@@ -26,10 +25,7 @@ class Into:
 
 
 class Backend(Protocol):
-    """AdamW on planes in this process's memory.
-
-    `threads` may be set between two calls: from the next one on, that many threads work.
-    """
+    """AdamW on planes in this process's memory. `threads` may be set between two calls."""
 
     threads: int
 
@@ -50,19 +46,19 @@ class Backend(Protocol):
         scalars: Scalars,
         into: Into | None = None,
     ) -> None:
-        """Update `numel` consecutive elements of one segment: in place, or `into` other planes, to the same bits.
+        """Update `numel` consecutive elements of one segment: in place, or `into` other planes with the same bits.
 
-        The planes are addresses. `remainder` is int16 for bfloat16 weights, float32 for float16 weights, which are
-        only written: it is their master; 0 stands for none. The moments are float32.
-        Raises ValueError for a pair of dtypes that is not in `DTYPES`.
+        The planes are addresses. `remainder` is int16 for bfloat16 weights. For float16 weights, which are only
+        written, it is their float32 master. 0 means none. The moments are float32.
+        Raises ValueError for dtypes that are not in `DTYPES`.
         """
 
     def touch(self, address: int, nbytes: int) -> None:
-        """Fault in a fresh mapping with zeros, in parallel and under this process's affinity."""
+        """Fault in the pages of a fresh mapping with zeros, in parallel, under this process's CPU affinity."""
 
 
 def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int) -> None:
-    """Raise ValueError unless the planes belong together."""
+    """Raise ValueError unless the planes fit together."""
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
     if (remainder != 0) != (weights_dtype != "float32"):

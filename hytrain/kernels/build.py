@@ -1,8 +1,8 @@
-"""Building a C++ source into a shared library at first use, and finding it again.
+"""Builds a C++ source into a shared library at first use, and finds it in the cache later.
 
-The file's name is a hash of all that decides its contents (source, compiler, flags, the CPU that
--march=native means), so nothing is ever stale. Builders share no lock: each writes a file of its own and
-renames it into place, and whoever comes last replaces one library with its equal.
+The file's name has a hash of everything that determines its contents (source, compiler, flags, the CPU behind
+-march=native), so it is never stale. There is no lock: each process builds its own file and renames it, and replaces
+at most an equal library.
 
     build(source)  ->  <cache>/hytrain/<stem>-<key>.so
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hytrain.errors import BackendUnavailable
 
-# No fast-math, no contraction: the order and the rounding of every operation are part of the contract.
+# No fast-math, no contraction: the order and rounding of all operations are part of the contract.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -28,10 +28,10 @@ FLAGS = (
 
 
 def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """The library built from `source` for this machine, from the cache if it is there.
+    """The library built from `source` for this machine, or its copy in the cache.
 
-    `environ` says where the cache is (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and which
-    compiler to take (CXX). Raises BackendUnavailable if there is none, or if it fails.
+    `environ` names the cache (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and the compiler (CXX).
+    Raises BackendUnavailable if there is no compiler, or if it fails.
     """
     compiler = find_compiler(environ)
     library = cache_folder(environ) / f"{source.stem}-{_key(source, compiler)}.so"
@@ -41,7 +41,7 @@ def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The C++ compiler's command: CXX if it is set, else the first usual one on the PATH."""
+    """The C++ compiler's command: CXX, or the first of the usual ones on the PATH."""
     asked = tuple(environ.get("CXX", "").split())
     path = environ.get("PATH")
     for command in (asked,) if asked else (("g++",), ("clang++",), ("c++",)):
@@ -52,12 +52,8 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where built libraries are kept."""
-    if folder := environ.get("HYTRAIN_CACHE"):
-        return Path(folder)
-    if folder := environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "hytrain"
-    return Path.home() / ".cache" / "hytrain"
+    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environ.get("HYTRAIN_CACHE") or Path(caches) / "hytrain")
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
@@ -67,7 +63,7 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
 
 
 def _cpu() -> bytes:
-    """The CPU's model and features, which -march=native looks at: unlike machines may share a home folder."""
+    """The CPU's model and features, which -march=native depends on: different machines may share a home folder."""
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]).encode()

@@ -1,25 +1,31 @@
-"""Which backend updates on host memory.
+"""Chooses the backend that updates on host memory.
 
-The optimizer process loads one and calls it for each tile of each segment; so does a trainer without a GPU.
+The optimizer process and a trainer without a GPU load one and call it for each tile of each segment.
 
-    load("auto")  ->  native, if a C++ compiler is there  ->  torch
+    load("auto")  ->  native, or torch without a C++ compiler
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import Backend
 
-BACKENDS = ("native", "torch", "deepspeed")
+#: Module and class by name. Each module imports what only its backend needs.
+BACKENDS = {
+    "native": ("hytrain.kernels.native", "NativeBackend"),
+    "torch": ("hytrain.kernels.torch_backend", "TorchBackend"),
+    "deepspeed": ("hytrain.kernels.deepspeed_backend", "DeepSpeedBackend"),
+}
 
 
 def load(name: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
-    """The backend called `name`, and one line that says why it is this one.
+    """The backend called `name`, and one line that says why it was chosen.
 
-    `threads` is by default the number of cores that this process may use. Raises BackendUnavailable if
-    the backend cannot run here, ValueError if there is none of that name.
+    `threads` is by default the number of cores that this process may use. Raises BackendUnavailable if the backend
+    cannot run here, ValueError for an unknown name.
     """
     threads = len(os.sched_getaffinity(0)) if threads is None else threads
     if name != "auto":
@@ -31,7 +37,7 @@ def load(name: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
 
 
 def why_not_native() -> str:
-    """Why `load("auto")` does not choose native on this machine; empty if it does. Builds it, if nobody has."""
+    """Why `load("auto")` does not choose native on this machine; empty if it does. Builds native if necessary."""
     from hytrain.kernels.build import build
     from hytrain.kernels.native import SOURCE
 
@@ -43,19 +49,10 @@ def why_not_native() -> str:
 
 
 def _open(name: str, threads: int) -> Backend:
-    """Import and construct one backend: each pulls in what only it needs."""
     if threads < 1:
         raise ValueError(f"a backend needs at least one thread, not {threads}")
-    if name == "native":
-        from hytrain.kernels.native import NativeBackend
-
-        return NativeBackend(threads)
-    if name == "torch":
-        from hytrain.kernels.torch_backend import TorchBackend
-
-        return TorchBackend(threads)
-    if name == "deepspeed":
-        from hytrain.kernels.deepspeed_backend import DeepSpeedBackend
-
-        return DeepSpeedBackend(threads)
-    raise ValueError(f"no backend {name!r}: choose auto, {', '.join(BACKENDS)}")
+    if name not in BACKENDS:
+        raise ValueError(f"no backend {name!r}: choose auto, {', '.join(BACKENDS)}")
+    module, kind = BACKENDS[name]
+    backend: Backend = getattr(importlib.import_module(module), kind)(threads)
+    return backend

@@ -1,12 +1,12 @@
-"""The AdamW update for layers that the GPU owns: the arithmetic of adamw.cpp on device tensors.
+"""The AdamW update of GPU-owned layers: the arithmetic of adamw.cpp on device tensors.
 
-The trainer calls `update` on the stream of its choice as soon as a gradient is there. Every bit is the native
-backend's, so a layer may change owners in the middle of a run. Triton is imported at the first call.
+The trainer calls `update` on a stream of its choice once a gradient is ready. The bits are the native backend's, so a
+layer may change owners during a run. Triton is imported at the first call.
 
-    1-D CUDA tensors + Scalars  ->  integer views where bits count  ->  triton_adamw.adamw_kernel
+    1-D CUDA tensors + Scalars  ->  integer views of bf16  ->  triton_adamw.adamw_kernel
 
-At each launch Triton looks up anew what it has compiled for such arguments, which takes several times as long as the
-launch. Here that is looked up by what it depends on in this kernel, once in a process.
+At each launch Triton looks up the compiled kernel for the arguments, which takes several times as long as the launch.
+This module caches compiled kernels by the properties that matter for this kernel.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from torch import Tensor
 
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import check_dtypes
-from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.scalars import Scalars, kernel_scalars
 from hytrain.kernels.split import REMAINDERS
 from hytrain.tensors import address
 
-BLOCK = 1024  # elements a program
+BLOCK = 1024  # elements per program
 
-# Contraction would fuse roundings, and reflected "flush to zero" would lose subnormals in library functions.
+# Contraction would skip roundings, and "flush to zero" would lose subnormals in library functions.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-
-#: Triton compiles anew for addresses that are multiples of so many bytes: it loads from there in wider pieces.
-ALIGNMENT = 16
+ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
@@ -46,11 +44,10 @@ def update(
 ) -> None:
     """Update one segment in place, on the current device and stream.
 
-    `verdict` is a float32 scalar on the device that the gradient is multiplied by; below 0, nothing is updated.
-
-    All tensors are contiguous and have one shape, [numel]; `remainder` is int16 for bfloat16 weights, the float32
-    master of float16 weights. Raises ValueError for planes that do not belong together, BackendUnavailable without
-    Triton.
+    All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, the float32
+    master for float16 weights. `verdict` is a float32 scalar on the device: the gradient is multiplied by it, and
+    nothing is updated if it is below 0.
+    Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
     _check(weights, grads, remainder, exp_avg, exp_avg_sq)
     numel = weights.numel()
@@ -64,16 +61,7 @@ def update(
             "or let the CPU own every layer with k=0"
         ) from error
     planes = (_bits(weights), _bits(grads), weights if remainder is None else remainder, exp_avg, exp_avg_sq)
-    numbers = (
-        scalars.factor,
-        scalars.mix1,
-        scalars.mix2,
-        scalars.beta2,
-        scalars.decay,
-        scalars.neg_step_size,
-        scalars.sqrt_bias2,
-        scalars.eps,
-    )
+    numbers = kernel_scalars(scalars)
     judge, judged = exp_avg if verdict is None else verdict, verdict is not None
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
@@ -88,7 +76,7 @@ def update(
 
 @cache
 def _takes_all_arguments() -> bool:
-    """Whether a compiled kernel is called with its constants too; until Triton 3.2 it was called without."""
+    """Whether a compiled kernel is called with its constants too. Up to Triton 3.2 it is called without."""
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
@@ -100,12 +88,12 @@ def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool) -> 
 
 
 def _bits(plane: Tensor) -> Tensor:
-    """bfloat16 as its bit patterns: conversions are then shifts, here as in C++."""
+    """bfloat16 as bit patterns, so conversions are shifts, as in C++."""
     return plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane
 
 
 def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """A few microseconds: this runs for each parameter, while the device may be waiting for the next launch."""
+    """Must take only a few microseconds: the device may be waiting for the launch."""
     _check_dtypes(weights.dtype, grads.dtype, remainder is not None)
     shape = weights.shape
     for plane in (weights, grads, exp_avg, exp_avg_sq, weights if remainder is None else remainder):

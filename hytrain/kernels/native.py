@@ -1,12 +1,11 @@
-"""The AdamW update in C++ and OpenMP: ctypes around adamw.cpp.
+"""The AdamW update in C++ and OpenMP: a ctypes wrapper of adamw.cpp, without torch.
 
-Built by build.py at first use. ctypes lets go of the GIL for the length of a call. Call from one thread
-only, since OpenMP keeps a pool of threads for each caller. Needs no torch.
+build.py builds it at first use. ctypes releases the GIL during a call. Call it from one thread only, because OpenMP
+keeps a pool of threads per caller.
 
 libgomp's threads spin for a while after each call, then sleep. Measured on two cores: they spin for 10 ms, with
-GOMP_SPINCOUNT=20000 for 2 ms, with OMP_WAIT_POLICY=passive not at all. A call that finds them spinning costs a few us
-more than its work, one that has to wake them 40 us. With fewer `threads` than before the others end; with more, new
-ones start.
+GOMP_SPINCOUNT=20000 for 2 ms, with OMP_WAIT_POLICY=passive not at all. A call has an overhead of a few us while they
+spin, and of 40 us if it has to wake them. If `threads` shrinks, surplus threads end; if it grows, new ones start.
 """
 
 from __future__ import annotations
@@ -17,33 +16,21 @@ from pathlib import Path
 
 from hytrain.kernels.backend import DTYPES, Into, check_dtypes
 from hytrain.kernels.build import build
-from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.scalars import KERNEL_SCALARS, Scalars, kernel_scalars
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
-
-# The members of adamw.cpp's Scalars, in its order.
-SCALARS = ("factor", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
+SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
 
-#: So many calls of `touch` do not ask for huge pages after one that was refused some.
-SMALL_CALLS = 64
+class _Scalars(ctypes.Structure):  # adamw.cpp's Scalars; ctypes rounds each double to the nearest float
+    _fields_ = tuple((name, ctypes.c_float) for name in KERNEL_SCALARS)
 
 
-class _Scalars(ctypes.Structure):
-    """adamw.cpp's Scalars. ctypes rounds each double to the nearest float."""
-
-    _fields_ = tuple((name, ctypes.c_float) for name in SCALARS)
-
-
-class _Planes(ctypes.Structure):
-    """adamw.cpp's Planes."""
-
+class _Planes(ctypes.Structure):  # adamw.cpp's Planes
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq"))
 
 
 class NativeBackend:
-    """The native update, with `threads` threads in each call."""
-
     name = "native"
 
     def __init__(self, threads: int) -> None:
@@ -73,16 +60,15 @@ class NativeBackend:
         scalars: Scalars,
         into: Into | None = None,
     ) -> None:
-        """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
-        rounded = _Scalars(*[getattr(scalars, name) for name in SCALARS])
+        rounded = _Scalars(*kernel_scalars(scalars))
         planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)
         to = planes if into is None else _Planes(into.weights, into.remainder, into.exp_avg, into.exp_avg_sq)
         function = self._update[weights_dtype, grads_dtype]
         function(ctypes.byref(planes), grads, ctypes.byref(to), numel, ctypes.byref(rounded), self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
-        """See Backend.touch. In huge pages, if the kernel has them; where it has none it would search, each time."""
+        """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""
         asks = self._small_calls == 0
         refused = self._touch(address, nbytes, mmap.PAGESIZE, self.threads, asks)
         self._small_calls = SMALL_CALLS if refused else max(self._small_calls - 1, 0)

@@ -1,8 +1,8 @@
-"""Hyperparameters as the user means them, and the scalars that one AdamW update needs.
+"""The user's hyperparameters, and the scalars of one AdamW update.
 
-The trainer reads a `Hyper` from each parameter group at a step's first gradient; whoever runs the update
-turns it and the segment's step count into `Scalars`. Pure arithmetic on Python floats, which are doubles:
-each scalar is rounded to float32 once, where it enters a kernel, as torch's fused AdamW does it.
+The trainer reads a `Hyper` from each parameter group at a step's first gradient. Each backend turns it and the
+segment's step count into `Scalars`. They are computed in double precision and rounded to float32 once, as they enter
+a kernel, as in torch's fused AdamW.
 
     Hyper + step  ->  Scalars  ->  Backend.update (host memory)  or  gpu.update (device tensors)
 """
@@ -12,6 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
+
+#: The scalars that kernels take, in the order of adamw.cpp's Scalars.
+KERNEL_SCALARS = ("factor", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
+kernel_scalars = attrgetter(*KERNEL_SCALARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +33,14 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars:
-    """What the update of one segment at one step multiplies and divides by (Loshchilov & Hutter, 2019).
+    """The scalars in the update of one segment at one step (Loshchilov & Hutter, 2019).
 
-        g = factor * g                                  -1 to maximize, times what clipping scales by
+        g = factor * g                                  the scale of clipping, negative to maximize
         m = m + mix1 * (g - m)
         v = v * beta2 + mix2 * g * g
         p = p * decay + (neg_step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
 
-    `hyper` and `step` ride along for the backends that compute these values themselves.
+    `hyper` and `step` are for the backends that compute these values themselves.
     """
 
     hyper: Hyper
@@ -51,11 +56,11 @@ class Scalars:
     eps: float
 
 
-@lru_cache(maxsize=64)  # one step's segments share them, whoever updates
+@lru_cache(maxsize=64)  # the segments of a step share them
 def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
-    """The scalars of a segment's update number `step`, counted from 1. Raises ValueError for step 0.
+    """The scalars of a segment's update number `step`, counted from 1, with the gradient multiplied by `scale`.
 
-    `scale` is what the gradient is multiplied by first, a float32.
+    `scale` is a float32. Raises ValueError for step 0.
     """
     if step < 1:
         raise ValueError(f"an update's step counts from 1, not {step}: increment it before the update")

@@ -1,12 +1,11 @@
-"""The fp32 master behind 16-bit weights, in torch: what the weights are of it, and what `remainder` keeps.
+"""The fp32 master of 16-bit weights, split into weights and `remainder`, in torch.
 
 bf16 is the upper half of fp32, so weights and an int16 remainder are the master. fp16 has another exponent: the
-remainder is the master itself, the weights are its nearest fp16, half to even.
+remainder is the master itself, the weights are its nearest fp16 number, half to even.
 
-For whoever fills the planes, saves them or checks them; the kernels have the same arithmetic inside. The
-remainder is the difference of the bit patterns, so the weights are the master with its magnitude rounded
-half up. (Half to even, as `.bfloat16()` rounds, needs one remainder more than 16 bits can tell apart; the two
-differ on exact ties alone.)
+The code that fills, saves or checks planes uses this; the kernels contain the same arithmetic. The remainder is the
+difference of the bit patterns, so bf16 weights are the master with its magnitude rounded half up. Half to even, as in
+`.bfloat16()`, would need one value more than 16 bits have. The two differ only in exact ties.
 
     bf16   master 0x3f80_c000  ->  weights 0x3f81, remainder 0xc000 (-0x4000)  ->  0x3f81_0000 - 0x4000
     fp16   master 0x3f80_c000  ->  weights 0x3c06, remainder 0x3f80_c000
@@ -22,22 +21,22 @@ from torch import Tensor
 _NAN = 0x7FC00000
 _HALF_NAN = 0x7E00
 
-#: The dtype of `remainder` by that of the weights; float32 weights have none.
+#: The dtype of `remainder` by the dtype of the weights; float32 weights have none.
 REMAINDERS: Final = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as bfloat16 weights and int16 remainder of its shape. All NaNs become one."""
+    """A float32 tensor as bfloat16 weights and int16 remainder of its shape. All NaNs become the same NaN."""
     _expect(master, torch.float32)
     bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
-    # A NaN's carry could run into the sign; the largest pattern left, that of infinity, has room.
+    # A carry cannot reach the sign: the largest remaining patterns are infinity and this NaN.
     weights = (bits + 0x8000) >> 16
     remainder = bits - (weights << 16)
     return weights.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
 
 
 def join(weights: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of which `weights` and `remainder` are the split."""
+    """The float32 master that was split into `weights` and `remainder`."""
     _expect(weights, torch.bfloat16)
     _expect(remainder, torch.int16)
     return ((weights.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
@@ -49,14 +48,14 @@ def _expect(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def nearest_half(master: Tensor) -> Tensor:
-    """The float16 weights of a float32 master. All NaNs become one."""
+    """The float16 weights of a float32 master. All NaNs become the same NaN."""
     _expect(master, torch.float32)
     bits = master.half().view(torch.int16)
     return bits.masked_fill_(master.isnan(), _HALF_NAN).view(torch.float16)
 
 
 def clear_remainder(remainder: Tensor, weights: Tensor) -> None:
-    """Make the weights' values the master. No device copies into `remainder`: it may be pinned in several pieces."""
+    """Make the weights the master. No device copies into `remainder`, which may be pinned in several pieces."""
     if remainder.dtype == torch.float32:
         remainder.copy_(weights.to(remainder.device))
     else:
@@ -64,9 +63,10 @@ def clear_remainder(remainder: Tensor, weights: Tensor) -> None:
 
 
 def fit_remainder(remainder: Tensor, weights: Tensor) -> None:
-    """Clear remainders that make no master with these weights.
+    """Clear remainders that do not fit these weights.
 
-    With bfloat16 below a zero, or beside an infinity or a NaN; with float16, masters that have other weights.
+    With bfloat16 these are a negative one of a zero, and any of an infinity or a NaN; with float16, masters of other
+    weights.
     """
     weights = weights.to(remainder.device)
     bits = weights.view(torch.int16)

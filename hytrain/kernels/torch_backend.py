@@ -1,10 +1,8 @@
-"""The AdamW update by torch's own fused CPU kernel, for machines without a C++ compiler.
+"""The AdamW update with torch's fused CPU kernel, for machines without a C++ compiler.
 
-That kernel wants fp32 everywhere, so 16-bit planes pass through fp32 copies, a chunk at a time so that the
-copies stay in cache; the master of fp16 weights is fp32 as it is. It also computes the last elements of an odd size in
-another order. Ranges are padded to
-`WIDTH`; then all elements are treated alike, and the results are the native backend's, however a segment is
-cut into ranges.
+That kernel takes only fp32, so bf16 planes go through fp32 copies, in chunks that stay in the cache; the master of
+fp16 weights is fp32 already. The kernel computes the last elements of an odd size in another order. Ranges are
+therefore padded to `WIDTH`, and the results are the native backend's, however a segment is divided.
 
     planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _adamw -> (split)
 """
@@ -13,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 
 import torch
@@ -24,14 +23,14 @@ from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
 
-WIDTH = 128  # elements; what the operators' vector loops divide into, with room to spare
-CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, a core's own cache
+WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
+CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class TorchBackend:
-    """AdamW by torch's fused operator. `threads` becomes torch's number of threads in this process."""
+    """AdamW with torch's fused operator. `threads` sets torch's number of threads in this process."""
 
     name = "torch"
 
@@ -64,7 +63,6 @@ class TorchBackend:
         scalars: Scalars,
         into: Into | None = None,
     ) -> None:
-        """See Backend.update."""
         check_dtypes(weights_dtype, grads_dtype, remainder)
         to = into or Into(weights=weights, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         planes = [
@@ -84,7 +82,6 @@ class TorchBackend:
             self._update_tail(scalars, _moved(planes, whole, numel))
 
     def touch(self, address: int, nbytes: int) -> None:
-        """See Backend.touch."""
         _over(address, nbytes, torch.uint8).zero_()
 
     def _update_tail(self, scalars: Scalars, planes: list[Tensor]) -> None:
@@ -121,26 +118,13 @@ class TorchBackend:
 
     def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
         """AdamW in place on fp32 tensors whose length is a multiple of `WIDTH`."""
-        hyper = scalars.hyper
-        torch._fused_adamw_(
-            [master],
-            [grads],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")],
-            lr=hyper.lr,
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            weight_decay=hyper.weight_decay,
-            eps=hyper.eps,
-            amsgrad=False,
-            maximize=hyper.maximize,
-        )
+        step = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
+        options = asdict(scalars.hyper)
+        torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
 
 
 def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> list[Tensor]:
-    """Elements [begin, end) of the planes that are written, with the values of those that are read."""
+    """Elements [begin, end) of the written planes, with the values of the read planes."""
     chunks = []
     for read, written in planes:
         if address(read) != address(written):
@@ -150,7 +134,7 @@ def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> lis
 
 
 def _over(address: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor over memory that the caller keeps alive."""
+    """A tensor on memory that the caller keeps alive."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)

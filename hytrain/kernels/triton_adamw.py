@@ -1,12 +1,12 @@
-"""AdamW in Triton, operation by operation as in adamw.cpp. Needs Triton; only gpu.py imports it.
+"""AdamW in Triton, with the same operations as adamw.cpp. Only gpu.py imports it.
 
-bf16 planes come as int16 bit patterns; fp16 planes as they are, since the device converts them exactly, or rounded to
-nearest even, subnormals among them. The caller turns contraction off; square root and division are the
-correctly rounded ones, and the only fused operations are the two that say so. Whole blocks are loaded without
-a mask, since a masked load is not vectorised unless the compiler knows what the length divides by.
+bf16 planes are passed as int16 bit patterns. fp16 planes are passed as they are: the device widens them exactly and
+rounds to nearest even, also subnormals. The caller turns contraction off. Square root and division are correctly
+rounded, and only the two explicit fma operations are fused. Full blocks are loaded without a mask, because masked
+loads are vectorised only if the compiler knows a divisor of the length.
 """
 
-# What Triton compiles is typed by its own rules.
+# Triton's functions have types of its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _canonical(u):
-    """A float's bits, with one pattern for all NaNs."""
+    """A float's bits, with the same pattern for all NaNs."""
     return tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, u)
 
 
@@ -67,13 +67,12 @@ def _update(
     weights, grads, remainder, exp_avg, exp_avg_sq, mask,
     factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
 ):  # fmt: skip
-    """One block; pointers are tensors of pointers."""
     g = factor * _load_gradient(grads, mask)
     m_old = tl.load(exp_avg, mask=mask)
     v_old = tl.load(exp_avg_sq, mask=mask)
     p_old = _load_master(weights, remainder, mask)
 
-    # torch's lerp starts from the nearer end.
+    # torch's lerp starts at the nearer end.
     from_average = tl.abs(mix1) < 0.5
     m = tl.fma(tl.where(from_average, mix1, mix1 - 1.0), g - m_old, tl.where(from_average, m_old, g))
     v = tl.fma(mix2 * g, g, v_old * beta2)
@@ -93,9 +92,9 @@ def adamw_kernel(
     decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
     verdict, JUDGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The types of the scalars are fixed and no value is specialised: one compilation serves every step.
+    """The scalars' types are fixed and no value is specialised, so all steps use one compilation.
 
-    If JUDGED, `verdict` points at what the gradient is scaled by; below 0 it means that nothing is to be done.
+    If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0.
     """
     if JUDGED:
         scale = tl.load(verdict)

@@ -1,22 +1,21 @@
-"""Where each layer is updated: measurements in, a decision out; no clock, no I/O.
+"""Decides where each layer is updated: measurements go in, a decision comes out. No clock, no I/O.
 
 trainer, optimizer                coordinator, at a step boundary
 measured times ──▶ MeasurementBook ──profile()──▶ decide() ──▶ Decision ──▶ plan
                     (book.py)                      │  (policies.py, deadline.py)
 sizes, limits ─▶ first_lids() ─▶ the first plan    │
-                (first.py)           formulas.py ◀─┤  where to begin the search (ladder.py)
+                                     formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
-verdicts on norms ──▶ whether the CPU waits for them (mode.py)
+verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 """
 
 from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
-from hytrain.planner.first import first_lids
-from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for, twin_flow_k
+from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
-from hytrain.planner.policies import POLICIES, Decision, decide
+from hytrain.planner.policies import POLICIES, Decision, decide, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
@@ -45,5 +44,4 @@ __all__ = [
     "is_worth_it",
     "prefix_for",
     "simulate",
-    "twin_flow_k",
 ]

@@ -1,15 +1,15 @@
-"""Measured times, smoothed: what the coordinator feeds with reports and asks for a profile when it plans.
+"""Smoothed measurements. The coordinator feeds them with reports and asks for a profile when it plans.
 
-Owns what is believed of each layer's times, and when to stop believing it.
+Owns the estimate of each layer's times, and when to give it up.
 
-    calibrate: seconds a parameter ──▶ Rates ──────────────────────┐ until a role was measured
+    calibrate: seconds per parameter ──▶ Rates ────────────────────┐ until a role was measured
     {lid: seconds} of one step ──▶ one Ewma per role and layer ────┼──▶ Profile
-                                    outlier?      not measured     │
-                                    set aside     any more? goes   │
-                                                  with the others  │
+                                    outlier?      no longer        │
+                                    set aside     measured? scaled │
+                                                  like the others  │
     step time, stalls ──▶ what the layers' times do not explain ───┤
     what the CPU's updates slow down (contention.py) ──────────────┘
-    the CPU's times of one step beside the usual ──▶ how much slower it is now and then
+    the CPU's times of one step relative to the usual ──▶ how much slower it is at times
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
 
@@ -17,49 +17,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
-from types import MappingProxyType
 from typing import Final
 
 from hytrain.planner.contention import Contention, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
-_NOTHING: Mapping[int, float] = MappingProxyType({})
-
-ROLES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
-#: The CPU's update rate grows with its threads to this power: memory's bandwidth is shared, so twice the threads
-#: bring 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
+WORK: Final = ("forward_s", "backward_s")
+ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
+#: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
+#: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
-#: Steps that say how slow the CPU can be, at least and at most; the share of them that is slower than is reckoned with;
-#: and the bounds of that.
+#: The least and most steps from which the CPU's slow pace is taken, and the share of them that may be slower than it.
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
-#: What drag must change by before what was measured is seen in another light.
-CLEAR_DRAG: Final = 0.02
+CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
 
 
 @dataclass(slots=True, kw_only=True)
 class Ewma:
-    """A smoothed time that a hiccup does not move and a new level does.
+    """A smoothed time. It ignores single outliers and follows a new level.
 
-    The first samples are averaged, later ones count with `weight`. `spread` follows their mean distance from
-    `value`. A sample further away than four spreads (and than 30 % of the value, so that a quiet clock does not
-    make every wobble an outlier) is set aside. Three in a row on the same side are no outliers but a new level, say
-    another job on the machine: the value jumps to their median. Fewer were outliers: dropped, but they widen the
-    spread a little, so they stay out while they are rare (less than one in four), else they are how the machine is.
+    The first samples are averaged; later ones count with `weight`. `spread` follows their mean distance from `value`.
+    A sample further away than four spreads and 30 % of the value is set aside. Three such samples in a row on the same
+    side are a new level, such as another job on the machine: the value jumps to their median. Fewer are outliers: they
+    are dropped, but widen the spread a little, so they are accepted if they are frequent (one in four).
     """
 
     weight: float = 0.2  # of a new sample
     value: float | None = None
-    count: int = 0  # samples that the value rests on
+    count: int = 0  # samples behind the value
     spread: float = 0.0
     suspects: list[float] = field(default_factory=list)
 
     def add(self, sample: float) -> None:
-        """Take in a time in seconds. ValueError if it is negative or not finite."""
+        """Add a time in seconds. ValueError if it is negative or not finite."""
         if not 0 <= sample < inf:
             raise ValueError(f"a measured time must be finite and not negative, got {sample!r}")
         if self.value is None or not self.count:
@@ -84,7 +79,6 @@ class Ewma:
             self.suspects.clear()
 
     def scale(self, factor: float) -> None:
-        """The machine is known to take so many times as long."""
         if self.value is not None:
             self.value *= factor
         self.spread *= factor
@@ -98,11 +92,11 @@ class Ewma:
 
 @dataclass(slots=True)
 class _Role:
-    """One kind of time, by lid. A round is the reports of about one step: it ends when a layer is reported again."""
+    """One kind of time, by LID. A round is the reports of about one step. It ends when a layer is reported again."""
 
     means: dict[int, Ewma] = field(default_factory=dict)
-    before: dict[int, float] = field(default_factory=dict)  # the values when the round began
-    seen: set[int] = field(default_factory=set)  # in this round
+    before: dict[int, float] = field(default_factory=dict)  # the values at the start of the round
+    seen: set[int] = field(default_factory=set)  # reported in this round
 
     @property
     def values(self) -> dict[int, float]:
@@ -116,9 +110,9 @@ class _Role:
         self.seen.update(times)
 
     def _end_round(self) -> None:
-        """What was not measured goes the way of what was.
+        """Scale the layers that were not measured like those that were.
 
-        Else the layers that the GPU took over while the CPU was slow would look slow on the CPU for ever.
+        Otherwise layers that the GPU took over while the CPU was slow would look slow on the CPU for ever.
         """
         known = self.seen & self.before.keys()
         values = self.values
@@ -129,7 +123,7 @@ class _Role:
         self.before, self.seen = self.values, set()
 
     def scale(self, factor: float, *, guessed: bool = False) -> None:
-        """All times become so many times as long; where that is `guessed`, the next samples replace them."""
+        """Multiply all times by `factor`. If it is `guessed`, the next samples replace them."""
         for mean in self.means.values():
             mean.scale(factor)
             if guessed:
@@ -139,10 +133,10 @@ class _Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Seconds per parameter in each role, before anything was measured in it.
+    """Seconds per parameter in each role, until the role is measured.
 
-    The defaults are those of one PCIe 5 card with bf16 copies beside 16 cores; they only have to last for the
-    first steps. Where the "GPU" is a CPU, say so here: `gpu_update_s` is then the CPU's.
+    The defaults are those of a PCIe 5 GPU with bf16 copies and 16 cores. If the "GPU" is a CPU, `gpu_update_s` is the
+    CPU's.
     """
 
     d2h_s: float = 2 / 50e9
@@ -152,12 +146,11 @@ class Rates:
 
 
 class MeasurementBook:
-    """Everything measured so far, by role and layer.
+    """All measurements so far, by role and layer.
 
-    A layer that was never measured in a role (the CPU's update of a layer that the GPU owns) gets the
-    measured time per parameter of those that were, or else that of `rates`. Forward and backward are
-    different: all layers are timed there, so one without a time has no work of its own (a piece of a split
-    embedding, a module that did not run) and counts as 0, the careful side: less time to hide an update in.
+    A layer that was never measured in a role (the CPU's update of a GPU-owned layer) gets the time per parameter of
+    those that were, or else that of `rates`. Forward and backward are timed for all layers, so a layer without such a
+    time has no work of its own (a piece of a split embedding, a module that did not run) and counts as 0.
     """
 
     def __init__(
@@ -170,30 +163,19 @@ class MeasurementBook:
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
         self._middle_s = Ewma()
-        self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's of the last steps
+        self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
         self._contention = Contention()
-        self._drag = 0.0  # what the means were freed of
-        self._lost_s = 0.0  # of the step that is observed: what its work has lost beside the CPU's updates
-        self._kept = 1.0  # the share of its forward and backward that remains without that
+        self._drag = 0.0  # the drag that the means are corrected for
+        self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
+        self._kept = 1.0  # the share of its forward and backward without that
 
     @property
     def rates(self) -> Rates:
         return self._rates
 
-    def calibrate(
-        self,
-        *,
-        d2h_s: float | None = None,
-        h2d_s: float | None = None,
-        cpu_update_s: float | None = None,
-        gpu_update_s: float | None = None,
-    ) -> None:
-        """Rates measured before the first step replace assumed ones; measured layers replace both.
-
-        ValueError unless they are finite and above 0.
-        """
-        given = {"d2h_s": d2h_s, "h2d_s": h2d_s, "cpu_update_s": cpu_update_s, "gpu_update_s": gpu_update_s}
-        measured = {role: rate_s for role, rate_s in given.items() if rate_s is not None}
+    def calibrate(self, **rates_s: float | None) -> None:
+        """Replace assumed `Rates` by measured ones. None changes nothing. ValueError unless finite and above 0."""
+        measured = {role: rate_s for role, rate_s in rates_s.items() if rate_s is not None}
         for role, rate_s in measured.items():
             if not 0 < rate_s < inf:
                 raise ValueError(f"a rate must be finite and above 0, got {role}={rate_s!r}")
@@ -202,8 +184,8 @@ class MeasurementBook:
     def cpu_changed(self, ratio: float) -> None:
         """The CPU works with `ratio` times as many threads from now on. ValueError unless finite and above 0.
 
-        Its update times are scaled by what that usually brings (`THREADS_EXPONENT`), those of the GPU's layers too,
-        and the next samples replace them, so the next plan is close and the one after is right.
+        Its update times are scaled by the usual effect (`THREADS_EXPONENT`), also those of GPU-owned layers, and the
+        next samples replace them.
         """
         if not 0 < ratio < inf:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
@@ -212,45 +194,35 @@ class MeasurementBook:
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
-    def observe_trainer(
-        self,
-        *,
-        forward_s: Mapping[int, float] = _NOTHING,
-        backward_s: Mapping[int, float] = _NOTHING,
-        d2h_s: Mapping[int, float] = _NOTHING,
-        h2d_s: Mapping[int, float] = _NOTHING,
-        gpu_update_s: Mapping[int, float] = _NOTHING,
-    ) -> None:
-        """One step's times by lid. ValueError for an unknown layer or an impossible time."""
-        self._observe("forward_s", {lid: time_s * self._kept for lid, time_s in forward_s.items()})
-        self._observe("backward_s", {lid: time_s * self._kept for lid, time_s in backward_s.items()})
-        self._observe("d2h_s", d2h_s)
-        self._observe("h2d_s", h2d_s)
-        self._observe("gpu_update_s", gpu_update_s)
+    def observe_trainer(self, **times_s: Mapping[int, float]) -> None:
+        """One step's times by role and LID. ValueError for an unknown layer or an impossible time."""
+        for role, times in times_s.items():
+            kept = self._kept if role in WORK else 1.0
+            self._observe(role, {lid: time_s * kept for lid, time_s in times.items()})
 
     def observe_contention(
         self, *, work_s: float, stall_s: float, cpu_busy_s: float, starved: float, gpu_lids: Iterable[int]
     ) -> None:
-        """A step's forward and backward together, and what else there was; call it before `observe_trainer`.
+        """A step's forward and backward together, its stalls and the CPU's updates; call it before `observe_trainer`.
 
-        Stalls and the CPU's updates are the step's; in the share `starved` of it the device waited for launches.
+        `starved` is the share of the step in which the device waited for launches.
         """
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         self._contention.observe(
             frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
         )
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
-            self._free_of(self._contention.drag, beside_s)
+            self._correct(self._contention.drag, beside_s)
         self._lost_s = self._drag * beside_s
         self._kept = (work_s - self._lost_s) / work_s if work_s else 1.0
 
-    def _free_of(self, drag: float, beside_s: float) -> None:
-        """What was measured so far, with updates beside it as in this step, loses another share."""
+    def _correct(self, drag: float, beside_s: float) -> None:
+        """Correct earlier measurements for another drag, assuming as many updates beside them as in this step."""
         more_s = (drag - self._drag) * beside_s
-        work = [self._roles[role] for role in ("forward_s", "backward_s")]
+        work = [self._roles[role] for role in WORK]
         undisturbed_s = sum(sum(role.values.values()) for role in work)
         if 0 < undisturbed_s <= more_s:
-            return  # nothing of this size was measured before
+            return  # the measured times are shorter than the correction
         if undisturbed_s:
             for role in work:
                 role.scale(1 - more_s / undisturbed_s)
@@ -259,7 +231,7 @@ class MeasurementBook:
         self._drag = drag
 
     def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
-        """One step's times by lid, in one report or several. ValueError for an unknown layer or an impossible time."""
+        """One step's times by LID, in one report or several. ValueError for an unknown layer or an impossible time."""
         if not self._updates or not self._updates[-1].keys().isdisjoint(cpu_update_s):
             self._updates.append({})
         self._observe("cpu_update_s", cpu_update_s)
@@ -268,10 +240,9 @@ class MeasurementBook:
     def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int], middle_s: float = 0.0) -> None:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
 
-        What a step takes beyond its stalls and its layers' times is the loop's own: loss, data, `step()`. Stalls are
-        left out, as they are k's doing: counted as the loop's own they would look like time to hide updates in. So is
-        what was lost beside updates, and the `middle_s` between the first forward and the last backward of a step with
-        several.
+        What a step takes beyond its layers' times is the loop's own work: loss, data, `step()`. Not part of it are
+        stalls, what was lost to the CPU's updates, and the `middle_s` between the first forward and the last backward
+        of a step with several: otherwise they would look like time in which the CPU can update.
         """
         gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
         self._middle_s.add(middle_s)
@@ -279,14 +250,14 @@ class MeasurementBook:
         self._busy_s.add(max(0.0, step_s - stall_s - middle_s - self._lost_s - update_s))
 
     def reorder(self, position_of: Mapping[int, int]) -> None:
-        """Take over a newly learned forward order. ValueError unless it names exactly the layers of the book."""
+        """Use a newly learned forward order. ValueError unless it names exactly the layers of the book."""
         if position_of.keys() != self._position_of.keys():
             raise ValueError("new positions must name every layer of the book and no other")
         self._position_of = dict(position_of)
 
     @property
     def cpu_slack(self) -> float:
-        """By how much of its time the CPU is slower now and then, by other programs' doing, than is planned with."""
+        """The fraction by which the CPU is at times slower than planned, because of other programs."""
         usual = self._roles["cpu_update_s"].values
         usual_s = [sum(usual[lid] for lid in updates) for updates in self._updates]
         paces = sorted(sum(updates.values()) / s for updates, s in zip(self._updates, usual_s, strict=True) if s)
@@ -297,34 +268,23 @@ class MeasurementBook:
 
     @property
     def ready(self) -> bool:
-        """Forward and backward have been measured."""
         return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
 
     def profile(self) -> Profile | None:
-        """The present estimate, or None before forward and backward are known."""
+        """The current estimate, or None before forward and backward are measured."""
         if not self.ready:
             return None
         times = {role: self._in_role(role, getattr(self._rates, role, None)) for role in ROLES}
         work_s = sum(times["forward_s"].values()) + sum(times["backward_s"].values())
+        facts = [replace(layer, position=self._position_of[layer.lid]) for layer in self._layers]
         layers = (
-            LayerProfile(
-                lid=layer.lid,
-                position=self._position_of[layer.lid],
-                numel=layer.numel,
-                gpu_state_bytes=layer.gpu_state_bytes,
-                held_bytes=layer.held_bytes,
-                spare_bytes=layer.spare_bytes,
-                host_bytes=layer.host_bytes,
-                **{role: times[role][layer.lid] for role in ROLES},
-            )
-            for layer in sorted(self._layers, key=lambda layer: self._position_of[layer.lid])
+            LayerProfile(**asdict(fact) | {role: times[role][fact.lid] for role in ROLES})
+            for fact in sorted(facts, key=lambda fact: fact.position)
         )
-        other_s = max(0.0, (self._busy_s.value or 0.0) - work_s)
-        middle_s = self._middle_s.value or 0.0
         return Profile(
             layers=tuple(layers),
-            other_s=other_s,
-            middle_s=middle_s,
+            other_s=max(0.0, (self._busy_s.value or 0.0) - work_s),
+            middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=self.cpu_slack,
@@ -347,11 +307,8 @@ class MeasurementBook:
         self._roles[role].observe(times)
 
     def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
-        """Each layer's time; without one, by its size at the rate of the layers that have one, or else the default."""
+        """Each layer's time. Without one: its size at the others' rate, else at `default_s`; none if that is None."""
         measured = self._roles[role].values
         numel = sum(layer.numel for layer in self._layers if layer.lid in measured)
-        if default_s is None:
-            rate_s = 0.0
-        else:
-            rate_s = sum(measured.values()) / numel if numel else default_s
+        rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if numel else default_s
         return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}

@@ -1,12 +1,10 @@
-"""What policy "deadline" aims at, and whether to go there.
+"""The target of policy "deadline", and whether it is worth the move.
 
-Owns the choice between speed and memory. The layers are a rung of the ladder (ladder.py), for
+Owns the choice between speed and memory. The target is a rung of the ladder (ladder.py):
 
-    speed          the least GPU memory among the rungs within 1 % of the fastest; of few layers, among all sets
-    gpu-memory     the least GPU memory of all that host memory allows, at any speed
-    host-memory    the least host memory of all that GPU memory allows, at any speed
-
-and a target that is better than the layers owned now is still not worth every move.
+    speed          the least GPU memory among the rungs within 1 % of the fastest; with few layers, among all sets
+    gpu-memory     the least GPU memory that host memory allows, at any speed
+    host-memory    the least host memory that GPU memory allows, at any speed
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, Steps, build_
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 
-CLEAR_SAVING = 0.03  # of all optimizer state: what a move must save if it brings no speed
-MEMORY_PRICE = 0.1  # of the horizon: what such a move may cost once, in steps
+CLEAR_SAVING = 0.03  # of all optimizer state: the least that a move must save if it gains no speed
+MEMORY_PRICE = 0.1  # of the horizon: the most that such a move may cost once, in steps
 LEAVE_OUT_TRIES = 4
-FEW = 8  # layers of which all sets can be looked at: 256 simulated steps
+FEW = 8  # the most layers of which all sets are tried: 256 simulated steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class Target:
 
 
 def aim(objective: str, profile: Profile, limits: Limits) -> Target:
-    """The layers that serve the objective best, wherever they are now. Raises Infeasible if nothing fits."""
+    """The best layers for the objective, whoever owns them now. Raises Infeasible if nothing fits."""
     if objective == "gpu-memory":
         return _least_on_the_gpu(profile, limits)
     if objective == "host-memory":
@@ -41,11 +39,11 @@ def aim(objective: str, profile: Profile, limits: Limits) -> Target:
 
 
 def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
-    """The lowest rung without what it does not need; of few layers, the best of all sets."""
+    """The lowest rung without needless layers; with few layers, the best of all sets."""
     ladder = build_ladder(profile, limits, profile.layers)
     lids = ladder.rung(ladder.lowest)
     for layer in _largest_first(ladder.layers[: ladder.lowest]):
-        if limits.allow(profile, lids - {layer.lid}):  # a larger one after it has made it needless
+        if limits.allow(profile, lids - {layer.lid}):  # a larger layer after it makes it needless
             lids -= {layer.lid}
     lids = min([lids, *_all_sets(profile, limits)], key=profile.gpu_state_bytes)
     why = "is the least that host memory allows" if lids else "and host memory holds everything"
@@ -53,7 +51,7 @@ def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
 
 
 def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
-    """In forward order or large layers first, whichever fills the GPU better; of few layers, the best of all sets."""
+    """In forward order or large layers first, whichever fills the GPU better; with few layers, the best of all sets."""
     by_rank = build_ladder(profile, limits, profile.layers)
     by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
     choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
@@ -63,7 +61,7 @@ def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
 
 
 def _all_sets(profile: Profile, limits: Limits) -> list[frozenset[int]]:
-    """All that the limits allow if layers are few, else none: too many to look at."""
+    """All sets of layers that the limits allow, if there are few layers; else none."""
     lids = [layer.lid for layer in profile.layers]
     counts = range(len(lids) + 1) if len(lids) <= FEW else range(0)
     sets = (frozenset(some) for count in counts for some in combinations(lids, count))
@@ -92,10 +90,7 @@ def _fastest(profile: Profile, limits: Limits) -> Target:
 
 
 def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float) -> Target:
-    """Where all sets of layers can be looked at, the best of them, if it is clearly better than the target.
-
-    It does not have to be a prefix: few layers, unequal ones, are like luggage that has to fit a boot.
-    """
+    """The best of all sets of few layers, which need not be a prefix, if it is clearly better than the target."""
     steps_s = {some: simulate(profile, some).step_s for some in _all_sets(profile, limits)}
     enough_s = (1 + SAME_SPEED) * min(steps_s.values())
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
@@ -106,7 +101,7 @@ def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float)
 
 
 def _leaving_one_out(profile: Profile, limits: Limits, ladder: Ladder) -> list[Ladder]:
-    """With little GPU memory, one large layer can take the room of several that would do more good."""
+    """Ladders without one of the largest layers: it may take the room of several that would help more."""
     others = []
     for large in _largest_first(ladder.layers)[:LEAVE_OUT_TRIES]:
         try:
@@ -138,9 +133,6 @@ def _why(steps: Steps, j: int) -> str:
     return f"{before}; {k} is the least {'with next to no' if chosen.stalls_s else 'without'} stalls"
 
 
-# --- whether to move ---
-
-
 def worth_moving(
     objective: str,
     profile: Profile,
@@ -150,7 +142,7 @@ def worth_moving(
     horizon_steps: int,
     min_gain: float,
 ) -> Target:
-    """The target if it serves the objective clearly better than what is owned now; else a better one; else that."""
+    """The target if it is clearly better for the objective than the current layers; else another target, or those."""
     if objective == "gpu-memory":
         saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
         return target if saved > 0 else _stay(profile, current, target, "would save nothing")
@@ -168,14 +160,9 @@ def _stay(profile: Profile, current: frozenset[int], target: Target, why: str) -
 
 
 def _if_it_pays(
-    profile: Profile,
-    limits: Limits,
-    current: frozenset[int],
-    target: Target,
-    horizon_steps: int,
-    min_gain: float,
+    profile: Profile, limits: Limits, current: frozenset[int], target: Target, horizon_steps: int, min_gain: float
 ) -> Target:
-    """The target if it is faster; else fewer layers than now if that saves memory; else what is."""
+    """The target if it is faster; else fewer layers than now if that saves memory; else the current layers."""
     now_s = simulate(profile, current).step_s
     gain_s, cost_s = _trade(profile, current, target)
     gives_back = profile.gpu_state_bytes(target.gpu_lids) < profile.gpu_state_bytes(current)
@@ -183,7 +170,7 @@ def _if_it_pays(
     if lasting_s > min_gain * now_s and lasting_s * horizon_steps > cost_s:
         return target
     if _saving(profile, current, target.gpu_lids):
-        # Layers given back because the CPU happens to look fast would be taken again a few steps later.
+        # Assume a slow CPU: layers returned because it is fast for a moment would move back a few steps later.
         fewer = _fastest(_with_slower_cpu(profile), limits)
         fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
         saved = _saving(profile, current, fewer.gpu_lids)
@@ -199,14 +186,14 @@ def _if_it_pays(
 
 
 def _trade(profile: Profile, current: frozenset[int], target: Target) -> tuple[float, float]:
-    """What every step gains by going to the target, and what going there costs once, in seconds."""
+    """What each step gains at the target, and what the move costs once, in seconds."""
     gain_s = simulate(profile, current).step_s - simulate(profile, target.gpu_lids).step_s
     moving = current ^ target.gpu_lids
     return gain_s, sum(layer.move_s for layer in profile.layers if layer.lid in moving)
 
 
 def _saving(profile: Profile, current: frozenset[int], target: frozenset[int]) -> int:
-    """Bytes of GPU memory that the target saves, 0 if they are not worth a move."""
+    """Bytes of GPU memory that the target saves; 0 if they are not worth a move."""
     saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target)
     return saved if saved > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids) else 0
 

@@ -1,11 +1,11 @@
 """Closed forms for k, the fraction of the parameters that the GPU owns.
 
-Owns the arithmetic of the published policies and of our own first guess. All take the profile's totals,
-as if layers were uniform and copies free; `policies.py` rounds them to whole layers and checks memory.
+Owns the arithmetic of the published policies and of our own first guess. All use the profile's totals, as if layers
+were uniform and copies took no time. `policies.py` rounds them to whole layers and checks memory.
 
     |<------- t_B ------->|<------ t_F ------>|      backward, then the next step's forward
          |<------------ t_U, the CPU's updates ------------>|
-                          what sticks out, the GPU takes over
+                                    the GPU takes over what is late
 """
 
 from __future__ import annotations
@@ -13,16 +13,8 @@ from __future__ import annotations
 from hytrain.planner.profile import Profile
 
 
-def twin_flow_k(ratio: float) -> float:
-    """A fixed k, with the meaning of `ratio` turned round. ValueError outside [0, 1].
-
-    Source: ZeRO-Offload++ (DeepSpeed Twin-Flow), whose `ratio` is the fraction updated on the CPU.
-    """
-    return 1 - _checked(ratio)
-
-
 def cotrain_k(profile: Profile) -> float:
-    """(t_U - t_B) / (2 t_U): the GPU takes half of what the CPU can't do during backward.
+    """(t_U - t_B) / (2 t_U): the GPU takes half of what the CPU cannot update during backward.
 
     Source: CoTrain (ICPP'23), the separation distance.
     """
@@ -31,9 +23,9 @@ def cotrain_k(profile: Profile) -> float:
 
 
 def balance_k(profile: Profile) -> float:
-    """(t_U - t_B) / ((1 + alpha) t_U): CPU and GPU end their updates at the same time.
+    """(t_U - t_B) / ((1 + alpha) t_U): CPU and GPU finish their updates at the same time.
 
-    Source: HyTrainDNN. alpha is measured, GPU update time over CPU update time.
+    Source: HyTrainDNN. alpha is the measured GPU update time over the CPU's.
     """
     t_u = profile.cpu_update_s
     return _clamped((t_u - profile.backward_s) / ((1 + profile.alpha) * t_u)) if t_u else 0.0
@@ -43,11 +35,10 @@ def deadline_k(profile: Profile) -> float:
     """The least k without stalls, for uniform layers and copies that do not queue. Source: ours.
 
     Between the backward of layer l and its next forward, the CPU must update it and all above it:
-    (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, layers counted in forward order from 1. That is linear in l,
-    so the last and the first CPU-owned layer decide. The last gives, n being the number of layers,
-    k >= (t_U - (1 - 1/n)(t_B + t_F)) / ((1 + alpha) t_U); it is the first, with no slack of its own,
-    that feels the copies: c + d2h + h2d <= k (t_b + t_f + g). What the loop does between backward and
-    forward is slack for both.
+    (l - k) c <= (l - 1)(t_b + t_f) + k g for every l > k, counting layers in forward order from 1. That is linear in
+    l, so the last and the first CPU-owned layer decide. With n layers, the last requires
+    k >= (t_U - (1 - 1/n)(t_B + t_F)) / ((1 + alpha) t_U). The first has no other layer's work to hide in and pays for
+    the copies: c + d2h + h2d <= k (t_b + t_f + g). The loop's work between backward and forward is slack for both.
     """
     t_u = profile.cpu_update_s
     if not t_u:
@@ -55,7 +46,7 @@ def deadline_k(profile: Profile) -> float:
     count = len(profile.layers)
     work_s = profile.backward_s + profile.forward_s
     for_the_last = (t_u - (1 - 1 / count) * work_s - profile.other_s) / ((1 + profile.alpha) * t_u)
-    trips_s = sum(layer.trip_s for layer in profile.layers)
+    trips_s = sum(layer.d2h_s + layer.cpu_update_s + layer.h2d_s for layer in profile.layers)
     hiding_s = work_s + profile.gpu_update_s
     for_the_first = (trips_s / count - profile.other_s) / hiding_s if hiding_s else 1.0
     return _clamped(max(for_the_last, for_the_first))
@@ -63,10 +54,12 @@ def deadline_k(profile: Profile) -> float:
 
 def prefix_for(k: float, profile: Profile) -> frozenset[int]:
     """The first layers in forward order with at least the fraction k of the parameters. ValueError outside [0, 1]."""
-    wanted = _checked(k) * profile.numel
+    if not 0 <= k <= 1:
+        raise ValueError(f"k must be a number in [0, 1], got {k!r}")
+    wanted = k * profile.numel
     lids = set()
     for layer in profile.layers:
-        if wanted <= 1e-9 * profile.numel:  # k = 0.3 of ten layers is three, whatever binary fractions say
+        if wanted <= 1e-9 * profile.numel:  # k = 0.3 of ten layers is three, despite binary rounding
             break
         lids.add(layer.lid)
         wanted -= layer.numel
@@ -75,9 +68,3 @@ def prefix_for(k: float, profile: Profile) -> frozenset[int]:
 
 def _clamped(k: float) -> float:
     return min(1.0, max(0.0, k))
-
-
-def _checked(k: float) -> float:
-    if not 0 <= k <= 1:
-        raise ValueError(f"k must be a number in [0, 1], got {k!r}")
-    return k

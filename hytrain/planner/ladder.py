@@ -1,7 +1,7 @@
-"""What fits, and the least of it that is fast.
+"""The search space of the policies, and the search for the smallest fast set of layers.
 
-Owns the search space of the policies. A ladder lists the layers that the GPU can hold, in forward order;
-rung j is its first j layers. Without a memory limit the rungs are the prefixes of the forward order.
+A ladder has the layers that fit on the GPU together, in forward order. Rung j is its first j layers. Without a memory
+limit, the rungs are the prefixes of the forward order.
 
     step time   stalls ╲                ╱ the GPU's own work grows
                          ╲           ╱
@@ -11,9 +11,9 @@ rung j is its first j layers. Without a memory limit the rungs are the prefixes 
               host       choice stalls   or no layer is left
               fits
 
-A step is fastest near the rung where the stalls end, so bisection finds it, and then the least rung that is
-within 1 % of it: a dozen simulated steps, not one per layer. If the CPU's updates slow the GPU's work down by more
-than the GPU's own updates take, the line goes on falling, and the highest rung is the fastest.
+A step is fastest near the rung where the stalls end. Bisection finds that rung, then the lowest rung within 1 % of it,
+with a dozen simulated steps instead of one per layer. If the CPU's updates cost the GPU more time than its own updates
+take, the curve keeps falling, and the highest rung is the fastest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
-BETWEEN = 4  # rungs that are looked at between where steps of two kinds cease to stall
-SAME_SPEED = 0.01  # step times this close are called equal, and memory decides
+BETWEEN = 4  # rungs tried between the ends of the stalls of clipped and of unclipped steps
+SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and memory decides
 
 
 class Infeasible(HyTrainError, ValueError):
@@ -36,8 +36,8 @@ class Infeasible(HyTrainError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    layers: tuple[LayerProfile, ...]  # that fit the GPU together
-    lowest: int  # rungs below leave more to the host than it can hold
+    layers: tuple[LayerProfile, ...]  # which fit on the GPU together
+    lowest: int  # below this rung, host memory is too small for the other layers
 
     def rung(self, j: int) -> frozenset[int]:
         return frozenset(layer.lid for layer in self.layers[:j])
@@ -54,9 +54,9 @@ class Ladder:
 
 
 def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]) -> Ladder:
-    """Take layers in this order, passing over those for which the GPU has no room left.
+    """Take layers in this order, skipping those that no longer fit on the GPU.
 
-    Raises Infeasible if the host can't hold what remains.
+    Raises Infeasible if the other layers do not fit in host memory.
     """
     taken: list[LayerProfile] = []
     gpu_bytes = 0
@@ -92,15 +92,15 @@ class Steps:
         return self._known[j]
 
     def fastest(self, *rungs: int) -> int:
-        """Of these rungs and of all that were looked at before."""
+        """The fastest of these rungs and all rungs simulated before."""
         return min({*self._known, *rungs}, key=lambda j: (self[j].step_s, j))
 
 
 def search(steps: Steps) -> int:
     """The lowest rung within 1 % of the fastest.
 
-    Bisection trusts the stalls to shrink from rung to rung, which a busy link can break in small ways.
-    So the rungs of the other policies are looked at too: the default must not lose to them by that.
+    Bisection assumes that stalls shrink from rung to rung. A busy link can violate that slightly, so the rungs of the
+    other policies are tried too: the default must not be slower than they are.
     """
     ladder, profile = steps.ladder, steps.profile
     lowest, highest = ladder.lowest, len(ladder.layers)
@@ -110,11 +110,8 @@ def search(steps: Steps) -> int:
     rungs += [no_stalls, highest]
     if profile.speculates and profile.clipped:  # clipped steps stall up to a higher rung: the best may be in between
         waiting = _no_stalls(Steps(replace(profile, speculates=False), ladder), guess)
-        rungs += [
-            waiting,
-            max(waiting - 1, lowest),
-            *range(no_stalls, waiting, max(1, (waiting - no_stalls) // BETWEEN)),
-        ]
+        stride = max(1, (waiting - no_stalls) // BETWEEN)
+        rungs += [waiting, max(waiting - 1, lowest), *range(no_stalls, waiting, stride)]
     fastest = steps.fastest(*rungs)
     enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
     return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)
@@ -126,7 +123,7 @@ def _no_stalls(steps: Steps, guess: int) -> int:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int, probe: int) -> int:
-    """Bisection for the first number in [low, high] that `holds`, beginning with `probe`; else `high`."""
+    """The first number in [low, high] for which `holds`, else `high`: bisection that starts at `probe`."""
     while low < high:
         probe = min(max(probe, low), high - 1)
         if holds(probe):

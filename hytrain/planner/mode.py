@@ -1,7 +1,6 @@
-"""Whether the CPU updates ahead of the verdict on a step's norm, or waits for it.
+"""Decides whether the CPU updates ahead of the verdict on a step's norm, or waits for it.
 
-Owns the choice between the two. Being ahead gives the CPU all of backward to hide in, and is for nothing in a step that
-is clipped or skipped.
+Being ahead lets the CPU update during all of backward. In a step that is clipped or skipped it is useless.
 
     verdicts ──▶ share of steps that were clipped ─┐
     profile, layers on the GPU ──▶ both simulated ─┴─▶ what being ahead saves ──▶ worth it?
@@ -16,18 +15,17 @@ from hytrain.planner.policies import mixed
 from hytrain.planner.profile import Profile
 from hytrain.planner.simulate import simulate
 
-#: Of a step: what being ahead must save to be begun, and to be gone on with. Apart, lest the mode flap.
+#: The fraction of a step that being ahead must save to begin, and to continue. They differ so the mode does not flap.
 BEGIN_GAIN: Final = 0.01
 KEEP_GAIN: Final = 0.003
-#: Of the newest step in the smoothed share.
-WEIGHT: Final = 0.1
+WEIGHT: Final = 0.1  # weight of the newest step in the smoothed share
 
 
 @dataclass(slots=True)
 class ClippedShare:
-    """The smoothed share of steps that were clipped or skipped, of which there are none at first.
+    """The smoothed share of steps that were clipped or skipped.
 
-    The first steps are averaged, with one before them that was not; each later one counts with `WEIGHT`.
+    The first steps are averaged together with an assumed unclipped one; each later step counts with `WEIGHT`.
     """
 
     value: float = 0.0
@@ -42,21 +40,21 @@ class ClippedShare:
 
 
 def ahead(profile: Profile, clipped: float) -> Profile:
-    """The profile with a CPU that does not wait for verdicts, of which the share `clipped` undoes its work."""
+    """The profile with a CPU that does not wait for verdicts. The share `clipped` of its steps is undone."""
     return replace(profile, speculates=profile.awaits_verdict, clipped=clipped)
 
 
 def gain(profile: Profile, gpu_lids: frozenset[int], clipped: float) -> float:
-    """The share of a step that being ahead saves, with these layers on the GPU."""
+    """The fraction of a step that being ahead saves, with these layers on the GPU."""
     waiting_s = simulate(replace(profile, speculates=False), gpu_lids).step_s
     return 1 - simulate(ahead(profile, clipped), gpu_lids).step_s / waiting_s if waiting_s else 0.0
 
 
 def is_worth_it(gained: float, *, now: bool) -> bool:
-    """Whether to be ahead from now on; `now` says if it is so already."""
+    """Whether to be ahead from now on. `now` says whether the CPU is ahead already."""
     return gained >= (KEEP_GAIN if now else BEGIN_GAIN)
 
 
 def drawn(seed: int) -> bool:
-    """For policy "random": other modes with other seeds."""
+    """The mode of policy "random", drawn from the seed."""
     return mixed(seed, -2) % 2 == 1

@@ -1,37 +1,41 @@
-"""Which layers the GPU should own from the next step on.
+"""Decides which layers the GPU should own from the next step on.
 
-Owns the choice; the coordinator calls `decide` at a step boundary and carries the decision out as a plan.
+The coordinator asks `first_lids` for the plan of step 0. Later it calls `decide` at a step's boundary and carries the
+decision out as a plan.
 
-    limits ──▶ Ladder (ladder.py): what fits, in nested choices, its rungs
+    limits ──▶ Ladder (ladder.py): what fits, as nested sets, its rungs
                  │
-                 ├─ fixed, cotrain, balance: the first rung that holds their k
-                 ├─ deadline: what serves the objective (deadline.py) ──▶ target ──▶ worth the move? ──▶ Decision
-                 └─ random: a rung of a shuffled ladder                                └─ no: current stays
+                 ├─ fixed, cotrain, balance: the first rung with at least their k
+                 ├─ deadline: the best for the objective (deadline.py) ──▶ target ──▶ worth the move? ──▶ Decision
+                 └─ random: a rung of a shuffled ladder                                └─ no: no change
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from hytrain.planner.book import ROLES
 from hytrain.planner.deadline import Target, aim, worth_moving
 from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
 from hytrain.planner.ladder import Infeasible, Ladder, build_ladder
-from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES
 
 POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 
-CLEAR_CHANGE = 0.05  # of the parameters: what a formula's k must change by before layers follow
+CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     gpu_lids: frozenset[int]
-    k: float  # what `gpu_lids` amounts to, whole layers
+    k: float  # of `gpu_lids`, which are whole layers
     reason: str  # one sentence for people
     predicted_step_s: float
-    changed: bool  # against `current`
+    changed: bool  # from `current`
 
 
 def decide(
@@ -46,27 +50,26 @@ def decide(
     objective: str = "speed",
     seed: int = 0,
 ) -> Decision:
-    """The layers that the GPU should own, given those it owns now.
+    """The layers that the GPU should own, given its current ones. The memory limits always hold.
 
-    `fixed_k` is for policy "fixed"; `seed` is for "random", which owns other layers after every call.
-    `objective` is for "deadline" alone, the others have no choice to make and their reason says so:
-    "speed" is the least GPU memory within 1 % of the best step, "gpu-memory" the least that the host's memory
-    allows and "host-memory" as many layers as the GPU's memory allows, both at any speed.
+    `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
+    for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
+    the fastest step, "gpu-memory" the least that host memory allows, "host-memory" as many layers as GPU memory
+    allows.
 
-    "deadline" moves for speed if the predicted gain is more than the fraction `min_gain` of a step and repays
-    the moves within `horizon_steps`, and for memory if that is a clear saving and costs no speed. "cotrain"
-    and "balance" follow their formulas, but for changes smaller than `CLEAR_CHANGE`. Limits go first.
+    "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
+    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "cotrain" and "balance"
+    follow their formulas, except for changes smaller than `CLEAR_CHANGE`.
 
-    Raises Infeasible if nothing fits, ValueError for an unknown policy or objective, a k outside [0, 1],
-    unknown layers.
+    Raises Infeasible if nothing fits, ValueError for an unknown policy, objective or layer or a k outside [0, 1].
     """
     profile.require(current)
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}, choose one of {', '.join(OBJECTIVES)}")
+    if policy == "fixed" and fixed_k is None:
+        raise ValueError('policy "fixed" needs a k')
     ladder = build_ladder(profile, limits, profile.layers)
-    if policy == "fixed":
-        if fixed_k is None:
-            raise ValueError('policy "fixed" needs a k')
+    if policy == "fixed" and fixed_k is not None:
         target = _by_formula("k as given", fixed_k, profile, ladder)
     elif policy == "cotrain":
         target = _by_formula("(t_U - t_B) / 2 t_U", cotrain_k(profile), profile, ladder)
@@ -93,7 +96,18 @@ def decide(
     )
 
 
-# --- what each policy wants ---
+def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> frozenset[int]:
+    """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
+
+    The GPU memory of the activations and the step time are not known yet. Too many layers on the GPU would end the
+    first step out of memory; too few only make the first steps slow.
+    Raises Infeasible if nothing fits, ValueError for a k outside [0, 1].
+    """
+    unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
+    layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
+    profile = Profile(layers=tuple(layers))
+    ladder = build_ladder(profile, limits, profile.layers)
+    return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 
 
 def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target:
@@ -109,7 +123,7 @@ def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target
 
 
 def _by_chance(seed: int, profile: Profile, limits: Limits, ladder: Ladder, current: frozenset[int]) -> Target:
-    """Layers in an order drawn from the seed, as many as drawn; drawn again if that changes nothing."""
+    """A random number of layers in random order, both drawn from the seed; drawn again if nothing changes."""
     for draw in range(16):
         drawn = [mixed(seed, draw, layer.lid) for layer in profile.layers]
         order = [layer for _, layer in sorted(zip(drawn, profile.layers, strict=True), key=lambda pair: pair[0])]
@@ -125,7 +139,7 @@ def _by_chance(seed: int, profile: Profile, limits: Limits, ladder: Ladder, curr
 
 
 def mixed(*words: int) -> int:
-    """64 well-mixed bits (the finalizer of splitmix64), so that seeds in a row give unrelated draws."""
+    """64 well-mixed bits (the finalizer of splitmix64), so consecutive seeds give unrelated draws."""
     mask = (1 << 64) - 1
     state = 0
     for word in words:
@@ -136,11 +150,8 @@ def mixed(*words: int) -> int:
     return state
 
 
-# --- whether to move ---
-
-
 def _unless_close(profile: Profile, current: frozenset[int], target: Target) -> Target:
-    """A formula's k wobbles with the measurements; layers don't have to."""
+    """The target, unless its k is close to the current one: a formula's k varies with the measurements."""
     now, wanted = profile.k_of(current), profile.k_of(target.gpu_lids)
     if abs(wanted - now) >= CLEAR_CHANGE:
         return target

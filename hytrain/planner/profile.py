@@ -1,7 +1,4 @@
-"""What the planner reckons with: every layer's size and times, and the memory there is.
-
-Owns the values that the policies take. `book.py` makes them from measurements.
-"""
+"""The planner's input: each layer's size and times, and the memory limits. `book.py` makes it from measurements."""
 
 from __future__ import annotations
 
@@ -9,53 +6,39 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-#: By how much of its time the CPU is taken to be slower at times, before that was seen.
-USUAL_SLACK: Final = 0.1
+USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """What is known of a layer before anything has run."""
+    """What is known of a layer before any step."""
 
     lid: int
     position: int
     numel: int
-    gpu_state_bytes: int  # on the GPU if it owns the layer, beyond what is resident anyway
+    gpu_state_bytes: int  # on the GPU if it owns the layer, without what is always there
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
-    spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not either
+    spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
+class LayerProfile(LayerFacts):
     """A layer with its times: seconds for one step, measured while the other work goes on."""
 
-    lid: int
-    position: int
-    numel: int
     forward_s: float
     backward_s: float
-    d2h_s: float  # its gradients down
-    h2d_s: float  # its weights up
+    d2h_s: float  # its gradients to the host
+    h2d_s: float  # its weights to the device
     cpu_update_s: float
     gpu_update_s: float
-    gpu_state_bytes: int
-    host_bytes: int
-    held_bytes: int = 0
-    spare_bytes: int = 0
-
-    @property
-    def trip_s(self) -> float:
-        """Gradient down, update, weights up, with nobody in the way."""
-        return self.d2h_s + self.cpu_update_s + self.h2d_s
 
     @property
     def move_s(self) -> float:
-        """Seconds of the link that it takes to hand the layer to another owner: its state, 10 bytes a bf16 parameter.
+        """Seconds in which the link moves the layer's state to another owner: 10 bytes per bf16 parameter.
 
-        Host planes are gradients, weights and the state, so half of what is not state is what one copy
-        of `d2h_s` or `h2d_s` carries; the slower direction counts. Training goes on meanwhile, and waits
-        for a part of this at most.
+        The host planes are gradients, weights and state, so one copy of `d2h_s` or `h2d_s` carries half of what is
+        not state. The slower direction counts. Training goes on meanwhile, and waits for part of this at most.
         """
         state_bytes = self.gpu_state_bytes - self.held_bytes
         copy_bytes = max(1, (self.host_bytes - self.spare_bytes - state_bytes) / 2)
@@ -64,15 +47,15 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All trainable layers, in forward order. Sums are over all of them, whoever owns them now.
+    """All trainable layers, in forward order. Sums are over all of them, whoever owns them.
 
-    `other_s` is what a step takes between the end of backward and the first layer's forward: the loop's own work.
-    The CPU's updates go on meanwhile. `middle_s` lies between the first forward and the last backward of a step that
-    has several, when there is nothing to update. Forward and backward are those beside an idle CPU: while it updates,
-    the share `drag` of their time is lost (contention.py). At times the CPU is slower, by the share `cpu_slack`.
+    `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
+    the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
+    which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
+    `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
 
-    `awaits_verdict`: all updates wait for the end of backward; those of the CPU do not if it `speculates`, but their
-    weights do, and the share `clipped` of its steps is as if it did not.
+    If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
+    only their weights do; in the share `clipped` of the steps they wait nevertheless.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -107,28 +90,24 @@ class Profile:
         return sum(layer.numel for layer in self.layers)
 
     @property
-    def forward_s(self) -> float:
-        """t_F"""
+    def forward_s(self) -> float:  # t_F
         return sum(layer.forward_s for layer in self.layers)
 
     @property
-    def backward_s(self) -> float:
-        """t_B"""
+    def backward_s(self) -> float:  # t_B
         return sum(layer.backward_s for layer in self.layers)
 
     @property
-    def cpu_update_s(self) -> float:
-        """t_U: the update of everything on the CPU."""
+    def cpu_update_s(self) -> float:  # t_U, with all layers on the CPU
         return sum(layer.cpu_update_s for layer in self.layers)
 
     @property
-    def gpu_update_s(self) -> float:
-        """The update of everything on the GPU."""
+    def gpu_update_s(self) -> float:  # with all layers on the GPU
         return sum(layer.gpu_update_s for layer in self.layers)
 
     @property
     def alpha(self) -> float:
-        """GPU update time over CPU update time, 0 where neither takes time."""
+        """GPU update time over CPU update time; 0 if neither takes time."""
         return self.gpu_update_s / self.cpu_update_s if self.cpu_update_s else 0.0
 
     def k_of(self, gpu_lids: frozenset[int]) -> float:
@@ -140,13 +119,13 @@ class Profile:
         return sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """Host memory for the planes of the layers that are left to the CPU."""
+        """Host memory for the planes of the CPU-owned layers."""
         return sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Memory for optimizer state; None is unbounded."""
+    """Memory for optimizer state; None means no limit."""
 
     gpu_state_bytes: int | None = None
     host_bytes: int | None = None

@@ -1,19 +1,17 @@
-"""One step of training, played through on paper.
-
-Owns the model of the pipeline; the policies ask it how long a step would take if the GPU owned these layers.
+"""Simulates one step of training. The policies ask how long a step would take with these layers on the GPU.
 
     GPU   ┃ B3 ━━━━━━┳ B2 ━━━━━━┳ B1 ━━━ g1 ━┃ F1 ━━━━━━━━ F2 ━━━ ··stall·· F3 ━━━┃   the GPU owns layer 1
     D2H   ┃          └─ 3 ──┐   └─ 2 ──┐                   ▲                ▲         first in, first out
     CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         in forward order
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
 
-Between backward and forward lies what else the loop does; other micro-batches of a step come behind the forward. Every
-layer's forward waits for its own update, so when a backward begins, both links and the CPU are idle: each step is the
-same as the one before, and one step is the steady state. Where work beside the CPU's updates takes longer, it is played
-through until what was supposed and what came out are the same.
+Between backward and forward is the loop's other work. Further micro-batches of a step follow the forward. Each layer's
+forward waits for its own update, so both links and the CPU are idle when a backward begins: all steps are the same,
+and one step is the steady state. If the CPU's updates slow the GPU down, the step is simulated until the assumed and
+the resulting slowdown agree.
 
-The CPU looks at its queue after each tile, so a layer earlier in forward order that arrives meanwhile starts at the
-running tile's end. Tiles of one layer take the same time each. A layer's copy over the link is not divided.
+The CPU checks its queue after each tile, so a layer that is earlier in forward order starts at the end of the current
+tile. All tiles of a layer take the same time. A layer is copied in one piece.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from hytrain.planner.contention import beside
 from hytrain.planner.profile import LayerProfile, Profile
 
 TILE_NUMEL = 16 << 20
-#: How often a step with drag is played through: what is still wrong then is below drag ** ROUNDS.
-ROUNDS = 4
+ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
 
 # (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
 # The step's backward begins at 0.
@@ -39,9 +36,9 @@ Event = tuple[str, int, float, float]
 class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
-    Where the CPU is ahead of the verdict, it is a step whose updates hold; but `step_s` is the mean of all steps.
-    `stalls_s` has the layers whose forward waited for weights. `events` come server by server, each server's
-    in order of time; a preempted CPU update comes in several parts.
+    If the CPU is ahead of the verdict, it is an unclipped step, but `step_s` is the mean of all steps. `stalls_s` has
+    the layers whose forward waited for weights. `events` are grouped by server, each in order of time; a preempted
+    CPU update has several.
     """
 
     step_s: float
@@ -56,10 +53,7 @@ class Timeline:
 
 
 def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TILE_NUMEL) -> Timeline:
-    """The steady state with these layers owned by the GPU and all others by the CPU.
-
-    ValueError if `gpu_lids` names a layer that the profile does not have.
-    """
+    """The steady state if the GPU owns these layers and the CPU all others. ValueError for unknown layers."""
     profile.require(gpu_lids)
     timeline = _steady(profile, gpu_lids, tile_numel)
     if not (profile.speculates and profile.clipped):
@@ -69,24 +63,19 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
 
 
 def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
-    """One kind of step."""
+    """The steady state of clipped or of unclipped steps."""
     timeline = _play(profile, gpu_lids, tile_numel)
     work_s = undisturbed_s = profile.forward_s + profile.backward_s
     if profile.drag and undisturbed_s:
         for _ in range(ROUNDS):
-            lost_s = profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
-            work_s = undisturbed_s + lost_s
-            timeline = _play(_slowed(profile, work_s / undisturbed_s), gpu_lids, tile_numel)
+            work_s = undisturbed_s + profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
+            factor = work_s / undisturbed_s
+            layers = [
+                replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+                for layer in profile.layers
+            ]
+            timeline = _play(replace(profile, layers=tuple(layers)), gpu_lids, tile_numel)
     return timeline
-
-
-def _slowed(profile: Profile, factor: float) -> Profile:
-    """Forward and backward take so many times as long."""
-    layers = (
-        replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
-        for layer in profile.layers
-    )
-    return replace(profile, layers=tuple(layers))
 
 
 def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
@@ -95,7 +84,7 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
-    if profile.speculates:  # what is done by the verdict leaves with it, in forward order
+    if profile.speculates:  # layers updated before the verdict are sent after it, in forward order
         updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
         updated.sort(key=lambda done: (done[1], done[0].position))
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
@@ -125,9 +114,9 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
 def _backward(
     profile: Profile, gpu_lids: frozenset[int], events: list[Event]
 ) -> tuple[list[tuple[LayerProfile, float]], float, float]:
-    """From the last layer to the first: when each gradient has landed, when backward is over, and when the GPU is done.
+    """When each gradient has arrived, when backward is over, and when the GPU is done.
 
-    Where updates await a verdict, the GPU's come when backward is over, in no particular order.
+    If updates await a verdict, the GPU's start when backward is over, in no particular order.
     """
     now = 0.0
     leaving: list[tuple[LayerProfile, float, float]] = []
@@ -156,7 +145,7 @@ def _backward(
 def _link(
     kind: str, copies: Iterable[tuple[LayerProfile, float, float]], events: list[Event]
 ) -> list[tuple[LayerProfile, float]]:
-    """One direction of the link serves (layer, copy_s, enqueued_s) as they were enqueued; gives each end."""
+    """One direction of the link copies (layer, copy_s, enqueued_s) in the order of enqueueing; returns each end."""
     free_s = 0.0
     ends = []
     for layer, copy_s, enqueued_s in copies:
@@ -170,9 +159,9 @@ def _link(
 def _cpu(
     landed: list[tuple[LayerProfile, float]], tile_numel: int, events: list[Event]
 ) -> list[tuple[LayerProfile, float]]:
-    """The optimizer's queue; gives the layers with their ends, in the order in which they are done.
+    """The optimizer's queue: the layers and their ends, in the order of their ends.
 
-    Between two arrivals only whole tiles run, so there is no need to step through them one by one.
+    Between two arrivals only whole tiles run, so they are simulated together.
     """
     queue: list[tuple[int, int]] = []  # (position, index into landed)
     tiles = [max(1, ceil(layer.numel / tile_numel)) for layer, _ in landed]

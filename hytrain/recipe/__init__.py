@@ -1,7 +1,7 @@
-"""Recipes: a YAML file that says which Hugging Face model to train on which text, and what obeys it.
+"""Recipes: training a Hugging Face model on text as a YAML file describes it.
 
-Importing this package costs nothing: the launcher reads `config` alone, without torch; only the trainer
-goes on to `loop`.
+Importing this package imports nothing. The launcher reads `config` alone, without torch; only the trainer
+imports `loop`.
 
     recipe.yaml ─▶ config ─▶ text ─▶ tokenizer ─▶ batches ─┐
                         └──▶ model ─────────────────────────┼─▶ loop ─▶ checkpoint, report

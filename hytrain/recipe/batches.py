@@ -1,6 +1,6 @@
-"""Batches of token windows that depend on the seed and the step alone, so that a resumed run sees the same.
+"""Batches of token windows. They depend on the seed and the step alone, so a resumed run sees the same ones.
 
-The trainer asks for the training batch of a step and, at each evaluation, for the fixed validation windows.
+`task` gets the training batch of each step and, once, the fixed validation windows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Source(Protocol):
     """Training batches by step."""
 
     def at(self, step: int) -> Tensor:
-        """Token numbers of one step, int64, (batch, sequence), in host memory."""
+        """The tokens of one step: int64, (batch, sequence), in host memory."""
 
 
 class TextBatches:
-    """Windows of a text at random places."""
+    """Windows of a text at random positions."""
 
     def __init__(self, tokens: Tensor, seed: int, batch_size: int, sequence_length: int) -> None:
         _refuse_short(tokens, sequence_length, "training")
@@ -39,7 +39,7 @@ class TextBatches:
 
 
 class RandomBatches:
-    """Uniformly random tokens: for measuring speed, where the text does not matter."""
+    """Uniformly random tokens, for measuring speed."""
 
     def __init__(self, vocab_size: int, seed: int, batch_size: int, sequence_length: int) -> None:
         self.vocab_size = vocab_size
@@ -51,9 +51,9 @@ class RandomBatches:
 
 
 def validation_batches(tokens: Tensor, count: int, batch_size: int, sequence_length: int) -> Iterator[Tensor]:
-    """At most `count` batches of windows spread evenly over the tokens, the same ones at every call.
+    """At most `count` batches of windows spread evenly over the tokens.
 
-    A short text gives fewer: its windows do not overlap, but for the rounding of their places.
+    A short text gives fewer, because windows do not overlap, except where their positions are rounded.
     """
     _refuse_short(tokens, sequence_length, "validation")
     windows = min(count * batch_size, len(tokens) // sequence_length)

@@ -1,12 +1,12 @@
-"""Checkpoints: all that a run needs to go on bit for bit, in a folder that Hugging Face loads by itself.
+"""Checkpoints: everything that a run needs to continue bit for bit, in a folder that Hugging Face can load.
 
     run/checkpoints/step-600/
         config.json  model.safetensors  tokenizer.json …    for from_pretrained
         optimizer/                                          the optimizer's full state
         trainer_state.json                                  step, random generators, recipe
 
-A folder is written under a temporary name, synced to the disk and renamed, so that one which has its name is
-complete. The loop saves; at the start of a resumed run it asks for the folder, and for the state in it.
+A folder is written under a temporary name, synced to disk and renamed, so a folder with its final name is complete.
+The loop calls `save`; at the start of a resumed run it calls `find` and `restore`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ OPTIMIZER_FOLDER = "optimizer"
 
 
 def save(
-    run_dir: Path,
-    step: int,
-    model: Any,
-    tokenizer: TextTokenizer | None,
-    opt: TrainingOptimizer,
-    recipe: Recipe,
+    run_dir: Path, step: int, model: Any, tokenizer: TextTokenizer | None, opt: TrainingOptimizer, recipe: Recipe
 ) -> Path:
     """Writes the checkpoint after `step` finished steps and returns its folder."""
     final = _folder(run_dir) / f"step-{step}"
@@ -52,13 +47,14 @@ def save(
     opt.save(partial / OPTIMIZER_FOLDER)
     state = {"step": step, "random": _random_state(), "recipe": recipe.model_dump(mode="json")}
     (partial / STATE_FILE).write_text(json.dumps(state))
-    _sync_tree(partial)
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     _replace(partial, final)
     return final
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint of the most steps in a run's folder, or None."""
+    """The checkpoint with the most steps in a run's folder, or None."""
     steps = {
         int(match[1]): path
         for path in _folder(run_dir).glob("step-*")
@@ -68,7 +64,7 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def find(run_dir: Path, recipe: Recipe) -> Path | None:
-    """The folder that `train.resume` means, or None to start anew. Raises ConfigError if it is unusable."""
+    """The folder that `train.resume` names, or None to start anew. Raises ConfigError if it is unusable."""
     resume = recipe.train.resume
     if resume is None:
         return None
@@ -76,7 +72,7 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     if folder is None:
         raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
     if not (folder / STATE_FILE).is_file():
-        raise ConfigError(f"{folder} is not a checkpoint, for it holds no {STATE_FILE}; correct train.resume.")
+        raise ConfigError(f"{folder} is not a checkpoint, because it has no {STATE_FILE}; correct train.resume.")
     saved, wanted = _read(folder)["recipe"]["model"], recipe.model_dump(mode="json")["model"]
     for key in ("config", "dtype"):
         if saved[key] != wanted[key]:
@@ -129,18 +125,13 @@ def _decoded(text: str) -> Tensor:
 
 
 def _replace(partial: Path, final: Path) -> None:
-    """Gives the folder its name; one of the same step, from before a resume, steps aside first."""
+    """Renames the folder to its final name. A folder of the same step, from before a resume, is removed."""
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
         final.rename(aside)
     partial.rename(final)
     _sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

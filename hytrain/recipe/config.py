@@ -1,14 +1,14 @@
-"""The recipe: what a YAML file may say, its defaults, and one sentence for each way of getting it wrong.
+"""The recipe: the keys of a YAML file, their defaults, and one error sentence for each possible mistake.
 
-The launcher calls `load` once, at the edge, and hands the frozen result on; nothing here imports torch, so
-that a wrong key is reported in a blink.
+The launcher calls `load` once and passes the frozen result on. Nothing here imports torch, so a wrong key is
+reported at once.
 
     file ─ yaml ─▶ tree ─┐
                          ├─ merge ─▶ validate ─▶ Recipe ─ dump ─▶ resolved file in the run's folder
     --set a.b=v ─▶ tree ─┘
 
-Relative input paths belong to whoever wrote them: those in the file start at the file's folder, those in an
-override at the current one. The resolved recipe holds absolute paths, so that it can be moved.
+Relative input paths in the file start at the file's folder, those in an override at the current folder. The
+resolved recipe has absolute paths, so it can be moved.
 """
 
 from __future__ import annotations
@@ -30,47 +30,45 @@ Tree = dict[str, Any]
 INPUT_PATHS = (("model", "path"), ("tokenizer", "path"), ("data", "paths"), ("train", "resume"))
 
 
-def _number_or(word: str, value: object, what: str, low: float, high: float) -> object:
-    """The word, or a number within bounds: one sentence in place of a union's two."""
-    if value == word:
-        return value
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
-    except ValueError:
-        number = None
-    if number is None or not low <= number <= high:
-        raise ValueError(f'{what} must be "{word}" or a number from {low:g} to {high:g}')
-    return number
+def _number_or(word: str, what: str, low: float, high: float) -> BeforeValidator:
+    """A validator for the word or a number within bounds; pydantic's union would report two errors."""
 
+    def validated(value: object) -> object:
+        if value == word:
+            return value
+        try:
+            number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else None
+        except ValueError:
+            number = None
+        if number is None or not low <= number <= high:
+            raise ValueError(f'{what} must be "{word}" or a number from {low:g} to {high:g}')
+        return number
 
-def _fraction(value: object) -> object:
-    return _number_or("auto", value, "k, the share of the parameters that the GPU owns,", 0, 1)
-
-
-def _scale(value: object) -> object:
-    return _number_or("dynamic", value, "the loss's scale", 1e-20, 1e20)
+    return BeforeValidator(validated)
 
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Scale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
-Share = Annotated[float | Literal["auto"], BeforeValidator(_fraction)]
+Scale = Annotated[float | Literal["dynamic"], _number_or("dynamic", "the loss's scale", 1e-20, 1e20)]
+Share = Annotated[
+    float | Literal["auto"], _number_or("auto", "k, the share of the parameters that the GPU owns,", 0, 1)
+]
 
 
 class Section(BaseModel):
-    """A frozen part of the recipe in which every unknown key is an error."""
+    """A frozen part of the recipe. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Run(Section):
-    """Where the run keeps its files, and what makes it repeatable."""
+    """The run's folder, and what makes the run repeatable."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     dir: Path = Path("runs")
     seed: Count = 0
-    threads: Positive = 2  # of the trainer on a CPU; gradients depend on it, so it is never guessed
+    threads: Positive = 2  # of a trainer on a CPU; gradients depend on the number, so it is never guessed
 
 
 class Model(Section):
@@ -79,7 +77,7 @@ class Model(Section):
     path: Path | None = None
     config: Tree | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    autocast: bool = False  # forward and backward in bfloat16 over float32 parameters
+    autocast: bool = False  # forward and backward in bfloat16, parameters in float32
     gradient_checkpointing: bool = False
 
     @model_validator(mode="after")
@@ -94,7 +92,7 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """`bytes` has one token a byte, `bpe` is trained on the training text, `path` is a local folder."""
+    """`bytes` has one token per byte, `bpe` is trained on the training text, `path` is a local folder."""
 
     kind: Literal["bytes", "bpe", "path"] = "bytes"
     vocab_size: Annotated[int, Field(ge=256)] = 4096  # of `bpe`
@@ -108,7 +106,7 @@ class Tokenizer(Section):
 
 
 class Data(Section):
-    """Text from files and folders, or random tokens; cut into windows of `sequence_length` tokens."""
+    """Text from files and folders, or random tokens, in windows of `sequence_length` tokens."""
 
     kind: Literal["text", "random"] = "text"
     paths: tuple[Path, ...] = ()
@@ -124,7 +122,7 @@ class Data(Section):
 
 
 class Train(Section):
-    """The length of the run, AdamW's numbers and the learning rate's way from warm-up to `min_lr`."""
+    """The length of the run, AdamW's hyperparameters and the learning rate's schedule."""
 
     steps: Positive
     lr: Annotated[float, Field(gt=0)] = 3e-4
@@ -133,14 +131,14 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    grad_accumulation: Positive = 1  # each batch goes through in so many parts, whose gradients are summed
+    grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     loss_scale: Scale | None = None  # for float16; "dynamic", or a number
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved
-    stop_at: Positive | None = None  # end early, on the schedule of the whole run
-    resume: Path | None = None  # "latest" of this run's folder, or a checkpoint's folder
+    stop_at: Positive | None = None  # end early, with the learning rates of the whole run
+    resume: Path | None = None  # "latest" for this run's newest checkpoint, or a checkpoint's folder
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")
@@ -155,14 +153,14 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """How the update is shared between GPU and CPU."""
+    """How GPU and CPU share the update."""
 
     k: Share = "auto"
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
-    speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: as measured
+    speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: decided by speed
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
-    gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as it travels; auto: the parameter's
+    gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as sent to the CPU; auto: the parameter's
 
     @model_validator(mode="after")
     def _fixed_k_is_given(self) -> Optimizer:
@@ -172,15 +170,15 @@ class Optimizer(Section):
 
 
 class Cluster(Section):
-    """What the launcher gives to the processes of the run."""
+    """What the launcher assigns to the processes of the run."""
 
-    cores: str = "auto"  # of the optimizer: "auto", "node:0", or a list such as "2-7,10"
+    cores: str = "auto"  # of the optimizer process: "auto", "node:0", or a list such as "2-7,10"
     optimizer_threads: Positive | Literal["auto"] = "auto"
     host_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
 
 
 class Sample(Section):
-    """A text to be continued at the end of the run."""
+    """A prompt that the model continues at the end of the run."""
 
     prompt: Annotated[str, Field(min_length=1)]
     tokens: Positive = 200
@@ -188,7 +186,7 @@ class Sample(Section):
 
 
 class Recipe(Section):
-    """All of it. `model`, `data` and `train` have no default as a whole."""
+    """The whole recipe. `model`, `data` and `train` are required."""
 
     run: Run = Run()
     model: Model
@@ -200,24 +198,20 @@ class Recipe(Section):
     sample: Sample | None = None
 
     @model_validator(mode="after")
-    def _equal_parts(self) -> Recipe:
+    def _sections_agree(self) -> Recipe:
         if self.data.batch_size % self.train.grad_accumulation:
             raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
-        return self
-
-    @model_validator(mode="after")
-    def _text_where_needed(self) -> Recipe:
         if self.sample is not None and self.data.kind == "random":
-            raise ValueError("sample needs data.kind: text, for random tokens spell nothing")
+            raise ValueError("sample needs data.kind: text, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":
-            raise ValueError("train.eval_every needs data.kind: text, for random tokens have nothing to learn")
+            raise ValueError("train.eval_every needs data.kind: text, because random tokens have no validation part")
         return self
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe and lays the overrides (`"train.steps=100"`, values in YAML) over it.
+    """Reads a recipe and applies the overrides (`"train.steps=100"`, values in YAML).
 
-    Raises ConfigError, with one sentence, for whatever is wrong with the file or with an override.
+    Raises ConfigError, with one sentence, for any error in the file or in an override.
     """
     path = Path(path)
     try:
@@ -227,7 +221,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"The recipe {path} is not valid YAML: {_one_line(str(error))}.") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"The recipe {path} must be a mapping with the keys {_listed(Recipe.model_fields)}.")
+        *most, last = Recipe.model_fields
+        raise ConfigError(f"The recipe {path} must be a mapping with the keys {', '.join(most)} and {last}.")
     tree = _absolute(tree, path.resolve().parent)
     for override in overrides:
         tree = _merge(tree, _absolute(_parse_override(override), Path.cwd()))
@@ -235,22 +230,22 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def validate(tree: Tree, source: str) -> Recipe:
-    """A recipe from a plain tree; `source` opens the error's sentence."""
+    """A recipe from a plain tree. Raises ConfigError with a sentence that begins with `source`."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        # An unknown key may be why another one is missing, so it is the one to report.
+        # Report an unknown key first: it may be a misspelled key that is reported as missing.
         first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         raise ConfigError(f"{source}: {_sentence(first)}") from None
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load` reads it back to an equal recipe."""
+    """The resolved recipe as YAML. `load` reads it back to an equal recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: `; did you mean "steps"?`, or a full stop."""
+    """The end of a sentence about an unknown word: `; did you mean "steps"?` or a full stop."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f'; did you mean "{close[0]}"?' if close else "."
 
@@ -277,7 +272,7 @@ def _merge(below: Tree, above: Tree) -> Tree:
 
 
 def _absolute(tree: Tree, base: Path) -> Tree:
-    """The tree with its input paths starting at `base`; what isn't a path is left for the validation."""
+    """The tree with absolute input paths, relative ones starting at `base`; other values are left to the validation."""
     for section, key in INPUT_PATHS:
         part = tree.get(section)
         if isinstance(part, dict) and key in part:
@@ -301,18 +296,14 @@ def _sentence(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f'the key "{key}" is missing.'
     if error["type"] == "value_error":
-        reason = str(error["ctx"]["error"])
-        return f"{reason}, not {error['input']!r}." if location and _is_leaf(error) else f"{reason}."
+        is_leaf = location and not isinstance(error["input"], (dict, BaseModel))
+        return f"{error['ctx']['error']}, not {error['input']!r}." if is_leaf else f"{error['ctx']['error']}."
     message = re.sub(r"^\w+ should", "it should", error["msg"]).replace("a valid tuple", "a list, as in [a, b]")
     return f'"{key}" is {error["input"]!r}, but {message}.'
 
 
-def _is_leaf(error: ErrorDetails) -> bool:
-    return not isinstance(error["input"], (dict, BaseModel))
-
-
 def _suggest_key(location: Sequence[str]) -> str:
-    """First among the siblings, then a key of a similar name anywhere in the recipe."""
+    """Suggests a sibling with a similar name, else such a key anywhere in the recipe."""
     *parents, word = location
     keys = list(_keys(Recipe))
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == ".".join(parents)}
@@ -329,11 +320,6 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
                 yield from _keys(kind, f"{prefix}{name}.")
-
-
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}"
 
 
 def _one_line(text: str) -> str:

@@ -1,14 +1,14 @@
-"""What a recipe will need, before anything is started: memory by plane, process and placement, and FLOPs by step.
+"""What a recipe needs: memory by plane, process and placement, and FLOPs per step.
 
-The launcher prints it for `--dry-run`. The model is counted on the meta device, so a large one is as quick
-as a small one.
+The launcher prints it for `--dry-run`. The parameters are counted on the meta device, so the model's size does not
+matter.
 
 Bytes per parameter           owned by the CPU                          owned by the GPU
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights also lie on the GPU, once. Updates that may have to be undone take a second bank of
-all that they write, 12 bytes more in host memory; without room for it they wait.
+With either placement the weights are also on the GPU, once. Updates that may have to be undone need a second bank of
+the planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Bytes per trainable parameter of one kind of array, by placement, and who maps it in host memory."""
+    """Bytes per trainable parameter of one kind of array, by placement, and which processes map it in host memory."""
 
     name: str
     host_if_cpu: int
@@ -39,7 +39,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, the trainer's device."""
+    """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, memory of the trainer's device."""
 
     k: float
     optimizer: int
@@ -53,7 +53,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The whole answer. `device` is where the trainer computes: "GPU", even if none is here, or "CPU"."""
+    """What a recipe needs. `device` is where the trainer computes: "GPU", even if this machine has none, or "CPU"."""
 
     device: str
     trainable: int
@@ -66,58 +66,36 @@ class Estimate:
     peak_tflops: float | None
 
     def render(self) -> str:
-        """Two tables and what they leave out, as plain text."""
-        trainer = f"trainer ({self.device})"
+        trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
+        heads = ("plane", "host, CPU-owned", f"{trainer}, CPU-owned", f"{trainer}, GPU-owned", "host copy in")
+        numbers = ((p.host_if_cpu, p.trainer_if_cpu, p.trainer_if_gpu) for p in self.planes)
+        rows = [(p.name, *(str(n or "-") for n in ns), p.mapped_by) for p, ns in zip(self.planes, numbers, strict=True)]
+        needs = [
+            (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
+            for n in sorted(self.needs, key=lambda n: n.k)
+        ]
+        free, floor = ", the trainer's part included", ""
+        if self.device == "GPU":
+            free = ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
+        if self.peak_tflops is not None:
+            floor = f", at least {tflop / self.peak_tflops:.3f} s at the GPU's peak of {self.peak_tflops:g} TFLOP/s"
         lines = [
             f"{self.trainable:,} trainable parameters" + (f", {self.frozen:,} frozen" if self.frozen else ""),
             "",
-            table(
-                (
-                    "plane",
-                    "host, CPU-owned",
-                    f"{trainer}, CPU-owned",
-                    f"{trainer}, GPU-owned",
-                    "host copy in",
-                ),
-                [self._plane_row(plane) for plane in self.planes],
-            ),
+            table(heads, rows),
             "(bytes per parameter)",
             "",
-            table(
-                ("k", "optimizer", "shared planes", "host planes", trainer),
-                [
-                    (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
-                    for n in sorted(self.needs, key=lambda n: n.k)
-                ],
-            ),
-            f"Free now: host {gib(self.free_host)}{self._free_device()}.",
+            table(("k", "optimizer", "shared planes", "host planes", trainer), needs),
+            f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
             "",
-            f"{self.flops_per_step / 1e12:,.3f} TFLOP a step" + self._floor(),
+            f"{tflop:,.3f} TFLOP per step{floor}.",
         ]
         return "\n".join(lines)
 
-    def _plane_row(self, plane: Plane) -> tuple[str, ...]:
-        numbers = (plane.host_if_cpu, plane.trainer_if_cpu, plane.trainer_if_gpu)
-        return (plane.name, *(str(n or "-") for n in numbers), plane.mapped_by)
-
-    def _free_device(self) -> str:
-        if self.device == "CPU":
-            return ", the trainer's part included"
-        return ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
-
-    def _floor(self) -> str:
-        if self.peak_tflops is None:
-            return "."
-        seconds = self.flops_per_step / (self.peak_tflops * 1e12)
-        return f", no faster than {seconds:.3f} s at the GPU's peak of {self.peak_tflops:g} TFLOP/s."
-
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Counts what the recipe needs. A GPU that it asks for need not be here.
-
-    Raises ConfigError for a model that can't be made.
-    """
+    """Counts what the recipe needs, even if this machine lacks its GPU. Raises ConfigError for an impossible model."""
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
     model = models.skeleton(hf, recipe.model.dtype)
@@ -132,14 +110,13 @@ def estimate(recipe: Recipe) -> Estimate:
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
     tokens = recipe.data.batch_size * length
+    shares = {0.0, 1.0} if k == "auto" else {0.0, 1.0, float(k)}
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
         frozen=frozen,
         planes=planes,
-        needs=tuple(
-            need(planes, trainable, frozen, share) for share in {0.0, 1.0} | (set() if k == "auto" else {float(k)})
-        ),
+        needs=tuple(need(planes, trainable, frozen, share) for share in shares),
         free_host=available_bytes(),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
@@ -148,7 +125,7 @@ def estimate(recipe: Recipe) -> Estimate:
 
 
 def planes_of(dtype: str, gradient_dtype: str = "auto", *, second_bank: bool = False) -> tuple[Plane, ...]:
-    """The planes of a layer in this dtype. A bf16 layer keeps the rest of its fp32 master in `remainder`, fp16 all."""
+    """The planes of a layer in this dtype. `remainder` is half of the fp32 master for bf16, all of it for fp16."""
     weight = 4 if dtype == "float32" else 2
     gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
     both, own = "optimizer, trainer", "optimizer"
@@ -161,7 +138,7 @@ def planes_of(dtype: str, gradient_dtype: str = "auto", *, second_bank: bool = F
 
 
 def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Need:
-    """The planes' bytes when the GPU owns the fraction k. Frozen parameters lie on the trainer's device."""
+    """The planes' bytes if the GPU owns the fraction k. Frozen parameters are on the trainer's device."""
     by_gpu = round(trainable * k)
     by_cpu = trainable - by_gpu
     weight = next(p.trainer_if_gpu for p in planes if p.name == "weights")
@@ -172,7 +149,6 @@ def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Ne
 
 
 def gib(size: int) -> str:
-    """A size as people compare it: GiB, or MiB below one GiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / (1 << 20):,.1f} MiB"
 
 

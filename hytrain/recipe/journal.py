@@ -1,11 +1,11 @@
-"""The record of a run: one entry a step, sent to the optimizer's log, the progress display and the history.
+"""The record of a run: one entry per step, for the optimizer's log, the progress display and the history.
 
     loop ─ note(step, loss) ─▶ Readout ─ a step later ─▶ opt.log ─▶ metrics.jsonl
                                                     ├──▶ Progress
                                                     └──▶ History ─▶ curve, summary
 
-A step's entry is held back until its loss has arrived; with it come the gradients' norm and the loss scale as the step
-left it, where there are any. That leaves time to add its validation.
+A step's entry is written once its loss has been read, together with the gradients' norm and the loss scale after the
+step, if there are any. A validation of the same step is added to it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hytrain.recipe.validation import Validation
 
 @dataclass(slots=True)
 class History:
-    """What the curve shows: (step, loss, k) and (step, validation loss), losses in nats per token."""
+    """The data of the curve: (step, loss, k) and (step, validation loss), losses in nats per token."""
 
     training: list[tuple[int, float, float]] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
 
     @classmethod
     def read(cls, metrics: Path, until: int) -> History:
-        """The first `until` steps as far as a run's metrics file has them: the past of a resumed run."""
-        records = {}  # by step: what was done again after a resume counts once
+        """The first `until` steps in a run's metrics file: the past of a resumed run."""
+        records = {}  # by step, so a step repeated after a resume counts once
         for line in metrics.read_text().splitlines() if until and metrics.is_file() else []:
-            with contextlib.suppress(ValueError):  # a line that a crash cut short
+            with contextlib.suppress(ValueError):  # a line that a crash has cut off
                 record = json.loads(line)
                 records[record.get("step", 0)] = record
         history = cls()
@@ -50,15 +50,8 @@ class History:
         return history
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    step: int
-    lr: float
-    speed: Speed
-
-
 class Journal:
-    """Takes one `note` a step; `close` writes the last entry."""
+    """Takes one `note` per step; `validated` writes the last entry."""
 
     def __init__(
         self,
@@ -70,31 +63,31 @@ class Journal:
     ) -> None:
         self.history = history
         self.tokens = 0
-        self.seconds = 0.0  # spent in training steps alone
+        self.seconds = 0.0  # spent in training steps
         self._task = task
         self._opt = opt
         self._progress = progress
         self._clock = clock
         self._readout = Readout(task.device)
-        self._entry: _Entry | None = None
+        self._entry: tuple[int, float, Speed] | None = None  # step, learning rate, speed
         self._since = clock()
 
     def note(self, step: int, loss: Tensor, lr: float) -> None:
-        """Step number `step` (from 1) is done; writes the entry of the one before."""
+        """Step number `step` (from 1) is done. Writes the entry of the step before."""
         found = {"loss": loss, "grad_norm": self._opt.grad_norm, "loss_scale": self._opt.loss_scale}
         previous = self._readout.swap({name: number for name, number in found.items() if number is not None})
         if previous is not None:
             self._write(previous)
-        self._entry = _Entry(step, lr, self._speed())
+        self._entry = step, lr, self._speed()
 
     def validated(self, validation: Validation | None) -> None:
-        """Writes the last step's entry, with its validation."""
+        """Writes the last step's entry together with its validation."""
         numbers = self._readout.take()
         if numbers is not None:
             self._write(numbers, validation)
 
     def restart_clock(self) -> None:
-        """What was done since the last step, saving or validation, does not count as training."""
+        """Leaves out the time since the last step, spent on saving or validation."""
         self._since = self._clock()
 
     @property
@@ -115,7 +108,7 @@ class Journal:
 
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
-        step, lr, speed = self._entry.step, self._entry.lr, self._entry.speed
+        step, lr, speed = self._entry
         numbers = {**read, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
         if speed.mfu is not None:
             numbers["mfu"] = speed.mfu

@@ -1,8 +1,8 @@
-"""The training loop of a recipe. The trainer process calls `train`; what it returns is printed at the end.
+"""The training loop of a recipe. The trainer process calls `train` and prints the summary that it returns.
 
     assemble ─▶ optimizer ─▶ (resume) ─▶ steps ─▶ last validation, checkpoint, curve, sample ─▶ Summary
 
-The loop itself is the one that any PyTorch user would write.
+It is an ordinary PyTorch loop.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hytrain.recipe.validation import Validation, evaluate
 def train(
     recipe: Recipe, run_dir: Path, optimizer_factory: Factory | None = None, terminal: bool | None = None
 ) -> Summary:
-    """Trains the recipe in `run_dir`, which exists, and returns what came of it.
+    """Trains the recipe in the existing folder `run_dir`, draws the curve, writes the sample, returns the summary.
 
-    `terminal` chooses between a progress bar and plain lines; by default a bar goes to a terminal only.
-    Raises ConfigError, before anything is started, for what the recipe asks and can't have.
+    `terminal` chooses between a progress bar and plain lines; by default, stderr decides.
+    Raises ConfigError, before anything is started, if the recipe asks for something impossible.
     """
     resumed = checkpoint.find(run_dir, recipe)
     task = assemble(recipe, resumed)
@@ -43,13 +43,29 @@ def train(
     with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start))
         validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
-    return summarise(task, opt, journal, validation, saved, run_dir)
+    cost, curve = task.cost, run_dir / "loss.png"
+    report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
+    step, loss, k = journal.history.training[-1]
+    return Summary(
+        step=step,
+        parameters=cost.parameters,
+        training_loss=loss,
+        validation=validation,
+        seconds=journal.seconds,
+        tokens_per_s=journal.tokens_per_s,
+        tflops=cost.tflops(journal.tokens_per_s),
+        mfu=cost.mfu(journal.tokens_per_s, task.peak_tflops),
+        k=k,
+        checkpoint=saved,
+        curve=curve,
+        processes=tuple(opt.processes()),
+        sample=report.continue_text(task, recipe.sample) if recipe.sample else None,
+    )
 
 
 def run_steps(
     task: Task, opt: TrainingOptimizer, journal: Journal, progress: Progress, run_dir: Path, steps: range
 ) -> tuple[Validation | None, Path]:
-    """Trains the steps; returns the last validation and the last checkpoint."""
     model, plan = task.model, task.recipe.train
     schedule = cosine(cast(torch.optim.Optimizer, opt), plan, steps.start)
     for step in steps:
@@ -78,35 +94,5 @@ def run_steps(
 
 
 def due(every: int | None, step: int, steps: range) -> bool:
-    """Whether the end of step `step` (from 0) is one of every so many, or the last."""
+    """Whether step `step` (from 0) is the last, or `every` divides the number of finished steps."""
     return step + 1 == steps.stop or (every is not None and (step + 1) % every == 0)
-
-
-def summarise(
-    task: Task,
-    opt: TrainingOptimizer,
-    journal: Journal,
-    validation: Validation | None,
-    saved: Path,
-    run_dir: Path,
-) -> Summary:
-    """Draws the curve, writes the sample and gathers the numbers."""
-    recipe = task.recipe
-    curve = run_dir / "loss.png"
-    report.draw_curve(journal.history, curve, f"{recipe.run.name}: {task.cost.parameters / 1e6:.2f} M parameters")
-    step, loss, k = journal.history.training[-1]
-    return Summary(
-        step=step,
-        parameters=task.cost.parameters,
-        training_loss=loss,
-        validation=validation,
-        seconds=journal.seconds,
-        tokens_per_s=journal.tokens_per_s,
-        tflops=task.cost.tflops(journal.tokens_per_s),
-        mfu=task.cost.mfu(journal.tokens_per_s, task.peak_tflops),
-        k=k,
-        checkpoint=saved,
-        curve=curve,
-        processes=tuple(opt.processes()),
-        sample=report.continue_text(task, recipe.sample) if recipe.sample else None,
-    )

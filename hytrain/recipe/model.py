@@ -1,6 +1,6 @@
-"""The Hugging Face model that a recipe asks for, on its device and in its dtype, and what a token costs.
+"""The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
-`task` calls `configuration` and `build`; `estimate` calls `configuration` and `skeleton`, without memory.
+`task` calls `configuration` and `build`; `estimate` calls `configuration` and `skeleton`, which needs no memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hytrain.errors import ConfigError
 from hytrain.recipe import config
 from hytrain.recipe.config import suggestion
 
-_AUTO_MODEL: Any = AutoModelForCausalLM  # its methods carry no types
+_AUTO_MODEL: Any = AutoModelForCausalLM  # its methods have no types
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
-# Dense bf16 peaks as the vendors state them, in TFLOP/s.
+# Dense bf16 peaks in TFLOP/s, as stated by the vendors.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -49,13 +49,13 @@ PEAK_TFLOPS = {
 
 
 class Cost(NamedTuple):
-    """What one token costs in a training step: forward and backward, without recomputation."""
+    """The cost of one token in a training step: forward and backward, without recomputation."""
 
     parameters: int
     flops_per_token: float
 
     def mfu(self, tokens_per_s: float, peak_tflops: float | None) -> float | None:
-        """The share of the device's peak that this speed is, or None where the peak is unknown."""
+        """This speed as a fraction of the device's peak, or None if the peak is unknown."""
         return None if peak_tflops is None else self.tflops(tokens_per_s) / peak_tflops
 
     def tflops(self, tokens_per_s: float) -> float:
@@ -63,9 +63,9 @@ class Cost(NamedTuple):
 
 
 def configuration(model: config.Model, vocab_size: int | None, sequence_length: int) -> Any:
-    """The model's Hugging Face configuration, checked against the tokenizer and the length of the batches.
+    """The model's Hugging Face configuration. Raises ConfigError if the tokenizer or `sequence_length` does not fit.
 
-    `vocab_size` is the tokenizer's; None (random tokens) leaves it to the model. Raises ConfigError.
+    `vocab_size` is the tokenizer's, or None for random tokens: then the model's own is used.
     """
     hf = _from_folder(model.path) if model.path is not None else _from_fields(model.config or {}, vocab_size)
     text = hf.get_text_config()
@@ -84,9 +84,9 @@ def configuration(model: config.Model, vocab_size: int | None, sequence_length: 
 
 
 def build(model: config.Model, hf: Any, device: torch.device) -> Any:
-    """The model in training mode: with the weights of `model.path`, else new ones from torch's seed.
+    """The model in training mode, with the weights of `model.path` or new ones from torch's seed.
 
-    Raises ConfigError for an unusable folder and for a model without parameters.
+    Raises ConfigError if the folder is unusable or the model has no parameters.
     """
     dtype = getattr(torch, model.dtype)
     if model.path is None:
@@ -101,7 +101,7 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model has no parameters to train; check model.config.")
     if model.gradient_checkpointing:
-        # Transformers 5 renamed the method while it was at it, and warns about the old name.
+        # Transformers 5 has renamed the method and warns about the old name.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     module.train()
@@ -125,7 +125,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
-    """6 FLOPs a parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved)."""
+    """6 FLOPs per parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved)."""
     parameters = sum(p.numel() for p in model.parameters())
     text = hf.get_text_config()
     attention = 6 * text.num_hidden_layers * text.hidden_size * sequence_length
@@ -133,7 +133,7 @@ def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
 
 
 def device(wanted: str) -> torch.device:
-    """The device to train on. Raises ConfigError if a GPU was asked for and there is none."""
+    """The device to train on. Raises ConfigError for "cuda" if there is no GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is cuda, but torch sees no GPU here; set train.device to cpu or auto.")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -142,12 +142,12 @@ def device(wanted: str) -> torch.device:
 
 
 def peak_tflops(where: torch.device) -> float | None:
-    """The device's dense bf16 peak, or None for a CPU and for a GPU that isn't in the table."""
+    """The device's dense bf16 peak in TFLOP/s, or None for a CPU and for a GPU that is not in the table."""
     return peak_of(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
 
 
 def peak_of(gpu: str) -> float | None:
-    """The dense bf16 peak of a GPU by its name; the longest name in the table that fits wins."""
+    """The dense bf16 peak in TFLOP/s of a GPU by its name: that of the longest matching name in the table."""
     names = [name for name in PEAK_TFLOPS if set(name.split()) <= set(gpu.replace("-", " ").split())]
     return PEAK_TFLOPS[max(names, key=len)] if names else None
 
@@ -162,17 +162,16 @@ def _from_folder(folder: Path) -> Any:
 
 
 def _from_fields(fields: dict[str, Any], vocab_size: int | None) -> Any:
-    """A new configuration. Transformers keeps any keyword it does not know, so the names are checked here."""
+    """A new configuration. The names are checked here, because Transformers accepts any keyword."""
     kind = fields["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f'model.config has the unknown model_type "{kind}"{suggestion(kind, CONFIG_MAPPING.keys())}')
     known = AutoConfig.for_model(kind)
     names = {*known.to_dict(), *known.attribute_map}
-    for name in fields:
-        if name not in names:
-            raise ConfigError(f'unknown key "model.config.{name}" for a {kind}{suggestion(name, names)}')
-    # The defaults name another tokenizer's special tokens, which would end a generated text at random.
-    given: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if unknown := next((name for name in fields if name not in names), None):
+        raise ConfigError(f'unknown key "model.config.{unknown}" for a {kind}{suggestion(unknown, names)}')
+    # The default special tokens are another tokenizer's. They would end a generated text at random.
+    given: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if vocab_size is not None:
         given["vocab_size"] = vocab_size
     given.update({name: value for name, value in fields.items() if name != "model_type"})

@@ -1,6 +1,6 @@
-"""What the loop needs of an optimizer, and the making of HyTrain's own from a recipe.
+"""The interface of an optimizer in the loop, and HyTrain's own optimizer made from a recipe.
 
-The loop and the checkpoints see the protocol alone, so that a plain PyTorch optimizer can stand behind it.
+The loop and the checkpoints use the protocol alone, so a plain PyTorch optimizer can implement it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import decay_groups
 
-Process = tuple[str, int, Iterable[int]]  # role, process number, cores
+Process = tuple[str, int, Iterable[int]]  # role, process ID, cores
 
 
 class Statistics(Protocol):
-    """How the last step went."""
+    """k and the stalls of the last step."""
 
     @property
     def k(self) -> float: ...
@@ -28,7 +28,7 @@ class Statistics(Protocol):
 
 
 class TrainingOptimizer(Protocol):
-    """`hytrain.AdamW` as the loop uses it: a `torch.optim.Optimizer` that keeps records and saves itself."""
+    """`hytrain.AdamW` as the loop uses it: a `torch.optim.Optimizer` that writes a log and saves itself."""
 
     param_groups: list[dict[str, Any]]
 
@@ -51,28 +51,17 @@ Factory = Callable[[nn.Module, Recipe], TrainingOptimizer]
 
 
 def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
-    """`hytrain.AdamW` with the recipe's numbers; the default of the loop."""
+    """`hytrain.AdamW` with the recipe's options; the default of the loop."""
     import hytrain
 
-    train, wanted = recipe.train, recipe.optimizer
-    options: dict[str, Any] = {}
-    if wanted.gradient_dtype != "auto":
-        options["gradient_dtype"] = getattr(torch, wanted.gradient_dtype)
+    train, options = recipe.train, recipe.optimizer.model_dump()
+    dtype = options.pop("gradient_dtype")
+    names = {"lr", "betas", "eps", "weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale"}
     optimizer = hytrain.AdamW(
         model,
         decay_groups(model, train.weight_decay),
-        lr=train.lr,
-        betas=train.betas,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        grad_accumulation=train.grad_accumulation,
-        max_grad_norm=train.max_grad_norm,
-        loss_scale=train.loss_scale,
-        speculate=wanted.speculate,
-        k=wanted.k,
-        policy=wanted.policy,
-        objective=wanted.objective,
-        backend=wanted.backend,
+        gradient_dtype=None if dtype == "auto" else getattr(torch, dtype),
+        **train.model_dump(include=names),
         **options,
     )
     return cast(TrainingOptimizer, optimizer)

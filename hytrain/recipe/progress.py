@@ -1,22 +1,21 @@
-"""How the run goes, for the person who waits: a bar on a terminal, a plain line now and then in a log.
+"""The progress display: a bar on a terminal, else a plain line now and then, with the same numbers.
 
-The loop's journal calls `show` once a step; both forms hold the same numbers.
+The journal calls `show` once per step.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import TracebackType
 
 from tqdm import tqdm
 
-LINES = 20  # a whole run, where there is no bar
+LINES = 20  # per run, if there is no bar
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one step reached; `mfu` is None where the device's peak is unknown."""
+    """The speed of one step. `mfu` is None if the device's peak is unknown."""
 
     tokens_per_s: float
     tflops: float
@@ -31,7 +30,7 @@ class Speed:
 
 
 class Progress:
-    """A context that shows steps from `start` to `end`; `terminal` chooses the bar."""
+    """A context that shows the steps from `start` to `end`, with a bar if `terminal`."""
 
     def __init__(self, start: int, end: int, terminal: bool) -> None:
         self._end = end
@@ -43,13 +42,11 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def show(self, step: int, loss: float, speed: Speed) -> None:
-        """`step` steps are finished, the last one with this loss."""
+        """`step` steps are finished, the last with this loss."""
         if not self._bar.disable:
             self._bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
             self._bar.update(step - self._bar.n)
@@ -57,7 +54,6 @@ class Progress:
             self.say(f"step {step}/{self._end}: loss {loss:.4f}, {speed}")
 
     def say(self, line: str) -> None:
-        """A line that stays, above the bar if there is one."""
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)
         else:

@@ -1,9 +1,9 @@
-"""A step's numbers, loss and norm, out of tensors, without ever making the GPU wait for the question.
+"""Reads a step's loss and norm from tensors without synchronizing the GPU.
 
     step t    numbers[t] ─ copy ─▶ pinned slot ─ event
-    step t+1  numbers[t+1] ─ copy ─▶ other slot    ; event of t has long passed ─▶ floats of t
+    step t+1  numbers[t+1] ─ copy ─▶ other slot    ; the event of t has passed ─▶ floats of t
 
-The loop's journal puts the numbers of one step in and gets those of the one before out.
+The journal passes in the numbers of one step and gets those of the step before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Readout:
-    """At most one step's numbers are under way; on a CPU they are simply tensors that are read later."""
+    """At most one step's numbers are pending. On a CPU they are tensors that are read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -24,7 +24,7 @@ class Readout:
         self._names: tuple[str, ...] | None = None
 
     def swap(self, numbers: Mapping[str, Tensor]) -> dict[str, float] | None:
-        """Starts reading `numbers`, scalars of any dtype, and returns the previous ones if there were some."""
+        """Starts reading `numbers`, scalars of any dtype, and returns the previous ones, or None."""
         values = torch.stack([number.detach().float() for number in numbers.values()])
         if self._slots[1].shape != values.shape:
             self._slots[1] = torch.zeros(values.shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
@@ -39,7 +39,7 @@ class Readout:
         return previous
 
     def take(self) -> dict[str, float] | None:
-        """The numbers under way, or None if there are none; waits for their copy."""
+        """The pending numbers, or None if there are none. Waits for their copy."""
         if self._names is None:
             return None
         if self._event is not None:

@@ -1,6 +1,6 @@
-"""The end of a run, for its reader: a summary, the curve of loss and k, the processes, a text by the model.
+"""The report at the end of a run: a summary, the curves of loss and k, the processes, a sample text.
 
-The loop calls `draw_curve` and `continue_text` at the end; the trainer prints `Summary.render`.
+The loop calls `draw_curve` and `continue_text`; the trainer prints `Summary.render`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,13 +23,11 @@ LOSS_COLOUR, VALIDATION_COLOUR, K_COLOUR = "#1f5a99", "#c2571a", "#7a7a7a"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to."""
-
     step: int
     parameters: int
-    training_loss: float  # nats per token, of the last step
+    training_loss: float  # of the last step, in nats per token
     validation: Validation | None
-    seconds: float  # of training alone, without validation and saving
+    seconds: float  # of training, without validation and saving
     tokens_per_s: float
     tflops: float
     mfu: float | None
@@ -39,7 +38,6 @@ class Summary:
     sample: str | None
 
     def render(self) -> str:
-        """The summary as plain text of several lines."""
         mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
         lines = [
             f"trained {self.parameters / 1e6:.2f} M parameters to step {self.step}: "
@@ -58,8 +56,8 @@ class Summary:
 
 
 def draw_curve(history: History, path: Path, title: str) -> None:
-    """A PNG of training and validation loss over the steps, with k on an axis of its own."""
-    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+    """Saves a PNG of training and validation loss per step, with k on a second axis."""
+    from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     losses = figure.add_subplot()
@@ -72,15 +70,8 @@ def draw_curve(history: History, path: Path, title: str) -> None:
     lines = [train_line, k_line]
     if history.validation:
         places, held_out = zip(*history.validation, strict=True)
-        lines[1:1] = losses.plot(
-            places,
-            held_out,
-            color=VALIDATION_COLOUR,
-            marker="o",
-            markersize=4,
-            linewidth=1.4,
-            label="validation",
-        )
+        look: dict[str, Any] = {"color": VALIDATION_COLOUR, "marker": "o", "markersize": 4, "linewidth": 1.4}
+        lines[1:1] = losses.plot(places, held_out, **look, label="validation")
     losses.set(xlabel="step", ylabel="loss in nats per token", title=title)
     losses.locator_params(axis="x", integer=True)
     losses.grid(alpha=0.25)
@@ -91,7 +82,7 @@ def draw_curve(history: History, path: Path, title: str) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """An exponential mean over about a fiftieth of the run, without the bias of its beginning."""
+    """An exponential moving average over about a fiftieth of the run, corrected for its bias at the start."""
     weight = 1 / max(1.0, len(values) / 50)
     total, mass, means = 0.0, 0.0, []
     for value in values:
@@ -103,10 +94,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 @torch.no_grad()
 def continue_text(task: Task, sample: config.Sample) -> str:
-    """The prompt and its continuation by the model, the same every time for the same weights.
-
-    It ends where the model's position limit does, and knows as much context as the model was trained with.
-    """
+    """The prompt and the model's continuation, with as much context as in training. Deterministic for given weights."""
     words = task.corpus.tokenizer
     assert words is not None, "a recipe with a sample has text"
     tokens = words.encode(sample.prompt.encode()).long()
@@ -115,20 +103,18 @@ def continue_text(task: Task, sample: config.Sample) -> str:
     for _ in range(sample.tokens):
         context = tokens[None, -task.recipe.data.sequence_length :].to(task.device)
         with task.autocast():
-            logits = task.model(input_ids=context, use_cache=False).logits[0, -1]
-        tokens = torch.cat([tokens, _choose(logits.float().cpu(), sample.temperature, random)])
+            logits = task.model(input_ids=context, use_cache=False).logits[0, -1].float().cpu()
+        if sample.temperature == 0:
+            chosen = logits.argmax(keepdim=True)
+        else:
+            chosen = torch.multinomial((logits / sample.temperature).softmax(-1), 1, generator=random)
+        tokens = torch.cat([tokens, chosen])
     task.model.train()
     return words.decode(tokens)
 
 
-def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax(keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first is flush left, the others right."""
+    """A text table. Columns are as wide as their widest cell; the first is aligned left, the others right."""
     cells = [tuple(header), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
@@ -137,7 +123,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Core numbers as people write them: 0-3,8."""
+    """Core numbers as ranges: 0-3,8."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:

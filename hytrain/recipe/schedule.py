@@ -11,14 +11,14 @@ from hytrain.recipe import config
 
 
 def cosine(optimizer: Optimizer, train: config.Train, start: int) -> LambdaLR:
-    """A scheduler at `start` finished steps; a function of the step, so it has no state to save."""
+    """A scheduler after `start` finished steps. The rate depends on the step alone, so there is no state to save."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = train.lr
     return LambdaLR(optimizer, lambda step: factor(step, train), last_epoch=start - 1)
 
 
 def factor(step: int, train: config.Train) -> float:
-    """The share of `train.lr` with which step number `step` (from 0) is made."""
+    """The learning rate of step number `step` (from 0) as a fraction of `train.lr`."""
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
     floor = train.min_lr / train.lr

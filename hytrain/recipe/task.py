@@ -1,10 +1,10 @@
-"""A recipe made real: device, data, tokenizer and model, all that training needs but the optimizer.
+"""The parts of a run that a recipe describes, except the optimizer: device, data, tokenizer and model.
 
     recipe ─▶ device
           ├─▶ text ─▶ split ─▶ tokenizer ─▶ batches, validation windows
           └─▶ model: new, from model.path, or from the checkpoint that is resumed
 
-The loop calls `assemble` once. Every error in it is a ConfigError and comes before anything is started.
+The loop calls `assemble` once. Its errors are ConfigErrors, raised before any process is started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hytrain.recipe.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where batches come from. Random tokens have no tokenizer and no validation part."""
+    """The source of batches. Random tokens have no tokenizer and no validation part."""
 
     tokenizer: TextTokenizer | None
     training: Source
@@ -37,7 +37,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """All parts of a run; `batch` and `validation` give int64 tokens (batch, sequence) on the device."""
+    """All parts of a run except the optimizer."""
 
     recipe: Recipe
     device: torch.device
@@ -47,15 +47,19 @@ class Task:
     peak_tflops: float | None
 
     def batch(self, step: int) -> Tensor:
-        return _on(self.device, self.corpus.training.at(step))
+        """The step's tokens on the device: int64, (batch, sequence)."""
+        tokens = self.corpus.training.at(step)
+        if self.device.type == "cpu":
+            return tokens
+        return tokens.pin_memory().to(self.device, non_blocking=True)  # a pageable copy would wait for the GPU
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.autocast)
 
 
 def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
-    """Builds every part; a checkpoint's model and tokenizer come before the recipe's. Raises ConfigError."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading and saving, which would tear the bar of the training
+    """Builds every part. A checkpoint's model and tokenizer replace the recipe's. Raises ConfigError."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading and saving: it would break the training's bar
     device = models.device(recipe.train.device)
     if device.type == "cpu":
         torch.set_num_threads(recipe.run.threads)
@@ -91,8 +95,3 @@ def _read_corpus(recipe: Recipe, checkpoint: Path | None) -> tuple[Corpus, int]:
 
 def _shape(recipe: Recipe) -> tuple[int, int, int]:
     return recipe.run.seed, recipe.data.batch_size, recipe.data.sequence_length
-
-
-def _on(device: torch.device, tokens: Tensor) -> Tensor:
-    """The tokens on the device; from pinned memory, for a pageable copy would wait for the GPU."""
-    return tokens if device.type == "cpu" else tokens.pin_memory().to(device, non_blocking=True)

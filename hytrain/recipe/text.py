@@ -1,6 +1,6 @@
-"""Text from files, folders and their compressed kin, and its division into a training and a validation part.
+"""Reads text from plain or compressed files and folders, and splits it into a training and a validation part.
 
-The trainer calls `read` and `split`; both work on bytes, so that nothing is lost before the tokenizer.
+The trainer calls `read` and `split`. Both work on bytes, so nothing is lost before the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".xz", ".gz"})
 
 
 class Split(NamedTuple):
-    """The two parts of a text, in its order."""
-
     train: bytes
     validation: bytes
 
 
 def read(paths: Sequence[Path]) -> bytes:
-    """The text of all files, in the order of the paths and within a folder by name, a blank line between two.
+    """The text of all files, in the order of the paths and, in a folder, of the names, with blank lines in between.
 
-    Raises ConfigError for what is missing, unreadable or empty.
+    Raises ConfigError if a path is missing or unreadable, or if there is no text.
     """
     documents = (_content(file).strip(b"\n") for path in paths for file in _files(path))
     text = DOCUMENT_GAP.join(document for document in documents if document)
@@ -37,10 +35,7 @@ def read(paths: Sequence[Path]) -> bytes:
 
 
 def split(text: bytes, validation: float) -> Split:
-    """The last `validation` part of the text apart from the rest.
-
-    The cut is made at the next end of a document if one is near, else between two characters.
-    """
+    """Splits off the last fraction `validation`, at the next end of a document if one is near."""
     cut = round(len(text) * (1 - validation))
     near = cut + (len(text) - cut) // 2
     gap = text.find(DOCUMENT_GAP, cut, near)

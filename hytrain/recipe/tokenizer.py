@@ -1,8 +1,8 @@
-"""Tokenizers: text to token numbers and back, each saved so that `AutoTokenizer` loads it from a checkpoint.
+"""Tokenizers: text to token numbers and back. `AutoTokenizer` can load each from a checkpoint.
 
-    bytes   one token a byte, vocabulary 256
+    bytes   one token per byte, vocabulary 256
     bpe     byte-level BPE, trained on the training text
-    path    whatever the user's folder holds
+    path    the tokenizer in the user's folder
 
 The trainer makes one at the start of a run, or loads the checkpoint's when it resumes.
 """
@@ -22,11 +22,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hytrain.errors import ConfigError
 from hytrain.recipe import config
 
-CHUNK_BYTES = 1 << 16  # long enough that cuts are rare, short enough to encode on all cores
+_FAST: Any = PreTrainedTokenizerFast  # its constructor has no types
+CHUNK_BYTES = 1 << 16  # large enough that cuts are rare, small enough to encode on all cores
 
 
 class TextTokenizer:
-    """A Hugging Face tokenizer over bytes, with a shortcut where a token is a byte.
+    """A Hugging Face tokenizer over bytes, with a shortcut if a token is a byte.
 
     Attributes: `hf`, the tokenizer itself; `vocab_size`, special tokens included.
     """
@@ -37,7 +38,7 @@ class TextTokenizer:
         self._is_bytes = hf.get_vocab() == _byte_vocabulary()
 
     def encode(self, text: bytes) -> Tensor:
-        """Token numbers, 1-D: uint8 where a token is a byte, else int32. Special tokens are not added."""
+        """Token numbers, 1-D: uint8 if a token is a byte, else int32. No special tokens are added."""
         if self._is_bytes:
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
         chunks = [chunk.decode("utf-8", errors="replace") for chunk in _chunks(text)]
@@ -45,7 +46,7 @@ class TextTokenizer:
         return torch.tensor([n for chunk in numbers["input_ids"] for n in chunk], dtype=torch.int32)
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of 1-D token numbers; bytes that are no UTF-8 become replacement characters."""
+        """The text of 1-D token numbers. Bytes that are not UTF-8 become replacement characters."""
         return str(self.hf.decode(tokens.tolist()))
 
     def save(self, folder: Path) -> None:
@@ -53,33 +54,28 @@ class TextTokenizer:
 
 
 def build(wanted: config.Tokenizer, training_text: bytes) -> TextTokenizer:
-    """The tokenizer that the recipe asks for; `bpe` is trained here, the same for the same text."""
+    """The recipe's tokenizer. `bpe` is trained here, deterministically."""
     if wanted.path is not None:
         return load(wanted.path)
     if wanted.kind == "bytes":
-        return _wrapped(_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[])))
+        return TextTokenizer(_FAST(tokenizer_object=_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))))
     bpe = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=wanted.vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     text = (chunk.decode("utf-8", errors="replace") for chunk in _chunks(training_text))
     bpe.train_from_iterator(text, trainer=trainer)
-    return _wrapped(bpe)
+    return TextTokenizer(_FAST(tokenizer_object=bpe))
 
 
 def load(folder: Path) -> TextTokenizer:
-    """A tokenizer from a local folder. Raises ConfigError if there is none."""
+    """The tokenizer in a local folder. Raises ConfigError if there is none."""
     if not folder.is_dir():
         raise ConfigError(f"The tokenizer folder {folder} does not exist; correct tokenizer.path.")
     try:
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ConfigError(f"The folder {folder} holds no usable tokenizer: {str(error).splitlines()[0]}") from None
-
-
-def _wrapped(tokenizer: Tokenizer) -> TextTokenizer:
-    fast: Any = PreTrainedTokenizerFast  # its constructor carries no types
-    return TextTokenizer(fast(tokenizer_object=tokenizer))
 
 
 def _byte_level(model: models.Model) -> Tokenizer:
@@ -90,14 +86,14 @@ def _byte_level(model: models.Model) -> Tokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable stand-in of each byte, with the byte's value as its token number."""
+    """The printable character that represents each byte, with the byte's value as its token number."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(rest)}
 
 
 def _chunks(text: bytes) -> Iterator[bytes]:
-    """The text in pieces that end with a line, so that no word is cut; joined they are the text."""
+    """The text in pieces that end at line ends, so no word is cut."""
     start = 0
     while start < len(text):
         end = text.find(b"\n", start + CHUNK_BYTES)

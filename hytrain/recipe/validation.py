@@ -1,4 +1,4 @@
-"""Validation: loss and accuracy over the held-out windows, in units that compare across tokenizers.
+"""Validation: loss and accuracy over the held-out windows, in units that are comparable across tokenizers.
 
 The loop calls `evaluate` between two steps and at the end.
 """
@@ -14,9 +14,9 @@ from hytrain.recipe.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Mean loss of the next token, per token and per byte of text, and how often the likeliest is right.
+    """Mean loss of the next token, per token and per byte of text, and the fraction predicted correctly.
 
-    Nats per byte are nats per token over the mean number of bytes in a token of the validation text.
+    Nats per byte are nats per token divided by the mean bytes per token of the validation text.
     """
 
     nats_per_token: float
@@ -32,10 +32,7 @@ class Validation:
 
 @torch.no_grad()
 def evaluate(task: Task) -> Validation | None:
-    """Runs the model over all validation windows, or returns None if there are none.
-
-    Sums stay on the device and are read once, at the end.
-    """
+    """Runs the model over all validation windows; None if there are none. The sums are read from the device once."""
     if task.corpus.bytes_per_token is None:
         return None
     task.model.eval()

@@ -1,1 +1,1 @@
-"""The processes of a run as the trainer sees them: the link, the agreement on placements, calibration, the timeline."""
+"""The trainer's side of a run: cluster, link, the agreement on placements, calibration, the timeline."""

@@ -1,9 +1,9 @@
-"""What a copy and a device update take on this machine, measured once before the first step.
+"""Measures copies and the device's update once, before the first step.
 
-    pinned scratch ◀──▶ device scratch    seconds for one parameter's gradient out, and for its weight in
-    scratch segment ─▶ the device's update  seconds a parameter; it also compiles the kernel
+    pinned scratch ◀──▶ device scratch    seconds to copy one parameter's gradient to the host, and its weight back
+    scratch segment ─▶ the device's update  seconds per parameter; it also compiles the kernel
 
-The coordinator plans with these, and with what the optimizer measures of its own updates, until steps were measured.
+The coordinator plans with these rates, and with the optimizer's own, until it has measured steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.
 
 
 def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfers, host: Backend | None) -> Calibration:
-    """Seconds a parameter, as medians of a few tries over scratch memory, which is given back."""
+    """Seconds per parameter, as medians of a few tries on scratch memory."""
     numels: Counter[tuple[str, str]] = Counter()
     for layer in layers:
         for segment in layer.segments:
@@ -41,13 +41,8 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
     on_host = torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     on_device = torch.zeros(copied, dtype=torch.uint8, device=device)
     [((dtype, grads_dtype), _)] = numels.most_common(1)
-    update = Segment(
-        name="scratch",
-        numel=min(UPDATE_NUMEL, max(layer.numel for layer in layers)),
-        dtype=dtype,
-        grads_dtype=grads_dtype,
-        group=0,
-    )
+    updated = min(UPDATE_NUMEL, max(layer.numel for layer in layers))
+    update = Segment(name="scratch", numel=updated, dtype=dtype, grads_dtype=grads_dtype, group=0)
     return Calibration(
         d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,
         h2d_s=_seconds(lambda: on_device.copy_(on_host, non_blocking=True), transfers) / copied * weights_bytes,
@@ -63,7 +58,6 @@ def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: B
 
 
 def _seconds(run: Callable[[], object], transfers: Transfers) -> float:
-    """The median of some tries after one that warms up."""
     took_s = []
     for _ in range(TRIES + 1):
         transfers.drain()

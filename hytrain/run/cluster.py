@@ -2,9 +2,10 @@
 
     under bin/hytrain-cluster   HYTRAIN_CLUSTER names the socket folder
     in a plain script           python -P -m workers.launcher --attach   starts coordinator and optimizer,
-                                and leaves when this process does
+                                and ends with this process
 
-A private cluster is executed, never forked or spawned by multiprocessing: the user's script is not run again.
+A private cluster is executed. It is never forked, nor spawned by multiprocessing, which would run the user's script
+again.
 """
 
 from __future__ import annotations
@@ -26,22 +27,14 @@ STOP_TIMEOUT_S: Final = 5.0
 
 
 class PrivateCluster:
-    """The launcher that this process started for itself."""
+    """A launcher started by this process, and its cluster."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Start it and wait until its processes are ready. Raises `ClusterError` with what it said if they are not."""
+        """Wait until the cluster's processes are ready. Raises `ClusterError` with the launcher's output otherwise."""
         self._pid = os.getpid()
+        options = ["--attach", str(self._pid), "--config", config.model_dump_json()]
         self._launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "workers.launcher",
-                "--attach",
-                str(self._pid),
-                "--config",
-                config.model_dump_json(),
-            ],
+            [sys.executable, "-P", "-m", "workers.launcher", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,7 +48,7 @@ class PrivateCluster:
             raise
 
     def _read_socket_dir(self, timeout_s: float) -> str:
-        """The launcher's one line of output. It comes once all is ready."""
+        """The launcher's one line of output, which it writes when everything is ready."""
         assert self._launcher.stdout is not None and self._launcher.stderr is not None
         deadline = time.monotonic() + timeout_s + 10.0
         line = b""
@@ -74,15 +67,15 @@ class PrivateCluster:
         return socket_dir
 
     def close(self) -> None:
-        """End the launcher and its processes; in a forked child this does nothing."""
+        """End the launcher and its processes. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
-        self._launcher.terminate()  # a forked child may hold our end of its input
+        self._launcher.terminate()  # closing its input may not end it: a forked child may have it open too
         for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
             if pipe is not None:
                 pipe.close()
         if self._launcher.returncode is None:
-            pidfd = os.pidfd_open(self._launcher.pid)  # Popen.wait with a time limit looks every 50 ms
+            pidfd = os.pidfd_open(self._launcher.pid)  # Popen.wait with a time limit polls every 50 ms
             if not _becomes_readable(pidfd, STOP_TIMEOUT_S):
                 self._launcher.kill()
             os.close(pidfd)
@@ -90,14 +83,14 @@ class PrivateCluster:
 
 
 class Seat:
-    """The trainer's place in a cluster, which only one optimizer of one process can have at a time."""
+    """The trainer's place in a cluster. Only one optimizer can have it at a time."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def take(cls, socket_dir: str) -> Self | None:
-        """The seat, None if somebody has it. It is free again when its holder leaves, however that happens."""
+        """The seat, or None if it is taken. It becomes free when its holder closes it or dies."""
         descriptor = os.open(Path(socket_dir) / "seat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,16 +100,12 @@ class Seat:
         return cls(descriptor)
 
     def close(self) -> None:
-        """Leave the seat to another."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may hold the descriptor
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may have the descriptor open
         os.close(self._descriptor)
 
 
 def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat]:
-    """The cluster to join, and what to close when it is left.
-
-    A second optimizer, of this process or of one that it started, gets a private cluster.
-    """
+    """The cluster to join, and what to close when leaving it. A second optimizer of a run gets a private cluster."""
     socket_dir = joined_cluster()
     if socket_dir is not None and (seat := Seat.take(socket_dir)) is not None:
         return Cluster.read(socket_dir), seat
@@ -125,14 +114,14 @@ def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat
 
 
 def _becomes_readable(descriptor: int, timeout_s: float) -> bool:
-    """Wait for it. `select` takes no descriptor above 1023, and who trains may have many files open."""
+    """Wait until a descriptor is readable. `select.select` cannot take descriptors above 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(timeout_s, 0.0) * 1e3))
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with HyTrain's own packages importable from wherever they were imported here."""
+    """This process's environment, with HyTrain's packages importable from where this process imported them."""
     environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
     home = str(Path(__file__).resolve().parents[2])
     paths = [home, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,4 +1,4 @@
-"""How the placement of layers changes: three pure state machines around one agreement.
+"""The agreement on changes of the placement of layers: three pure state machines.
 
     coordinator (PlanLedger)        trainer (PlanBook)             optimizer (PlanBook)
       propose ── Plan ─────────────────▶ acknowledge ◀── Plan ──────── acknowledge
@@ -7,9 +7,9 @@
                                          boundary of that step ── TakeOver / GiveUp ──▶ checked against the plan
       settled ◀── PlanApplied ───────────┴──────────────────────────── PlanApplied ──▶ settled
 
-A plan for step s holds only if both sides acknowledged it before the trainer begins backward s (I3). One that
-comes too late, or whose memory is not there yet, is postponed: it holds from a later step on. Only the trainer is
-told to go ahead: the optimizer learns it from the trainer, on the channel that also brings its gradients, in order.
+A plan for step s holds only if both sides have acknowledged it before the trainer begins backward s (I3). A plan that
+comes too late, or whose memory is not ready, is postponed to a later step. Only the trainer gets `Reassign`. The
+optimizer learns of the change from the trainer, on the channel that also brings the gradients, in order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PARTIES: Final = ("trainer", "optimizer")
 
 
 class OwnershipError(RuntimeError):
-    """A plan, or a handover, that the agreement does not allow."""
+    """A plan or a handover that the agreement does not allow."""
 
 
 @dataclass(slots=True)
 class PlanBook:
-    """One party's side of the agreement: the plan it acknowledged last, and whether it holds.
+    """One party's side of the agreement: the plan that it acknowledged last, and whether it holds.
 
-    The optimizer hears of the next plan while the trainer's messages about this one are still on their way, by
-    another channel. So it keeps every plan that it acknowledged until the trainer says that it was applied.
+    The optimizer may hear of the next plan before the trainer's messages about this one, which use another channel. So
+    it keeps each acknowledged plan until the trainer reports that it was applied.
     """
 
     role: str
@@ -54,17 +54,17 @@ class PlanBook:
         return PlanAck(plan_id=plan.plan_id, accepted=not reason, reason=reason)
 
     def on_reassign(self, message: Reassign) -> None:
-        """The agreement is complete. Raises `OwnershipError` unless it is about the plan acknowledged last."""
+        """The agreement is complete. Raises `OwnershipError` unless it concerns the plan acknowledged last."""
         if self.plan is None or self.plan.plan_id != message.plan_id or self.holds:
             raise OwnershipError(f"{self.role}: Reassign({message.plan_id}) without its plan")
         self.holds = True
 
     def due(self, step: int) -> Plan | None:
-        """The plan to apply before step `step` begins, if there is one for this step or an earlier one."""
+        """The plan to apply before step `step` begins: one for this step or an earlier one, or None."""
         return self.plan if self.holds and self.plan is not None and self.plan.step <= step else None
 
     def settle(self) -> None:
-        """The plan has been applied: room for the next."""
+        """The plan has been applied, and the next may come."""
         if not self.holds:
             raise OwnershipError(f"{self.role}: nothing to settle")
         assert self.plan is not None, "what holds is a plan"
@@ -72,11 +72,11 @@ class PlanBook:
         self.forget(self.plan.plan_id)
 
     def forget(self, plan_id: int) -> None:
-        """The plan has been applied or has lapsed, and with it those before it."""
+        """This plan and those before it have been applied or have lapsed."""
         self._acknowledged = {known: plan for known, plan in self._acknowledged.items() if known > plan_id}
 
     def allows(self, plan_id: int, lid: int, updates: str) -> bool:
-        """Whether an acknowledged plan that is not applied yet gives layer `lid` to an updater, "cpu" or "gpu"."""
+        """Whether an acknowledged plan that is not applied yet gives layer `lid` to `updates`, "cpu" or "gpu"."""
         plan = self._acknowledged.get(plan_id)
         return plan is not None and plan.placement(lid).updates == updates
 
@@ -86,10 +86,10 @@ class PlanBook:
 
 @dataclass(slots=True)
 class PlanLedger:
-    """The coordinator's side: at most one proposal under way. `placements` are those of the plan applied last."""
+    """The coordinator's side: at most one open proposal. `placements` are those of the plan applied last."""
 
     placements: tuple[str, ...]
-    _next_id: int = 0
+    next_id: int = 0
     _open: Plan | None = None
     _acks: set[str] = field(default_factory=set)
     _committed: bool = False
@@ -98,20 +98,16 @@ class PlanLedger:
     def busy(self) -> bool:
         return self._open is not None
 
-    @property
-    def next_id(self) -> int:
-        return self._next_id
-
     def propose(self, plan: Plan) -> Plan:
-        """Open a proposal. Raises `OwnershipError` while another is under way."""
-        if self._open is not None or plan.plan_id != self._next_id:
+        """Open a proposal. Raises `OwnershipError` while another is open."""
+        if self._open is not None or plan.plan_id != self.next_id:
             raise OwnershipError(f"plan {plan.plan_id} while {self._open} is under way")
         self._open, self._acks, self._committed = plan, set(), False
-        self._next_id += 1
+        self.next_id += 1
         return plan
 
     def on_ack(self, role: str, ack: PlanAck) -> Reassign | None:
-        """Count a party's acknowledgement; the last gives the commitment for the trainer. A refusal ends the plan."""
+        """Count a party's acknowledgement. Both give the `Reassign` for the trainer; a refusal ends the plan."""
         if self._open is None or ack.plan_id != self._open.plan_id or role not in PARTIES or self._committed:
             return None
         if not ack.accepted:

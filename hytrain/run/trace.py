@@ -1,12 +1,12 @@
-"""The timeline of a run: each process writes its events as it goes, and the launcher joins them at the end.
+"""The timeline of a run. Each process writes its events during the run, and the launcher merges them at the end.
 
     trainer (Meter) ─┐
     optimizer       ─┼─ TraceWriter ─▶ RUN/traces/ROLE-RANK.jsonl ─▶ merge ─▶ RUN/trace.json ─▶ ui.perfetto.dev
     coordinator     ─┘
 
-All times are seconds of CLOCK_MONOTONIC, which the processes of a node share. In the file a process is a process, and
-each of its tracks is a thread. Spans of one track that overlap get a lane each, since a viewer would nest them.
-Where tracing is off there is no writer: None stands in its place.
+All times are seconds of CLOCK_MONOTONIC, which the processes of a node share. In the file, each track of a process is
+a thread. Overlapping spans of a track get separate lanes, because a viewer would nest them. Without tracing, None takes
+the writer's place.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from protocol.address import Address
 
 FOLDER: Final = "traces"
 FILE: Final = "trace.json"
 ROLES: Final = ("trainer", "optimizer", "coordinator")
-#: From top to bottom in the viewer.
+#: In the viewer's order, from top to bottom.
 TRACKS: Final = ("step", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
 LANES: Final = 1000
-#: Events that are kept in memory until they are written.
-BUFFERED_EVENTS: Final = 2048
+BUFFERED_EVENTS: Final = 2048  # events that are buffered before they are written
 
 
 class TraceWriter:
-    """One process's events. Not for several threads at once.
-
-    The file is open only while events are written: nothing leaks in a process that ends without `close`.
-    """
+    """One process's events. Not thread-safe. The file is open only during a write, so nothing leaks without `close`."""
 
     def __init__(self, run_dir: str | Path, address: Address) -> None:
         folder = Path(run_dir) / FOLDER
@@ -45,28 +41,26 @@ class TraceWriter:
         self._metadata("process_sort_index", 0, sort_index=ROLES.index(address.role))
 
     def span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
-        """Something that took a while. Spans of one track come in the order of their ends."""
+        """Add an event with a duration. Spans of one track must come in the order of their ends."""
         tid = self._thread(track, began_s, ended_s)
         self._add("X", tid, name, began_s, args, dur=round(max(_us(ended_s) - _us(began_s), 0.0), 3))
 
     def instant(self, track: str, name: str, at_s: float, **args: Any) -> None:
-        """Something that happened."""
+        """Add an event without a duration."""
         self._add("i", self._thread(track, math.inf, -math.inf), name, at_s, args, s="t")
 
     def counter(self, name: str, at_s: float, **values: float) -> None:
-        """Numbers from here on, drawn as one graph."""
+        """Add numbers that hold from here on. The viewer draws them as one graph."""
         self._add("C", 0, name, at_s, values)
 
     def flush(self) -> None:
-        """Write what is buffered. Each line begins with its newline: one that was never finished spoils no other."""
+        """Write the buffered events. Each line begins with its newline, so an unfinished line damages no other."""
         lines = "".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._events)
         self._events.clear()
         with self._path.open("a") as file:
             file.write(lines)
 
-    def close(self) -> None:
-        """Write the rest."""
-        self.flush()
+    close = flush
 
     def _add(self, phase: str, tid: int, name: str, at_s: float, args: dict[str, Any], **more: Any) -> None:
         event = {"name": name, "ph": phase, "pid": self._pid, "tid": tid, "ts": _us(at_s), **more}
@@ -75,7 +69,7 @@ class TraceWriter:
             self.flush()
 
     def _thread(self, track: str, began_s: float, ended_s: float) -> int:
-        """The first lane of `track` that is free from `began_s` on, as a thread's number; `ended_s` frees it again."""
+        """The thread number of the first lane of `track` that is free from `began_s` on; it is busy until `ended_s`."""
         lanes = self._lanes[track]
         lane = next((lane for lane, busy_until_s in enumerate(lanes) if busy_until_s <= began_s), len(lanes))
         tid = TRACKS.index(track) * LANES + lane + 1
@@ -95,16 +89,12 @@ def _us(time_s: float) -> float:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the events of an earlier run in the same folder."""
     for path in (run_dir / FOLDER).glob("*.jsonl"):
         path.unlink()
 
 
 def merge(run_dir: Path) -> Path:
-    """Join what the processes wrote into one file, complete or not at all; its path.
-
-    A line that a dying process did not finish is left out.
-    """
+    """Merge the processes' events into one file, atomically, and return its path. Unfinished lines are left out."""
     target = run_dir / FILE
     temporary = target.with_suffix(".tmp")
     with temporary.open("w") as out:
@@ -112,18 +102,17 @@ def merge(run_dir: Path) -> Path:
         separator = "\n"
         for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
             with path.open() as lines:
-                separator = _append(out, lines, separator)
+                for line in filter(_is_whole, lines):
+                    out.write(separator + line.rstrip())
+                    separator = ",\n"
         out.write("\n]}\n")
     temporary.replace(target)
     return target
 
 
-def _append(out: TextIO, lines: TextIO, separator: str) -> str:
-    for line in lines:
-        try:
-            json.loads(line)
-        except ValueError:
-            continue
-        out.write(separator + line.rstrip())
-        separator = ",\n"
-    return separator
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
