@@ -25,12 +25,7 @@ from hytrain.tensors import address, count_write
 from protocol.handles import TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
 
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int16": torch.int16,
-}
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
 STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
 
 

@@ -234,8 +234,7 @@ def build_layers(
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             owner = owners.setdefault(
-                id(piece.parameter),
-                TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)]),
+                id(piece.parameter), TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)])
             )
             weights = flat(piece.parameter.detach())[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))

@@ -114,11 +114,7 @@ class Boundary:
 
     def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
         message = PlanApplied(
-            plan_id=plan.plan_id,
-            step=step,
-            placements=self.placements,
-            moved=moved,
-            handover_s=handover_s,
+            plan_id=plan.plan_id, step=step, placements=self.placements, moved=moved, handover_s=handover_s
         )
         for role in ("optimizer", "coordinator"):
             self._link.post(role, message)
