@@ -1,11 +1,11 @@
-"""What fits: bytes by plane and placement, checked before anything is allocated.
+"""Memory by plane and placement, in bytes, checked before anything is allocated.
 
-per parameter        host, the CPU owns it                        GPU, the GPU owns it
+per parameter        host memory, if the CPU owns it              GPU memory, if the GPU owns it
 bfloat16             grads 2, weights 2, remainder 2, moments 8   remainder 2, moments 8   (weights 2 always)
 float16              grads 2, weights 2, remainder 4, moments 8   remainder 4, moments 8   (weights 2 always)
 float32              grads 4, weights 4, moments 8                moments 8                (weights 4 always)
 
-A second bank, with which the CPU may update ahead of the verdict on a step's norm, has all but the gradients again.
+A second bank, which lets the CPU update before the verdict on a step, holds everything but the gradients once more.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hytrain.errors import CapacityError
 from hytrain.memory.host import available_bytes
 from protocol.handles import ArenaLayout
 
-#: GPU memory that is left to fragmentation and to what the libraries take for themselves.
+#: The fraction of GPU memory that is left for fragmentation and for libraries.
 GPU_MARGIN: Final = 0.04
-#: Host memory that is left to the processes themselves.
+#: Host memory that is left for the processes themselves.
 HOST_MARGIN_BYTES: Final = 1 << 30
-#: The free memory is asked for once in so many steps: the driver's answer takes its time.
+#: The driver is asked for free memory once in so many steps, since it answers slowly.
 FREE_EVERY: Final = 16
 
 
 class GpuMemory:
-    """What the GPU still has for optimizer state, as far as torch's allocator may take it."""
+    """GPU memory that torch's allocator can still take for optimizer state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class GpuMemory:
         self._free: int | None = None
 
     def free_bytes(self) -> int | None:
-        """Bytes that no step so far has needed, less a margin; None without a GPU."""
+        """Bytes that no step has needed so far, less a margin. None without a GPU."""
         if self._device.type != "cuda":
             return None
         if self._asked % FREE_EVERY == 0 or self._asked < 4:
@@ -45,16 +45,16 @@ class GpuMemory:
         return self._free
 
     def for_state_bytes(self) -> int | None:
-        """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""
+        """The bound for the first plan, before any step: half of what is free, since activations need the rest."""
         if self._device.type != "cuda":
             return None
         beside, _ = self._beside(torch.cuda.memory_allocated(self._device))
         return max(beside // 2, 0)
 
     def _beside(self, used: int) -> tuple[int, int]:
-        """Bytes that this process could take beside so many that it uses; and all that it may take.
+        """The bytes that this process can take on top of the `used` ones, and the cap on all that it may take.
 
-        `set_per_process_memory_fraction`, or the same in PYTORCH_CUDA_ALLOC_CONF, caps what the allocator takes.
+        `set_per_process_memory_fraction`, or its counterpart in PYTORCH_CUDA_ALLOC_CONF, sets the cap.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
@@ -62,14 +62,14 @@ class GpuMemory:
 
 
 def host_bytes(layouts: list[ArenaLayout]) -> int:
-    """Host memory for the planes of these layers, if the CPU owns them all."""
+    """The host memory for the planes of these layers, if the CPU owns all of them."""
     return sum(layout.nbytes for layout in layouts)
 
 
 def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None) -> bool:
-    """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k.
+    """Whether the planes of `layouts`, with two banks, fit into host memory at this k.
 
-    With "auto" (None) they have to fit at k=0: a second bank is not worth a larger k.
+    With "auto" (None), they must fit at k=0: a second bank is not worth a larger k.
     """
     return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit)
 
@@ -82,11 +82,10 @@ def require_host_memory(
     gpu_bytes: int | None = None,
     awaits_verdict: bool = False,
 ) -> None:
-    """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into the host's memory.
+    """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into host memory.
 
-    With "auto" (None) some k has to fit, with at most `gpu_bytes` of optimizer state on the GPU, None being none. On a
-    GPU whose updates await a verdict the gradients count as well. `limit` states what may be used where the machine's
-    memory grows after boot; None asks the machine.
+    With "auto" (None), some k must fit with at most `gpu_bytes` of optimizer state on the GPU (None: no GPU). If updates
+    await a verdict, gradients count as well. `limit` is the memory that may be used; None asks the machine.
     """
     bound, needed, numel = host_bound(limit), host_bytes(layouts), sum(layout.numel for layout in layouts)
     each = f"{needed / max(numel, 1):.1f} bytes per parameter"
@@ -112,7 +111,7 @@ def require_host_memory(
 
 
 def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool) -> list[ArenaLayout]:
-    """The layers that are left to the host if the GPU takes all that it has room for, as the first plan would."""
+    """The layers that are left to the host if the GPU takes as many as it has room for, as in the first plan."""
     left = []
     for layout in layouts:
         size = layout.state_nbytes + awaits_verdict * layout.plane_nbytes["grads"]
@@ -124,5 +123,5 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
 
 
 def host_bound(limit: int | None) -> int:
-    """Bytes of host memory that planes may take: as stated, or what the machine has left now, less a margin."""
+    """The bytes of host memory that planes may take: the limit, or what the machine has left now, less a margin."""
     return limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)
