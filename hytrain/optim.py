@@ -28,6 +28,7 @@ from hytrain.checks import check_free, check_group, check_model, check_options, 
 from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
+from hytrain.model.trained import TrainedParameter
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -157,6 +158,10 @@ class AdamW(torch.optim.Optimizer):
     def _engine(self) -> Engine:
         return self._session.engine
 
+    @property
+    def _saved(self) -> tuple[list[dict[str, Any]], list[TrainedParameter], saving.Resting]:
+        return self.param_groups, self._session.parameters, self._session.resting
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
 
@@ -231,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
             before(self)
         self._engine.import_written()
         self._engine.expose_state()
-        state = saving.state_dict(self.param_groups, self._session.parameters, self._session.resting)
+        state = saving.state_dict(*self._saved)
         if (scaling := self._engine.verdicts.loss_scale) is not None:
             state["loss_scale"] = scaling.state()
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -251,22 +256,15 @@ class AdamW(torch.optim.Optimizer):
         self._engine.before_load("opt.load_state_dict()")
         self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        saving.load_state_dict(
-            state_dict,
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
-            names,
-            when_checked=self._import_for_loading,
-        )
+        saving.load_state_dict(state_dict, *self._saved, names, when_checked=self._import_for_loading)
         if (scaling := self._engine.verdicts.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
-        self._engine.state_was_loaded()
+        self._engine.masters.state_was_loaded = True
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _import_for_loading(self) -> None:
-        """Called before state is overwritten. It keeps remainders: what is loaded may be a view of the current state."""
+        """Called before state is overwritten. Keeps remainders: what is loaded may be a view of the current state."""
         self._engine.import_weights(keep_remainder=True)
         self._engine.expose_state()
 
@@ -319,14 +317,7 @@ class AdamW(torch.optim.Optimizer):
         engine = self._engine
         engine.import_written()
         engine.expose_state()
-        saving.save(
-            Path(folder),
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
-            steps=engine.steps,
-            loss_scale=engine.verdicts.loss_scale,
-        )
+        saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.verdicts.loss_scale)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. Load the model's weights yourself, before or after.
@@ -339,14 +330,12 @@ class AdamW(torch.optim.Optimizer):
         self._engine.expose_state()
         self._engine.steps = saving.load(
             Path(folder),
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
+            *self._saved,
             dict(self._model.named_parameters()),
             loss_scale=self._engine.verdicts.loss_scale,
             when_checked=self._import_for_loading,
         )
-        self._engine.state_was_loaded()
+        self._engine.masters.state_was_loaded = True
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""

@@ -241,18 +241,14 @@ class Session:
 
         Returns True if a new engine has taken over.
         """
-        if not self._any_thawed():
-            return False
-        self.rebuild()
-        self.engine.before_root()
-        return True
-
-    def _any_thawed(self) -> bool:
-        """Whether an untrained parameter now needs a gradient. False while `functional_call` replaces parameters."""
         if not any(p.requires_grad and id(p) not in _managed for p in self._others):
             return False
         present = {id(parameter) for parameter in self._model.parameters()}
-        return all(id(p) in present for group in self._groups() for p in group["params"])
+        if not all(id(p) in present for group in self._groups() for p in group["params"]):
+            return False  # `torch.func.functional_call` has replaced parameters
+        self.rebuild()
+        self.engine.before_root()
+        return True
 
     def require_free(self, parameters: list[Tensor]) -> None:
         """Raise `UnsupportedError` if another session trains one of these."""

@@ -52,10 +52,7 @@ class GpuMemory:
         return max(beside // 2, 0)
 
     def _beside(self, used: int) -> tuple[int, int]:
-        """The bytes that this process can take on top of the `used` ones, and the cap on all that it may take.
-
-        `set_per_process_memory_fraction`, or its counterpart in PYTORCH_CUDA_ALLOC_CONF, sets the cap.
-        """
+        """The bytes that this process can take beyond the `used` ones, and the user's cap on torch's allocator."""
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         return min(free + torch.cuda.memory_reserved(self._device), cap) - used, cap
@@ -84,8 +81,8 @@ def require_host_memory(
 ) -> None:
     """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into host memory.
 
-    With "auto" (None), some k must fit with at most `gpu_bytes` of optimizer state on the GPU (None: no GPU). If updates
-    await a verdict, gradients count as well. `limit` is the memory that may be used; None asks the machine.
+    With "auto" (None), some k must fit with at most `gpu_bytes` of optimizer state on the GPU (None: no GPU). If
+    updates await a verdict, gradients count as well. `limit` is the memory that may be used; None asks the machine.
     """
     bound, needed, numel = host_bound(limit), host_bytes(layouts), sum(layout.numel for layout in layouts)
     each = f"{needed / max(numel, 1):.1f} bytes per parameter"

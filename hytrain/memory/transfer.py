@@ -109,8 +109,8 @@ class CudaTransfers:
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
 
-        The driver launches nothing in the meantime: 0.17 s for 1.75 GiB. So memory is pinned in pieces. With `gently`,
-        while training continues, an equally long pause follows each piece. No copy may cross from one piece to the next.
+        The driver launches nothing in the meantime: 0.17 s for 1.75 GiB. So memory is pinned in pieces; with `gently`,
+        during training, an equally long pause follows each piece. No copy may cross from one piece to the next.
         """
         for first, stop in cut(start, nbytes):
             began_s = time.monotonic()
@@ -135,7 +135,7 @@ class CudaTransfers:
         return torch.cuda.current_stream(self._device)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
-        """Make the current stream wait for `streams`, and keep the memory of the tensors that they have `made` for it."""
+        """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
         current = torch.cuda.current_stream(self._device)
         others = [stream for stream in streams if stream is not None and stream != current]
         for other in others:
@@ -152,11 +152,7 @@ class CudaTransfers:
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy updated planes into parameters.
-
-        Kernels that read the old weights came before the gradient's copy. Autograd reports any later use of the old
-        weights, by the version counter.
-        """
+        """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""
         transfer = self._copy(self._in, copies)
         for destination, _ in copies:
             count_write(destination)

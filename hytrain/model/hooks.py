@@ -53,8 +53,6 @@ class _Hook(Generic[T]):
 
 
 class BeforeForward(_Hook["Reads"]):
-    """Forward pre-hook of a module: waits for the layers that the module reads."""
-
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
@@ -115,8 +113,6 @@ class GuardedParameters(dict[str, "nn.Parameter | None"]):
 
 
 class OnGradient(_Hook["Backward"]):
-    """Post-accumulate-grad hook: consumes the gradient."""
-
     def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:
         super().__init__(backward)
         self._parameter = parameter
@@ -128,7 +124,7 @@ class OnGradient(_Hook["Backward"]):
 
 
 class BeforeStateDict(_Hook["Engine"]):
-    """State-dict pre-hook: waits for all updates. It also runs in `torch.save(model)`, which saves this hook too."""
+    """Also runs in `torch.save(model)`, which saves this hook too."""
 
     def __call__(self, *args: Any) -> None:
         if (engine := self.target) is not None:
@@ -140,8 +136,6 @@ class BeforeStateDict(_Hook["Engine"]):
 
 
 class BeforeLoadStateDict(_Hook["Engine"]):
-    """Load-state-dict pre-hook: waits for all updates."""
-
     def __call__(self, *args: Any) -> None:
         if (engine := self.target) is not None:
             engine.before_load("model.load_state_dict()")
@@ -200,7 +194,7 @@ def attach(
         hooks.append(hook)
         handles.append(register(hook, **options))
 
-    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's hook runs first.
+    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
     for module, gate in gates:
         hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)

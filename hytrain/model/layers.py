@@ -177,7 +177,7 @@ def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
 
 
 def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """By module id, the modules that wait for its parameters: each block that contains it, or outside of blocks itself."""
+    """By module id, the modules that wait for its parameters: each block that contains it, or else itself."""
     waiters: dict[int, list[nn.Module]] = {}
 
     def walk(module: nn.Module, block: nn.Module | None) -> None:

@@ -93,7 +93,7 @@ class LayerLife:
         self.placement = placement
 
     def check(self) -> None:
-        assert self.placement.updates == "cpu" or self.state is State.CURRENT, "the GPU's updates need no copies"
+        assert self.placement.updates == "cpu" or self.state is State.CURRENT, "the GPU's updates take no trip"
 
     def _tell(self, what: str) -> str:
         story = ", ".join(f"{event.name}@{step}→{state.name}" for event, step, state in self._story) or "nothing"

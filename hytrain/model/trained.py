@@ -214,7 +214,7 @@ def build_layers(
     grad_dtype: torch.dtype | None,
     before: Sequence[TrainedParameter] = (),
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Build the trained layers and their parameters. `before` are the parameters of the build that this one replaces."""
+    """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []

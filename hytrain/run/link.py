@@ -62,7 +62,7 @@ class _Job:
 
 
 class Link:
-    """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, and then `close`."""
+    """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, then `close`."""
 
     def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
         self._cluster, self._timeout_s = cluster, timeout_s
@@ -156,9 +156,7 @@ class Link:
             else:  # construction failed before the sender was started
                 outbox.send(Goodbye())
         self._jobs.put(None)
-        os.write(
-            self._stop_write, b"stop"
-        )  # closing alone would not wake the receiver if a forked child holds the pipe
+        os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
         os.close(self._stop_write)
         if not self._threads:
             os.close(self._stop_read)  # otherwise the inbox closes it

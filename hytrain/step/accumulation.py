@@ -40,7 +40,6 @@ class Accumulation:
 
     @property
     def pending(self) -> list[TrainedParameter]:
-        """The parameters whose sum has not been taken."""
         return self._sums.waiting()
 
     @property
@@ -89,7 +88,6 @@ class Accumulation:
         return total.to(parameter.parameter.dtype)
 
     def drop(self) -> None:
-        """Discard the sums."""
         self._sums.clear()
 
     def close(self) -> None:

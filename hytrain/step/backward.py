@@ -53,7 +53,6 @@ class Departure(Draft):
     norm: NormSoFar | None
 
     def grad_ready(self) -> GradReady:
-        """The message to send once the copy has finished."""
         exceeds = self.norm is not None and self.norm.exceeds()
         return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts, exceeds=exceeds)
 
@@ -167,8 +166,6 @@ class Backward:
         layer.note_writes()
         self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
 
-    # ------------------------------------------------------------ the beginning and the end of a backward
-
     def _begin(self, parameter: TrainedParameter) -> None:
         """The first gradient of a backward has come. Raises if what came before was wrong, and then changes nothing."""
         health, life = self._health, self._health.life
@@ -267,8 +264,6 @@ class Backward:
             update()
         self._held.clear()
 
-    # ------------------------------------------------------------ the link's threads
-
     def on_departure(self, draft: Draft) -> Message:
         """A draft's copy has finished: return its message. Called on the sender thread."""
         match draft:
@@ -294,7 +289,6 @@ class Backward:
         self._meter.span("h2d_s", layer.lid, done.step, landing.span)
 
     def close(self) -> None:
-        """Discard the updates that were held back."""
         self._held.clear()
 
 

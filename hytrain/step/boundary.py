@@ -45,7 +45,7 @@ class Boundary:
 
     def report(self, step: int, number: int) -> None:
         """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
-        times = self._meter.end_step(step)
+        times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
         now_s, placements = time.monotonic(), self.placements
         self.statistics = Statistics(
             step=number,
@@ -57,22 +57,24 @@ class Boundary:
             moving=self._handover.has_worked(),
         )
         self._stepped_s = now_s
-        report = TrainerReport(
-            step=step,
-            number=number,
-            at_s=now_s,
-            step_s=self.statistics.step_s,
-            measured=self._meter.measured,
-            stall_s=self.statistics.stall_s,
-            middle_s=self._meter.middle_s,
-            starved=self._meter.starved,
-            k=self.statistics.k,
-            moving=self.statistics.moving,
-            placements=placements,
-            gpu_free_bytes=self._free_gpu_bytes(),
-            layers=times,
+        self._link.post(
+            "coordinator",
+            TrainerReport(
+                step=step,
+                number=number,
+                at_s=now_s,
+                step_s=self.statistics.step_s,
+                measured=self._meter.measured,
+                stall_s=self.statistics.stall_s,
+                middle_s=self._meter.middle_s,
+                starved=self._meter.starved,
+                k=self.statistics.k,
+                moving=self.statistics.moving,
+                placements=placements,
+                gpu_free_bytes=self._free_gpu_bytes(),
+                layers=times,
+            ),
         )
-        self._link.post("coordinator", report)
 
     def start(self, plan: Plan) -> None:
         """Give every layer its first placement. Raises `ClusterError` or `CapacityError`."""

@@ -69,7 +69,7 @@ class Engine:
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
         self.reads = Reads(layers, parameters, transfers=transfers, health=self._health, meter=self._meter)
-        self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
+        self.masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
         self.boundary = Boundary(
             layers, link=link, handover=self._handover, meter=self._meter, plans=plans, free_gpu_bytes=free_gpu_bytes
@@ -84,7 +84,7 @@ class Engine:
             health=self._health,
             meter=self._meter,
             reads=self.reads,
-            masters=self._masters,
+            masters=self.masters,
             verdicts=self.verdicts,
             accumulation=accumulation,
             handover=self._handover,
@@ -92,7 +92,6 @@ class Engine:
         )
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first placement, from the coordinator's first plan."""
         try:
             self.boundary.start(plan)
         except ClusterError as error:
@@ -108,7 +107,7 @@ class Engine:
     def continue_from(self, before: Engine) -> None:
         """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
-        self._masters.state_was_loaded = before._masters.state_was_loaded
+        self.masters.state_was_loaded = before.masters.state_was_loaded
         self.verdicts.continue_from(before.verdicts)
 
     def before_root(self) -> None:
@@ -178,8 +177,6 @@ class Engine:
         """Raise `UsageError` between a step's first gradient and `step()`."""
         self._health.require(Event.REGROUP, what=what)
 
-    # ------------------------------------------------------------ called on the link's threads
-
     def on_departure(self, draft: Draft) -> Message:
         return self.backward.on_departure(draft)
 
@@ -196,8 +193,6 @@ class Engine:
 
     def on_failure(self, error: HyTrainError) -> None:
         self._health.fail(error)
-
-    # ------------------------------------------------------------ called by `optim`
 
     @property
     def steps(self) -> int:
@@ -229,31 +224,27 @@ class Engine:
 
     def weights_were_written(self) -> None:
         """Note that parameters were written from outside: they become the masters before the next update."""
-        self._masters.were_written = True
-
-    def state_was_loaded(self) -> None:
-        """Note that remainders were loaded. Weights loaded before the next step belong to them."""
-        self._masters.state_was_loaded = True
+        self.masters.were_written = True
 
     def settle_writes(self) -> None:
         """Import the announced writes from outside. Raises `UsageError` for any other write."""
         self.import_written()
-        self._masters.refuse_foreign_writes()
+        self.masters.refuse_foreign_writes()
 
     def import_written(self) -> None:
         """Make parameters that were written from outside, and announced, the masters."""
-        if self._masters.were_written:
+        if self.masters.were_written:
             self.synchronize()
-            self._masters.import_written()
+            self.masters.import_written()
 
     def import_weights(self, *, keep_remainder: bool = False) -> None:
         """Make all parameters' values the masters, with no remainders or those that still fit. The moments stay.
 
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
-        self._masters.require_landed()
+        self.masters.require_landed()
         self.synchronize()
-        self._masters.import_all(keep_remainder=keep_remainder)
+        self.masters.import_all(keep_remainder=keep_remainder)
 
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""

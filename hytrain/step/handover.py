@@ -68,7 +68,7 @@ class Handover:
         self._worked = False
 
     def start(self, plan: Plan) -> None:
-        """Give layers their first placement: state is zero, the parameters are the masters. May raise `ClusterError`."""
+        """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
         hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
             if layer not in hosted:
@@ -145,7 +145,7 @@ class Handover:
         layer.moving.arrival = self._transfers.state_in(copies, layer.moving.fence)
 
     def finish(self, step: int) -> tuple[Plan, int] | None:
-        """Before the first gradient, place layers that move to the GPU. Returns the begun plan and its moves, if any."""
+        """Before the first gradient, place layers on the GPU. Returns the plan that was begun, and its moves, if any."""
         move = self._move
         if move is None or not move.begun:
             return None
@@ -168,10 +168,7 @@ class Handover:
         self._departing = []
 
     def expose_state(self) -> None:
-        """Prepare for others to read and write state planes, with copies of any size.
-
-        A copy must not cross from one pinned piece to the next, so the planes are unpinned. The next handover is slower.
-        """
+        """Unpin state planes, so that copies of any size can read and write them. The next handover is slower."""
         self.wait()
         if self._move is not None:
             for layer in self._move.coming:

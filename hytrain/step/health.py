@@ -71,7 +71,7 @@ class Health:
             raise
 
     def end_in_child(self, error: HyTrainError) -> None:
-        """Fail in a forked child. It gets a new condition: no other thread is left to notify it, or to unlock the old."""
+        """Fail in a forked child. No other thread is left to notify or unlock the old condition."""
         self.changed, self.failure = threading.Condition(), error
 
     def wait_for(self, happened: Callable[[], bool], what: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:

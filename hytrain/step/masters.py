@@ -43,7 +43,6 @@ class Masters:
         self._import(self._parameters, keep_remainder=keep_remainder)
 
     def import_written(self) -> None:
-        """Make announced writes the masters."""
         if self.were_written:
             self._reads.synchronize()
             self._import(self._written(), keep_remainder=self.state_was_loaded)

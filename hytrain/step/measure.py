@@ -89,8 +89,7 @@ class Meter:
     def __init__(
         self, clock: Clock, numels: list[int], *, trace: TraceWriter | None = None, names: Sequence[str] = ()
     ) -> None:
-        self._clock, self._numels = clock, numels
-        self._trace, self._names = trace, names
+        self._clock, self._numels, self._trace, self._names = clock, numels, trace, names
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # another thread reports copies
@@ -181,7 +180,7 @@ class Meter:
             found[-1] = found[-1]._replace(lids=(lid,))
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
-        # A device update follows its layer's mark on the same stream. Without overlap, all updates follow the last mark.
+        # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
         for (before, mark), (lid, ended) in pairwise(marks.backward):

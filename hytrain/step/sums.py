@@ -42,15 +42,12 @@ class DeviceSums:
         return self._sums.pop(parameter, None)
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
-        """Keep a sum that the current stream computes."""
         self._sums[parameter] = total
 
     def waiting(self) -> list[TrainedParameter]:
-        """The parameters whose sum has not been taken."""
         return list(self._sums)
 
     def clear(self) -> None:
-        """Discard the sums."""
         self._sums.clear()
 
     close = clear  # in HostSums, also frees the pinned memory; no copy may be under way
@@ -107,7 +104,6 @@ class HostSums:
             held.clear()
 
     def _fetch_ahead(self) -> None:
-        """Fetch the sums that are needed next, as far as `WINDOW_BYTES` allows."""
         while sum(total.nbytes for total, _ in self._coming.values()) < WINDOW_BYTES:
             parameter = next(self._ahead, None)
             if parameter is None:

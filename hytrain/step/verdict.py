@@ -76,8 +76,8 @@ class Verdicts:
     """The norms and verdicts of one model.
 
     If `takes_norms` is set, `add` must see the gradients of each layer. If `awaited` is set, steps await a verdict.
-    `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device. `skipped`
-    counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
+    `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device.
+    `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
     """
 
     def __init__(
