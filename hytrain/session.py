@@ -131,7 +131,6 @@ class Session:
         self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
 
         def unhook() -> None:
-            """Turn the model back into an ordinary one."""
             detach()
             for known in parameters:
                 known.drop_consumed()
@@ -208,10 +207,7 @@ class Session:
             raise
 
     def rebuild(self) -> None:
-        """Start a new engine over the parameters that need gradients now, with the exact state trained so far.
-
-        Host memory temporarily holds both the old state and the new one.
-        """
+        """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
         check_model(self._model)
         before.settle_writes()
@@ -237,10 +233,7 @@ class Session:
             raise
 
     def _renew(self) -> bool:
-        """Called when the model is entered between two steps: train parameters that were unfrozen.
-
-        Returns True if a new engine has taken over.
-        """
+        """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
         if not any(p.requires_grad and id(p) not in _managed for p in self._others):
             return False
         present = {id(parameter) for parameter in self._model.parameters()}

@@ -98,7 +98,6 @@ class HostArena:
         return self._mapping.address + handle.offset
 
     def close(self) -> None:
-        """Free the memory, as far as this process holds it."""
         os.close(self.descriptor)
         del self._mapping
 
@@ -110,7 +109,6 @@ class ArenaFile:
         self.layout, self.descriptor = layout, descriptor
 
     def map_shared(self) -> Mapping:
-        """Map `grads` and `weights`."""
         return Mapping(self.descriptor, self.layout.shared_nbytes)
 
     def map_all(self) -> Mapping:

@@ -59,15 +59,11 @@ class GpuMemory:
 
 
 def host_bytes(layouts: list[ArenaLayout]) -> int:
-    """The host memory for the planes of these layers, if the CPU owns all of them."""
     return sum(layout.nbytes for layout in layouts)
 
 
 def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None) -> bool:
-    """Whether the planes of `layouts`, with two banks, fit into host memory at this k.
-
-    With "auto" (None), they must fit at k=0: a second bank is not worth a larger k.
-    """
+    """Whether planes with two banks fit into host memory at k; for "auto" (None), at k=0: no larger k is worth it."""
     return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit)
 
 

@@ -23,10 +23,7 @@ def available_bytes() -> int:
 
 
 def left_in_groups() -> int | None:
-    """The bytes left below the tightest limit of this process's groups; None without a limit.
-
-    Cached files count as free, since the kernel drops them first.
-    """
+    """The bytes left below the tightest limit of the groups; None without one. Cached files count as free."""
     return min(
         (
             limit - in_use + _cached(group)

@@ -82,7 +82,6 @@ class ArenaPlanes:
             self._state_is_pinned = False
 
     def _state_range(self) -> tuple[int, int]:
-        """Address and size of the state planes."""
         whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
         return whole.address + shared_nbytes, whole.nbytes - shared_nbytes
 
@@ -102,7 +101,6 @@ class ArenaPlanes:
         self._file.close()
 
     def _views(self, mapping: Mapping, plane: str) -> list[Tensor]:
-        """The segments of a plane that every segment has."""
         found = [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
         return [view for view in found if view is not None]
 
@@ -118,10 +116,7 @@ class DevicePlanes:
     """The state of a layer that the GPU owns."""
 
     def __init__(self, segments: Sequence[Segment], weights: Sequence[Tensor], *, fresh: bool = True) -> None:
-        """`weights` are the segments' elements, each of shape (numel,). Unless `fresh`, state is left uninitialized.
-
-        Raises `torch.OutOfMemoryError`.
-        """
+        """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`."""
         device = weights[0].device
         self._segments, self._weights = segments, weights
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -55,10 +55,6 @@ class TrainedParameter:
         """Whether others have written the parameter since the last update."""
         return self.version is not None and version(self.parameter) != self.version
 
-    def note_write(self) -> None:
-        if self.version is not None:
-            self.version += 1
-
     def note_all_writes(self) -> None:
         if self.version is not None:
             self.version = version(self.parameter)
@@ -100,7 +96,6 @@ class TrainedSegment:
     weights: Tensor
 
     def part(self, whole: Tensor) -> Tensor:
-        """This segment's part of a tensor in the parameter's storage order."""
         if self.spec.numel == whole.numel():
             return whole
         return whole[self.start : self.start + self.spec.numel]
@@ -131,7 +126,6 @@ class TrainedLayer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Views of the parameters' elements by segment, each of shape (numel,)."""
         return [segment.weights for segment in self.segments]
 
     @property
@@ -169,8 +163,8 @@ class TrainedLayer:
     def note_writes(self) -> None:
         """Expect one more version of each parameter that the update under way writes."""
         for segment, count in zip(self.segments, self.sent, strict=True):
-            if count:
-                segment.owner.note_write()
+            if count and segment.owner.version is not None:
+                segment.owner.version += 1
 
     def incoming(self) -> list[Copy]:
         """The copies of updated segments out of the `weights` plane."""

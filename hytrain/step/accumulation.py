@@ -44,7 +44,6 @@ class Accumulation:
 
     @property
     def advice(self) -> str:
-        """Tells the user when to call `step()`."""
         if self._backwards == 1:
             return "call opt.step() after each backward, or pass grad_accumulation=n"
         return f"with grad_accumulation={self._backwards}, call opt.step() after so many"

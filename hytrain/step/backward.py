@@ -266,13 +266,11 @@ class Backward:
 
     def on_departure(self, draft: Draft) -> Message:
         """A draft's copy has finished: return its message. Called on the sender thread."""
-        match draft:
-            case Departure(layer=layer, step=step):
-                layer.life.on(LayerEvent.COPIED, step)
-                return draft.grad_ready()
-            case Judgement():
-                return draft.verdict()
-        raise TypeError(f"a trainer posts no {type(draft).__name__}")
+        if isinstance(draft, Departure):
+            draft.layer.life.on(LayerEvent.COPIED, draft.step)
+            return draft.grad_ready()
+        assert isinstance(draft, Judgement), "a trainer posts no other drafts"
+        return draft.verdict()
 
     def on_weights_ready(self, done: WeightsReady) -> None:
         """The optimizer has updated a layer: start the copy of its weights. Called on the receiver thread."""

@@ -174,7 +174,6 @@ class Engine:
         self._health.require(Event.LOAD, what=what)
 
     def before_regroup(self, what: str) -> None:
-        """Raise `UsageError` between a step's first gradient and `step()`."""
         self._health.require(Event.REGROUP, what=what)
 
     def on_departure(self, draft: Draft) -> Message:
@@ -221,10 +220,6 @@ class Engine:
         """Return once the optimizer state can be read and written, wherever it is kept."""
         self.synchronize()
         self._handover.expose_state()
-
-    def weights_were_written(self) -> None:
-        """Note that parameters were written from outside: they become the masters before the next update."""
-        self.masters.were_written = True
 
     def settle_writes(self) -> None:
         """Import the announced writes from outside. Raises `UsageError` for any other write."""

@@ -145,7 +145,7 @@ class Handover:
         layer.moving.arrival = self._transfers.state_in(copies, layer.moving.fence)
 
     def finish(self, step: int) -> tuple[Plan, int] | None:
-        """Before the first gradient, place layers on the GPU. Returns the plan that was begun, and its moves, if any."""
+        """Before the first gradient, place layers on the GPU. Returns the plan begun before, and its moves, if any."""
         move = self._move
         if move is None or not move.begun:
             return None
@@ -183,7 +183,6 @@ class Handover:
         return worked or under_way
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once the thread has finished preparing or clearing up."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -236,7 +235,6 @@ class Handover:
 
 
 def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:
-    """Unpin the state of layers that moved to the CPU, and close the arenas of layers that left it."""
     for arena, departure in copied:
         departure.synchronize()
         arena.unpin_state()

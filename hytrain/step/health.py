@@ -40,7 +40,7 @@ class Health:
         raise UsageError(sentence)
 
     def on(self, event: Event, **facts: object) -> State:
-        """Apply `event` to the step and return the new state. Raises as `require` does."""
+        """Apply `event`, and return the new state. Raises as `require` does."""
         self.require(event, **facts)
         return self.life.on(event)
 
@@ -55,7 +55,6 @@ class Health:
         self.abort(UsageError(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
 
     def abort(self, error: HyTrainError) -> NoReturn:
-        """Fail with `error`, and raise the first failure."""
         self.life.on(Event.BREAK)
         self.fail(error)
         assert self.failure is not None

@@ -81,10 +81,7 @@ class Interval(NamedTuple):
 
 
 class Meter:
-    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later.
-
-    `measured` is the step that the last times are from.
-    """
+    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later."""
 
     def __init__(
         self, clock: Clock, numels: list[int], *, trace: TraceWriter | None = None, names: Sequence[str] = ()
@@ -95,7 +92,7 @@ class Meter:
         self._turning = threading.Lock()  # another thread reports copies
         self._drawn_until: dict[str, float] = {}
         self.stall_s = self.middle_s = self.starved = 0.0
-        self.measured: int | None = None
+        self.measured: int | None = None  # the step that the last times are from
         if trace is not None:
             clock.anchor()
 

@@ -55,7 +55,6 @@ class Judgement(Draft):
         return float(self._on_host[0])
 
     def verdict(self) -> Verdict:
-        """The message to the optimizer and the coordinator."""
         skipped = self.scale == SKIPPED
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped)
 
@@ -89,9 +88,8 @@ class Verdicts:
         self._on_nonfinite, self.awaited = options.on_nonfinite, options.awaits_verdict
         self._skips = options.skips_nonfinite
         self.takes_norms = self.awaited or self._max_layer_norm is not None
-        self.loss_scale: LossScale | None = None
-        if options.loss_scale is not None:
-            self.loss_scale = LossScale(options.loss_scale, parameters[0].parameter.device)
+        wanted, device = options.loss_scale, parameters[0].parameter.device
+        self.loss_scale = None if wanted is None else LossScale(wanted, device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._hints = hints and self.awaited
@@ -104,9 +102,7 @@ class Verdicts:
 
     def add(self, layer: TrainedLayer) -> None:
         """Add the norms of a layer whose gradients, in `filled`, are complete."""
-        norms = {
-            index: torch.linalg.vector_norm(gradient, dtype=torch.float32) for index, gradient in layer.filled.items()
-        }
+        norms = {i: torch.linalg.vector_norm(grad, dtype=torch.float32) for i, grad in layer.filled.items()}
         if self.awaited:
             for index, norm in norms.items():
                 segment = layer.segments[index]
@@ -130,13 +126,9 @@ class Verdicts:
         return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
 
     def judge(self, step: int) -> Judgement:
-        """All gradients of `step` have come: decide on the device, and start the copy to the host.
-
-        `count_last` was called for the step before.
-        """
-        norm = self._unscaled(
-            torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
-        )
+        """All gradients of `step` have come: decide on the device, and start the copy out. `count_last` comes first."""
+        norms = torch.stack([self._norms[place] for place in sorted(self._norms)])
+        norm = self._unscaled(torch.linalg.vector_norm(norms))
         self._norms.clear()
         self._so_far.clear()
         scale = torch.ones_like(norm)
@@ -153,7 +145,6 @@ class Verdicts:
         return self._last
 
     def _unscaled(self, number: Tensor) -> Tensor:
-        """Remove the loss scale from `number`."""
         return number if self.loss_scale is None else number * self.loss_scale.inverse
 
     def host_scale(self) -> float | None:
