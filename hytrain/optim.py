@@ -1,4 +1,4 @@
-"""`hytrain.AdamW`: what a user touches.
+"""`hytrain.AdamW`, the user's interface.
 
     opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
     for batch in loader:
@@ -7,7 +7,7 @@
         opt.step()
         opt.zero_grad()
 
-The face of a session as a torch optimizer. `session` has the processes and the layers, `step.engine` does the work.
+It presents a session as a torch optimizer. `session` has the processes and the layers, `step.engine` does the work.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hytrain.checks import check_free, check_group, check_model, check_options, 
 from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
+from hytrain.model.trained import TrainedParameter
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -157,7 +158,9 @@ class AdamW(torch.optim.Optimizer):
     def _engine(self) -> Engine:
         return self._session.engine
 
-    # ------------------------------------------------------------ torch.optim.Optimizer
+    @property
+    def _saved(self) -> tuple[list[dict[str, Any]], list[TrainedParameter], saving.Resting]:
+        return self.param_groups, self._session.parameters, self._session.resting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
@@ -233,8 +236,8 @@ class AdamW(torch.optim.Optimizer):
             before(self)
         self._engine.import_written()
         self._engine.expose_state()
-        state = saving.state_dict(self.param_groups, self._session.parameters, self._session.resting)
-        if (scaling := self._engine.loss_scale) is not None:
+        state = saving.state_dict(*self._saved)
+        if (scaling := self._engine.verdicts.loss_scale) is not None:
             state["loss_scale"] = scaling.state()
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -253,22 +256,15 @@ class AdamW(torch.optim.Optimizer):
         self._engine.before_load("opt.load_state_dict()")
         self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        saving.load_state_dict(
-            state_dict,
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
-            names,
-            when_checked=self._import_for_loading,
-        )
-        if (scaling := self._engine.loss_scale) is not None:
+        saving.load_state_dict(state_dict, *self._saved, names, when_checked=self._import_for_loading)
+        if (scaling := self._engine.verdicts.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
-        self._engine.state_was_loaded()
+        self._engine.masters.state_was_loaded = True
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _import_for_loading(self) -> None:
-        """What is loaded may be a view of what is there, so nothing of that is cleared before."""
+        """Called before state is overwritten. Keeps remainders: what is loaded may be a view of the current state."""
         self._engine.import_weights(keep_remainder=True)
         self._engine.expose_state()
 
@@ -284,15 +280,13 @@ class AdamW(torch.optim.Optimizer):
         self._no_state = NoState()  # torch's constructor
 
     def __getstate__(self) -> dict[str, Any]:
-        """Asked for by `copy` and `pickle`."""
+        """Called by `copy` and `pickle`."""
         raise UsageError("a hytrain.AdamW cannot be copied or pickled: do so with its state_dict(), or use opt.save")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked for by `GradScaler.step`, before anything else."""
+        """Read by `GradScaler.step`, before anything else."""
         raise UsageError(SCALER)
-
-    # ------------------------------------------------------------ HyTrain's own
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.
@@ -300,7 +294,8 @@ class AdamW(torch.optim.Optimizer):
         Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
         The scale does not change between them.
         """
-        return self._engine.scale(loss)
+        scaling = self._engine.verdicts.loss_scale
+        return loss if scaling is None else scaling.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backwards only sum their gradients. The updates start in the first backward after it.
@@ -322,14 +317,7 @@ class AdamW(torch.optim.Optimizer):
         engine = self._engine
         engine.import_written()
         engine.expose_state()
-        saving.save(
-            Path(folder),
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
-            steps=engine.steps,
-            loss_scale=engine.loss_scale,
-        )
+        saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.verdicts.loss_scale)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. Load the model's weights yourself, before or after.
@@ -340,17 +328,14 @@ class AdamW(torch.optim.Optimizer):
         """
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
-        named = dict(self._model.named_parameters())
         self._engine.steps = saving.load(
             Path(folder),
-            self.param_groups,
-            self._session.parameters,
-            self._session.resting,
-            named,
-            loss_scale=self._engine.loss_scale,
+            *self._saved,
+            dict(self._model.named_parameters()),
+            loss_scale=self._engine.verdicts.loss_scale,
             when_checked=self._import_for_loading,
         )
-        self._engine.state_was_loaded()
+        self._engine.masters.state_was_loaded = True
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
@@ -363,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
         It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
-        return self._engine.grad_norm
+        return self._engine.verdicts.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -371,7 +356,7 @@ class AdamW(torch.optim.Optimizer):
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
-        scaling = self._engine.loss_scale
+        scaling = self._engine.verdicts.loss_scale
         return None if scaling is None else scaling.value
 
     @property
@@ -380,11 +365,11 @@ class AdamW(torch.optim.Optimizer):
 
         The last step may be missing: its norm may not be known yet.
         """
-        return self._engine.skipped_steps
+        return self._engine.verdicts.skipped
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and the layers that the GPU owns."""
-        return self._engine.statistics
+        return self._engine.boundary.statistics
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         """Role, process ID and cores of each of the run's processes."""
@@ -406,18 +391,17 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _groups(of: Callable[[], AdamW | None]) -> list[dict[str, Any]]:
-    """The parameter groups as they are now; none once nobody holds the optimizer."""
+    """The current parameter groups; none if the optimizer is gone."""
     optimizer = of()
     return [] if optimizer is None else optimizer.param_groups
 
 
 def _ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
-    """Which parameters are in which group."""
     return [[id(parameter) for parameter in group["params"]] for group in param_groups]
 
 
 def _read_groups(of: Callable[[], AdamW | None]) -> tuple[GroupHyper, ...]:
-    """The hyperparameters as they are now. The list of groups may have been replaced since the last time."""
+    """The current hyperparameters, checked. The user may have replaced the list of groups since the last call."""
     param_groups, optimizer = _groups(of), of()
     ids = [] if optimizer is None else optimizer._group_ids
     if len(param_groups) != len(ids):

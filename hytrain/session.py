@@ -1,10 +1,10 @@
-"""One optimizer's part in a run: the processes it joined or started, the engine over its layers, and their end.
+"""One optimizer's part in a run: the processes that it joined or started, and the engine over its layers.
 
     AdamW ─▶ Session ─▶ build: layers ─▶ Link.join ─▶ the first plan ─▶ hooks ─▶ READY
-                    └─▶ rebuild, when parameters join: the old engine ends, the state moves on, to the bit
-                    └─▶ close, by itself when nobody holds the AdamW any more
+                    └─▶ rebuild, when parameters join: a new engine takes over the exact state of the old one
+                    └─▶ close, called automatically when the AdamW is no longer referenced
 
-A parameter is trained by one session at a time. `optim` is the face of it as a torch optimizer.
+One session at a time trains a parameter. `optim` presents the session as a torch optimizer.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ ANSWER_TIMEOUT_S: Final = 120.0
 
 _log = logging.getLogger(__name__)
 
-#: Parameters that some session trains: no second one may.
+#: The parameters that some session trains. No second session may train them.
 _managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-#: Those of this process.
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
     """The processes, layers and engine of one `hytrain.AdamW`.
 
-    `groups` gives its parameter groups as they are now, `read_groups` their hyperparameters, checked.
+    `groups` returns the current parameter groups, `read_groups` their checked hyperparameters. The constructor raises
+    what that of `hytrain.AdamW` raises.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Session:
         groups: Callable[[], list[dict[str, Any]]],
         read_groups: Callable[[], Groups],
     ) -> None:
-        """Raises what `hytrain.AdamW` raises."""
         self._pid = os.getpid()
         self._model, self._options, self._device = model, options, check_model(model)
         self._groups, self._read_groups = groups, read_groups
@@ -79,7 +78,7 @@ class Session:
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
-        self._others: list[Tensor] = []  # in the groups, and not trained: frozen
+        self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = False
         self._cluster, self._place = find_or_start(config)
@@ -95,12 +94,10 @@ class Session:
         assert self._engine is not None, "built in the constructor"
         return self._engine
 
-    # ------------------------------------------------------------ building
-
     def _build(self, before_start: Callable[[], None] = lambda: None) -> None:
-        """Layers over all parameters that need gradients now, an engine over them, and the first plan.
+        """Build layers over all parameters that need gradients now, and an engine; agree on the first plan.
 
-        `before_start` is called once it is known that this can be, and before anything is started.
+        `before_start` is called after all checks have passed, and before anything is started.
         """
         theirs = set(_managed) - self._own()
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
@@ -108,11 +105,10 @@ class Session:
         if not parts:
             raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters)
-        limit = self._cluster.host_memory_limit
         require_host_memory(
             [layer.layout for layer in layers],
             self._options.k,
-            limit,
+            self._cluster.host_memory_limit,
             gpu_bytes=GpuMemory(self._device).for_state_bytes(),
             awaits_verdict=self._options.awaits_verdict,
         )
@@ -132,10 +128,9 @@ class Session:
         )
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
         given = [p for group in self._groups() for p in group["params"]]
-        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # an empty one never changes
+        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
 
         def unhook() -> None:
-            """The model is an ordinary one from now on."""
             detach()
             for known in parameters:
                 known.drop_consumed()
@@ -150,7 +145,7 @@ class Session:
         return {id(known.parameter) for known in self.parameters}
 
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
-        """Let the CPU be ahead of the norm, if the host's memory allows."""
+        """Give layers a second bank, for updates before the norm is known, if host memory allows."""
         double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
         if second_bank_fits(double, k, self._cluster.host_memory_limit):
             for layer, placed in zip(layers, double, strict=True):
@@ -163,12 +158,11 @@ class Session:
         )
 
     def _start(self, *, continues: bool) -> None:
-        """Join the processes and agree on the first plan; an engine carries it out."""
+        """Join the processes, agree on the first plan, and start an engine with it."""
         options, cluster = self._options, self._cluster
         if options.backend == "auto" and (reason := choice.why_not_native()):
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
-        memory = GpuMemory(self._device)
-        transfers = transfers_for(self._device)
+        memory, transfers = GpuMemory(self._device), transfers_for(self._device)
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
@@ -212,13 +206,8 @@ class Session:
             engine.release()
             raise
 
-    # ------------------------------------------------------------ parameters join
-
     def rebuild(self) -> None:
-        """Begin anew over the parameters that need gradients now; what was trained so far stays, to the bit.
-
-        For a moment host memory holds the old state and the new one.
-        """
+        """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
         check_model(self._model)
         before.settle_writes()
@@ -236,7 +225,7 @@ class Session:
             self.engine.expose_state()
             self.resting.give(self.parameters)
         except BaseException as error:
-            if left:  # what was trained is not where it belongs
+            if left:  # the old engine is gone, and the new one lacks the state
                 self.engine.on_failure(UsageError(f"beginning anew was interrupted by {type(error).__name__}: {error}"))
                 self.close()
             else:
@@ -244,43 +233,32 @@ class Session:
             raise
 
     def _renew(self) -> bool:
-        """The model is entered between two steps: train what is not frozen any more. True if another engine does."""
-        if not self._any_thawed():
-            return False
-        self.rebuild()
-        self.engine.before_root()
-        return True
-
-    def _any_thawed(self) -> bool:
-        """Whether a parameter needs a gradient now that nobody trains, and the model has all of its own in place.
-
-        `torch.func.functional_call` calls it with others in theirs.
-        """
+        """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
         if not any(p.requires_grad and id(p) not in _managed for p in self._others):
             return False
         present = {id(parameter) for parameter in self._model.parameters()}
-        return all(id(p) in present for group in self._groups() for p in group["params"])
+        if not all(id(p) in present for group in self._groups() for p in group["params"]):
+            return False  # `torch.func.functional_call` has replaced parameters
+        self.rebuild()
+        self.engine.before_root()
+        return True
 
     def require_free(self, parameters: list[Tensor]) -> None:
         """Raise `UnsupportedError` if another session trains one of these."""
         check_free(parameters, set(_managed) - self._own())
 
     def require_all_seen(self) -> None:
-        """Raise `UsageError` if a parameter has a gradient that came before the model was called with it unfrozen."""
+        """Raise `UsageError` if an unfrozen parameter got a gradient, but the model was not called since it was."""
         if any(parameter.grad is not None and id(parameter) not in _managed for parameter in self._others):
             raise UsageError(
                 "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
                 "between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this one)"
             )
 
-    # ------------------------------------------------------------ from outside
-
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        """Add the loop's own numbers to the record of step `step`, counted from 1."""
         self._link.post("coordinator", Log(step=step, numbers=numbers))
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        """Role, process ID and cores of each process of the run."""
         cluster = self._cluster
         pids = {"trainer": os.getpid(), "optimizer": cluster.optimizer_pid, "coordinator": cluster.coordinator_pid}
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
@@ -289,26 +267,24 @@ class Session:
     def run_dir(self) -> Path:
         return Path(self._cluster.run_dir)
 
-    # ------------------------------------------------------------ the end
-
     def close(self) -> None:
-        """End the engine, and the processes if they are this session's own. In a forked child this does nothing.
+        """End the engine, and the processes if this session started them. Does nothing in a forked child.
 
-        Raises `NonFiniteGradients`, when all is closed, if it is to be raised for the last step.
+        Raises `NonFiniteGradients`, after everything is closed, if the last step demands it.
         """
         if os.getpid() != self._pid or self._closed:
             return
-        if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector runs on whatever thread
+        if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector may run on any thread
             threading.Thread(target=self.close, name="hytrain-close").start()
             return
         self._closed = True
         try:
             self._leave()
-        finally:  # Ctrl-C while the last updates land
+        finally:  # also after Ctrl-C during the wait for the last updates
             self._place.close()
 
     def _leave(self) -> None:
-        """End the engine: the run's processes are free for another."""
+        """End the engine. The run's processes can then serve another one."""
         unhook, self._unhook = self._unhook, lambda: None
         try:
             self.engine.close()
@@ -316,20 +292,18 @@ class Session:
             unhook()
 
     def end_in_child(self) -> None:
-        """This process was forked from the one that trains."""
         if self.engine.end_in_child():
             self._unhook()
 
 
 def managed() -> set[int]:
-    """The ids of all parameters that some session trains."""
     return set(_managed)
 
 
 def _host_backend(name: str) -> Backend:
-    """The update of the trainer's own layers on device "cpu". Raises `BackendUnavailable`.
+    """The backend that updates the trainer's own layers on device "cpu". Raises `BackendUnavailable`.
 
-    The native one gets a single thread: a second pool of OpenMP threads beside torch's would fight it for the cores.
+    The native backend gets a single thread: more OpenMP threads would compete with torch's for the cores.
     """
     if name in ("auto", "native"):
         try:
@@ -341,7 +315,7 @@ def _host_backend(name: str) -> Backend:
 
 
 def _cores(pid: int) -> list[int]:
-    """The cores of all threads of a process: OpenMP binds each to its own, the main thread among them."""
+    """The cores of all threads of a process. OpenMP binds each thread to its own core, even the main thread."""
     cores: set[int] = set()
     for thread in psutil.Process(pid).threads():
         with contextlib.suppress(ProcessLookupError):
@@ -350,7 +324,7 @@ def _cores(pid: int) -> list[int]:
 
 
 def _end_in_child() -> None:
-    """A forked child, a worker of a DataLoader say, has a copy of the model, and no part in its training."""
+    """A forked child, such as a DataLoader worker, has a copy of the model, but takes no part in training it."""
     for session in list(_sessions):
         session.end_in_child()
 

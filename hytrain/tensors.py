@@ -1,7 +1,7 @@
-"""The one door to what torch keeps below a tensor: local data, identity, version counter, storage order.
+"""Access to the internals of tensors: local data, identity, version counter, storage order.
 
-Nothing else in HyTrain reads `data_ptr`, `_version` or `as_strided`. A tensor class whose data lies elsewhere (a
-DTensor's address is 0, and every check of it would pass) has to be understood here, and nowhere else.
+No other module of HyTrain uses `data_ptr`, `_version` or `as_strided`. So a tensor class whose data is elsewhere has to
+be supported only here. (A DTensor's address is 0, and every check of it would pass.)
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Where a tensor's first element lies: its identity, as long as nobody replaces its storage.
+#: The address of a tensor's first element. It identifies the tensor until its storage is replaced.
 address: Final[Callable[[Tensor], int]] = Tensor.data_ptr
-#: Autograd's count of writes in place.
+#: Autograd's count of in-place writes.
 version: Final[Callable[[Tensor], int]] = attrgetter("_version")
-#: Tell autograd of a write that it did not see, once for each tensor.
+#: Count one write per tensor that autograd did not see.
 count_write: Final = torch.autograd.graph.increment_version
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor holds its own data: dense storage, and no subclass in between."""
+    """Whether the tensor holds its own data: a strided tensor, and no subclass."""
     return type(tensor.data) is Tensor and tensor.layout is torch.strided
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order."""
+    """Whether the elements fill one contiguous range of memory, each once, in any order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and stride != expected:
@@ -47,7 +47,7 @@ def shaped(elements: Tensor, like: Tensor) -> Tensor:
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """`values` with the strides of the dense tensor `like`, whose shape it has; a copy only if they differ."""
+    """`values` with the strides of the dense tensor `like`, which has the same shape. Copies only if they differ."""
     if values.stride() == like.stride():
         return values
     return torch.empty_strided(like.size(), like.stride(), dtype=values.dtype, device=values.device).copy_(values)

@@ -1,1 +1,1 @@
-"""Where a layer's arrays lie, how they move between host and device, and what fits."""
+"""Where a layer's arrays are kept, how they move between host and device, and how much fits."""

@@ -1,7 +1,7 @@
-"""Marks in the device's work, and the time between them: nothing here waits for the device.
+"""Marks in the device's work, and the time between them. Nothing here waits for the device.
 
 A mark is a CUDA timing event on the current stream, or a reading of the host's clock on device "cpu". `transfer`
-leaves marks around copies, `step.measure` around layers; a later step reads them, when the device has passed them.
+leaves marks around copies, `step.measure` around layers. A later step reads them, once the device has passed them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 Mark = Any
 Span = tuple[Mark, Mark]
-#: The device's clock drifts from the host's by some 10 us per second, so the two are compared now and then.
+#: The device's clock drifts from the host's by about 10 us per second, so the two are compared regularly.
 ANCHOR_EVERY_S: Final = 1.0
 ANCHOR_TRIES: Final = 4
 ANCHOR_PATIENCE_S: Final = 2e-4
@@ -34,7 +34,7 @@ class HostClock:
         return float(span[1] - span[0])
 
     def anchor(self) -> None:
-        """Marks are on the monotonic clock already."""
+        """Marks are already on the monotonic clock."""
 
     def at(self, mark: Mark) -> float:
         return float(mark)
@@ -44,7 +44,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are timing events on the device's current stream, from a pool: no allocation in steady state."""
+    """Marks are timing events on the current stream, taken from a pool: no allocation in steady state."""
 
     runs_ahead = True
 
@@ -71,13 +71,13 @@ class CudaClock:
     def _event(self) -> Mark:
         try:
             return self._pool.pop()
-        except IndexError:  # asked for by two threads, so not looked at before
+        except IndexError:  # two threads use the pool, so a check before pop() would race
             return torch.cuda.Event(enable_timing=True)
 
     def anchor(self) -> None:
-        """An event on a stream with no work of its own is passed at once: between two readings of the host's clock.
+        """Relate the device's clock to the host's: record an event on an idle stream between two host readings.
 
-        The narrowest of some tries counts. If none is passed in time, the last anchor stays.
+        The narrowest of several tries is used. If no event completes in time, the last anchor stays.
         """
         if self._anchor is not None and time.monotonic() - self._anchor[1] < ANCHOR_EVERY_S:
             return
@@ -91,9 +91,9 @@ class CudaClock:
             self._anchor = event, at_s
 
     def _try_anchor(self, idle: torch.cuda.Stream) -> tuple[float, Mark, float] | None:
-        """The width of the bracket, the event and the bracket's middle."""
+        """The time between the two host readings, the event, and their middle; None if it took too long."""
         event = self._event()
-        event.record(idle)  # the first record of an event makes it, which takes longer
+        event.record(idle)  # the first record also creates the event, which takes longer
         before_s = time.monotonic()
         event.record(idle)
         while not event.query():

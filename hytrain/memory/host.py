@@ -1,6 +1,7 @@
-"""Host memory that may still be taken: by the machine's account, and by the control groups that this process is in.
+"""Host memory that is still available, by the machine and by the control groups (cgroups) of this process.
 
-A container's limit is a control group's. Beyond it the kernel kills a process, however much the machine has left.
+A container's memory limit is that of a control group. Beyond it the kernel kills a process, even if the machine has
+memory left.
 """
 
 from __future__ import annotations
@@ -16,16 +17,13 @@ GROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """What the machine has available, or what the control groups leave, if that is less."""
+    """The bytes available on the machine, or in the control groups if that is less."""
     available, left = int(psutil.virtual_memory().available), left_in_groups()
     return available if left is None else max(min(available, left), 0)
 
 
 def left_in_groups() -> int | None:
-    """Bytes below the tightest limit of this process's groups; None where there is none.
-
-    Cached files count as left: the kernel drops them first.
-    """
+    """The bytes left below the tightest limit of the groups; None without one. Cached files count as free."""
     return min(
         (
             limit - in_use + _cached(group)
@@ -38,9 +36,9 @@ def left_in_groups() -> int | None:
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """This process's groups and those above them, with their files' names, of version 2 and 1.
+    """This process's groups and their parents, with the names of their limit and usage files (cgroup v2 and v1).
 
-    In a container the path may be the host's. Then the container's own group is at the top.
+    In a container, the path may be the host's. The container's own group is then at the top.
     """
     for line in _text(MEMBERSHIP).splitlines():
         number, controllers, path = line.split(":", 2)
@@ -56,7 +54,7 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _cached(group: Path) -> int:
-    """In version 1 the number that has those of the groups below in it has a name of its own."""
+    """Cached file bytes. In cgroup v1, the number that includes child groups is `total_inactive_file`."""
     sizes = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
     return int(sizes.get("total_inactive_file") or sizes.get("inactive_file") or 0)
 

@@ -1,8 +1,8 @@
-"""A layer's arrays on the trainer's side, wherever its placement holds them.
+"""A layer's arrays in the trainer, for each placement.
 
-ArenaPlanes    state in host memory: views of the optimizer's arena. `grads` and `weights` are mapped and pinned, the
-               state planes are mapped when they have to be moved or read; in the bank that holds, where there are two
-DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`; on the way there, `Moving`
+ArenaPlanes    state in host memory: views of the optimizer's arena. `grads` and `weights` are mapped and pinned. State
+               planes are mapped when they must be moved or read. With two banks, the current one is used.
+DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`. `Moving` is state on its way there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from hytrain.tensors import address, count_write
 from protocol.handles import TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
 
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int16": torch.int16,
-}
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
 STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
 
 
@@ -44,9 +39,9 @@ class Updater(Protocol):
 
 
 class ArenaPlanes:
-    """The planes of a layer that the CPU owns, as views of the optimizer's arena.
+    """The planes of a layer whose state is in host memory, as views of the optimizer's arena.
 
-    `banks` are those that hold, by segment: where `weights` and `state` look. Nobody has the others' planes to read.
+    `banks[i]` is the current bank of segment i. `weights` and `state` read only from it.
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
@@ -60,7 +55,7 @@ class ArenaPlanes:
             file.close()
             raise
         self._all: Mapping | None = None
-        self._mapping_all = threading.Lock()  # a handover maps on a thread of its own
+        self._mapping_all = threading.Lock()  # a handover maps on its own thread
         self._state_is_pinned = False
         layout = file.layout
         self.banks = (0,) * len(layout.handles["grads"])
@@ -69,16 +64,15 @@ class ArenaPlanes:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The `weights` plane's segments."""
         return [self._weights[bank][index] for index, bank in enumerate(self.banks)]
 
     def state(self, plane: str) -> list[Tensor | None]:
-        """A state plane's segments, mapped when first asked for. The optimizer must be done with the layer."""
+        """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
         whole, handles = self._whole(), self._file.layout.handles
         return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
 
     def pin_state(self) -> None:
-        """Pin the state planes, for the time of a handover: they then move at the link's speed."""
+        """Pin the state planes during a handover, so that they are copied at the link's full speed."""
         self._transfers.pin(*self._state_range(), gently=True)
         self._state_is_pinned = True
 
@@ -88,7 +82,6 @@ class ArenaPlanes:
             self._state_is_pinned = False
 
     def _state_range(self) -> tuple[int, int]:
-        """Address and size of the state planes."""
         whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
         return whole.address + shared_nbytes, whole.nbytes - shared_nbytes
 
@@ -99,7 +92,7 @@ class ArenaPlanes:
             return self._all
 
     def close(self) -> None:
-        """Unpin and give the mapping up; pages live on while somebody holds a view."""
+        """Unpin and release the mapping. Its pages stay as long as a view exists."""
         assert self._shared is not None, "closed once"
         self.unpin_state()
         self._transfers.unpin(self._shared.address, self._shared.nbytes)
@@ -108,7 +101,6 @@ class ArenaPlanes:
         self._file.close()
 
     def _views(self, mapping: Mapping, plane: str) -> list[Tensor]:
-        """Of a plane that every segment has."""
         found = [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
         return [view for view in found if view is not None]
 
@@ -121,13 +113,10 @@ class ArenaPlanes:
 
 
 class DevicePlanes:
-    """The state of a layer that the GPU owns: as it begins, or whatever was in the memory before."""
+    """The state of a layer that the GPU owns."""
 
     def __init__(self, segments: Sequence[Segment], weights: Sequence[Tensor], *, fresh: bool = True) -> None:
-        """`weights` are the segments' elements, each of shape (numel,). Unless it is `fresh`, state must be moved in.
-
-        Raises `torch.OutOfMemoryError` unchanged.
-        """
+        """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`."""
         device = weights[0].device
         self._segments, self._weights = segments, weights
         self._on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -148,10 +137,10 @@ class DevicePlanes:
     def update(
         self, index: int, grads: Tensor, scalars: Scalars, host: Backend | None = None, verdict: Tensor | None = None
     ) -> None:
-        """AdamW on segment `index`, on the current stream; on device "cpu" the `host` backend runs it.
+        """Update segment `index` on the current stream, or with the `host` backend on device "cpu".
 
-        `grads` has shape (numel,). `verdict` is the step's scale on the device, float32, shape (); the host backend
-        needs it in `scalars`.
+        `grads` has shape (numel,). `verdict` is the step's scale on the device: float32, shape (). The host backend
+        gets it in `scalars` instead.
         """
         segment, weights = self._segments[index], self._weights[index]
         remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
@@ -186,13 +175,13 @@ class DevicePlanes:
         count_write(weights)
 
     def close(self) -> None:
-        """The allocator takes the memory back when nobody holds a plane any more."""
+        """Drop the planes. The allocator gets the memory back when no other reference is left."""
         self._planes = {}
 
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A layer's state on its way to the device: where to, from when on, and the copy once it was started."""
+    """A layer's state on its way to the device. The copy, once started, is `arrival`; it begins after `fence`."""
 
     device: DevicePlanes
     fence: Fence
@@ -200,5 +189,5 @@ class Moving:
 
 
 Planes = ArenaPlanes | DevicePlanes
-#: What holds state in host memory, by the name of the placement.
+#: The class that holds state in host memory, by placement.
 HOST_PLANES: Final = {"cpu": ArenaPlanes}

@@ -1,10 +1,10 @@
-"""Moves gradients out of the device and weights into it, and tells when they have arrived.
+"""Copies gradients out of the device and weights into it, and tells when the copies have finished.
 
-    CudaTransfers   streams beside the user's: gradients out, weights in, state of layers that change owners
-    HostTransfers   device "cpu": plain copies, done when they return
+    CudaTransfers   streams of its own: gradients out, weights in, state of layers that change owners
+    HostTransfers   device "cpu": plain copies, finished on return
 
-`gradients_out` is called inside backward's hooks and never waits. `weights_in` is called by the thread that
-hears of finished updates. `land` makes the caller's stream wait for exactly one transfer.
+`gradients_out` is called in backward's hooks and never waits. The link's receiver thread calls `weights_in`. `land`
+makes the caller's stream wait for exactly one transfer.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from hytrain.errors import CapacityError
 from hytrain.memory.clock import CudaClock, HostClock, Span
 from hytrain.tensors import address, count_write
 
-#: Memory is pinned in pieces of this size. The driver takes 2 ms for one, and launches nothing meanwhile.
+#: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
-#: (destination, source), both 1-D of one length and dtype
+#: (destination, source), both 1-D, of the same length.
 Copy = tuple[torch.Tensor, torch.Tensor]
-#: A stream of work on a device; None on a CPU, where everything has been done when it was called.
+#: A CUDA stream; None on device "cpu", where every call has finished on return.
 Stream = torch.cuda.Stream | None
-#: An event from which on another stream may write memory that the current stream has allocated.
+#: An event after which another stream may write memory that the current stream has allocated.
 Fence = torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copies under way. `done` is None when they were finished at once; `keep` lives until they are."""
+    """Copies under way. `done` is None if they have finished already. `keep` keeps tensors alive until then."""
 
     done: torch.cuda.Event | None
     span: Span
     keep: Sequence[torch.Tensor] = ()
 
     def synchronize(self) -> None:
-        """Block the calling thread, asleep, until the copies have finished."""
+        """Block the calling thread until the copies have finished. It sleeps and does not spin."""
         if self.done is not None:
             self.done.synchronize()
 
 
 class HostTransfers:
-    """Device "cpu": parameters and planes are separate memory of one machine."""
+    """Copies for device "cpu", between parameters and planes in one machine's memory."""
 
     def __init__(self) -> None:
         self.clock = HostClock()
@@ -75,22 +75,13 @@ class HostTransfers:
             count_write(destination)
         return transfer
 
-    def state_out(self, copies: Sequence[Copy]) -> Transfer:
-        return self._move(copies)
-
-    def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
-        return self._move(copies)
-
     def fence(self) -> Fence:
         return None
 
-    def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
-        return self._move(copies)
-
     def land(self, transfer: Transfer) -> None:
-        """The copies had finished when they were announced."""
+        """The copies have already finished."""
 
-    def _move(self, copies: Sequence[Copy]) -> Transfer:
+    def _move(self, copies: Sequence[Copy], fence: Fence = None, *, after: Transfer | None = None) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
         for destination, source in copies:
@@ -98,14 +89,16 @@ class HostTransfers:
             ctypes.memmove(address(destination), address(source), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
+    state_out = state_in = sums_in = _move
+
     def drain(self) -> None:
-        """Everything has happened when it was called."""
+        """Nothing is pending."""
 
 
 class CudaTransfers:
-    """Device "cuda": one stream in each direction, so that both copy engines work beside the user's kernels.
+    """Copies for device "cuda": one stream per direction, so that both copy engines run beside the user's kernels.
 
-    State has a stream of its own: neither gradients nor weights queue behind a layer that changes owners.
+    State has its own stream, so that gradients and weights do not queue behind a layer that changes owners.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,8 +109,8 @@ class CudaTransfers:
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
 
-        Meanwhile the driver launches nothing: 0.17 s for 1.75 GiB at once. So it is done in pieces, and `gently`,
-        while training goes on, with as long a pause after each. No copy may cross from one piece to the next.
+        The driver launches nothing in the meantime: 0.17 s for 1.75 GiB. So memory is pinned in pieces; with `gently`,
+        during training, an equally long pause follows each piece. No copy may cross from one piece to the next.
         """
         for first, stop in cut(start, nbytes):
             began_s = time.monotonic()
@@ -133,16 +126,16 @@ class CudaTransfers:
                 time.sleep(time.monotonic() - began_s)
 
     def unpin(self, start: int, nbytes: int) -> None:
-        """Before the pages are given back: DMA into pages that were returned hits stale memory."""
+        """Unregister host memory. This must come before its pages are freed: DMA would still use the old pages."""
         for first, _ in cut(start, nbytes):
             torch.cuda.cudart().cudaHostUnregister(first)
 
     def stream(self) -> Stream:
-        """The current one: autograd runs a gradient's hook on the stream on which it made the gradient."""
+        """The current stream. Autograd runs a gradient's hook on the stream that computed the gradient."""
         return torch.cuda.current_stream(self._device)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
-        """Make the current stream wait for what others have made; their memory is kept for it, too."""
+        """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
         current = torch.cuda.current_stream(self._device)
         others = [stream for stream in streams if stream is not None and stream != current]
         for other in others:
@@ -152,36 +145,33 @@ class CudaTransfers:
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy gradients, ready on the current stream, into pinned planes."""
-        # A conversion (fp32 gradients that travel in bf16) runs where the gradient was made.
+        # The current stream, which made the gradients, also converts them (for example float32 to bfloat16).
         sources = [source.to(destination.dtype) for destination, source in copies]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         into = (destination for destination, _ in copies)
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy updated planes into parameters.
-
-        What read the old weights came before the gradient's copy; what reads them later meets a newer version.
-        """
+        """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""
         transfer = self._copy(self._in, copies)
         for destination, _ in copies:
             count_write(destination)
         return transfer
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy what the current stream has left in weights and state into pinned planes."""
+        """Copy weights and state, ready on the current stream, into pinned planes."""
         self._state.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._state, copies, keep=[source for _, source in copies])
 
     def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
-        """Copy pinned memory, which `after` has written, into memory that was allocated before `fence`."""
+        """Copy pinned memory, which `after` has written, into device memory allocated before `fence`."""
         assert fence is not None and after.done is not None, "made by fence() and gradients_out()"
         self._in.wait_event(fence)
         self._in.wait_event(after.done)
         return self._copy(self._in, copies)
 
     def fence(self) -> Fence:
-        """What was allocated may have been freed with work still ahead of it, on the current stream or the default."""
+        """Memory allocated now may have pending work of earlier users, on the current or the default stream."""
         current, default = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
         if current != default:
             current.wait_stream(default)
@@ -190,10 +180,10 @@ class CudaTransfers:
         return fence
 
     def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
-        """Copy pinned planes into memory that was allocated before `fence`."""
+        """Copy pinned planes into device memory allocated before `fence`."""
         assert fence is not None, "made by fence()"
         self._state.wait_event(fence)
-        self._state.wait_stream(self._in)  # the planes are given up when this copy is over: so are those before it
+        self._state.wait_stream(self._in)  # the planes are closed after this copy, so earlier copies must end first
         return self._copy(self._state, copies)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
@@ -205,12 +195,12 @@ class CudaTransfers:
         for destination, source in copies:
             on_host, width = source if destination.is_cuda else destination, destination.element_size()
             numels = [(stop - start) // width for start, stop in cut(address(on_host), on_host.nbytes)]
-            # `data` has a version counter of its own: however many pieces, a transfer is one write.
+            # `data` has its own version counter: a transfer counts as one write, whatever the number of pieces.
             destinations += destination.data.split(numels)
             sources += source.split(numels)
         with torch.cuda.stream(stream):
             began = self.clock.mark()
-            # One call: for each that gives Python's lock back, another thread may take it, and this one waits.
+            # One call for all copies: each call releases the GIL, and then this thread may wait to get it back.
             torch._foreach_copy_(destinations, sources, non_blocking=True)
             ended = self.clock.mark()
             done = torch.cuda.Event(blocking=True)
@@ -218,17 +208,17 @@ class CudaTransfers:
         return Transfer(done, (began, ended), keep)
 
     def land(self, transfer: Transfer) -> None:
-        """Make the current stream wait for the copies; the calling thread does not."""
+        """Make the current stream wait for the copies. The calling thread does not wait."""
         if transfer.done is not None:
             transfer.done.wait(torch.cuda.current_stream(self._device))
 
     def drain(self) -> None:
-        """Wait until every stream has done what it was given: before state that any of them wrote is moved."""
+        """Wait for all work on the device, before state that any stream wrote is moved."""
         torch.cuda.synchronize(self._device)
 
 
 def cut(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """The range of memory in pieces that end at multiples of `PIECE_BYTES`: first and last address of each."""
+    """Cut a memory range into pieces that end at multiples of `PIECE_BYTES`. Yields each piece's start and end."""
     end = start + nbytes
     while start < end:
         stop = min((start // PIECE_BYTES + 1) * PIECE_BYTES, end)

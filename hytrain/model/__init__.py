@@ -1,1 +1,1 @@
-"""A model as HyTrain sees it: layers, their parameters and lives, and the hooks on its modules."""
+"""How HyTrain represents a model: its layers, their parameters and states, and the hooks on its modules."""

@@ -1,8 +1,8 @@
-"""What stands in `p.grad` once HyTrain has taken the gradient away to its update.
+"""The placeholder in `p.grad` after HyTrain has consumed the gradient.
 
-A tensor of the parameter's shape without storage: setting it to None works as ever (`zero_grad()`), and anything
-that would read it or add to it raises with the sentence that helps. So nothing trains silently on a gradient
-that is gone: not `clip_grad_norm_`, not a second backward, not another optimizer, not a gradient scaler.
+It is a tensor of the parameter's shape without storage. Setting `p.grad` to None works as usual (`zero_grad()`).
+Anything that would read the gradient or add to it raises, and the message says what to do instead. So nothing trains
+silently on a gradient that is gone: `clip_grad_norm_`, a second backward, another optimizer or a gradient scaler.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ _ADVICE: Final = {
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 
-
-#: words in an operation's name, and the advice that goes with it
+#: The key of the advice for an operation, by a part of the operation's name.
 _WORDS: Final = (("scale", "_amp_"), ("clip", "norm"), ("clip", "clamp"), ("zero", "zero_"), ("optimizer", "_fused_"))
 
 
 def _advice(operation: str, into_gradient: bool) -> str:
-    """The sentence for an operation; `into_gradient` says that the consumed gradient was to be changed."""
+    """The advice for an operation. `into_gradient`: the operation would change the consumed gradient."""
     for key, word in _WORDS:
         if word in operation:
             return _ADVICE[key]
@@ -49,7 +48,7 @@ def _advice(operation: str, into_gradient: bool) -> str:
 
 
 class ConsumedGradient(torch.Tensor):
-    """A gradient that HyTrain has consumed. Only `p.grad = None` makes sense with it."""
+    """A gradient that HyTrain has consumed. Only `p.grad = None` is allowed."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> Self:
@@ -78,7 +77,7 @@ NO_STATE: Final = (
 
 
 class NoState(defaultdict[torch.Tensor, Any]):
-    """What stands in `opt.state`: empty, and nothing is read or written there in silence."""
+    """The value of `opt.state`: empty. Reading or writing an entry raises."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(NO_STATE)

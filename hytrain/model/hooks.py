@@ -1,11 +1,11 @@
-"""The hooks that tie a model to its engine, and what keeps copies of the model free of them.
+"""The hooks that connect a model to its engine, and that disappear from copies of the model.
 
-    forward of the model or of a block ─▶ BeforeRoot, BeforeForward ─▶ its layers are waited for, and measured
-    module.weight, wherever            ─▶ GuardedParameters         ─▶ this parameter is waited for
-    its gradient                       ─▶ OnGradient                ─▶ taken away
+    forward of the model or of a block ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
+    module.weight, in any method       ─▶ GuardedParameters         ─▶ waits for this parameter
+    its gradient                       ─▶ OnGradient                ─▶ consumes the gradient
 
-A hook knows its engine weakly. Copied with the module (`copy.deepcopy`) or saved with it (`torch.save`), it turns
-into one that does nothing; before a save it lets the engine bring the weights up to date.
+A hook holds a weak reference to its engine. In a copy (`copy.deepcopy`) or a saved model (`torch.save`), it does
+nothing. Before a model is saved, its hooks wait for all updates.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ T = TypeVar("T", bound="Reads | Backward | Engine")
 
 
 class _Hook(Generic[T]):
-    """A callable that outlives neither what it calls nor a copy of its module."""
+    """A callable with a weak reference to its target. Its copies have no target."""
 
     def __init__(self, target: T | None) -> None:
         self._target = weakref.ref(target) if target is not None else None
 
     def release(self) -> None:
-        """Do nothing from now on, also if the module is just running its hooks."""
+        """Do nothing from now on, even if the module is already running its hooks."""
         self._target = None
 
     @property
@@ -53,8 +53,6 @@ class _Hook(Generic[T]):
 
 
 class BeforeForward(_Hook["Reads"]):
-    """Forward pre-hook: waits for the layers that the module is about to read."""
-
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
@@ -76,7 +74,7 @@ class BeforeRoot(_Hook["Engine"]):
 
 
 class BeforeRead(_Hook["Reads"]):
-    """Called with a parameter whose last update nobody has waited for, when it is taken out of its module."""
+    """Called when a module's parameter is looked up whose last update nobody has waited for."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, parameter: TrainedParameter) -> None:
@@ -85,10 +83,10 @@ class BeforeRead(_Hook["Reads"]):
 
 
 class GuardedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's own parameters by name. `module.weight` looks here, in whatever method of whatever module it stands.
+    """A module's own parameters by name. Every `module.weight` is looked up here, in any method of any module.
 
-    What iterates over all of them (`module.parameters()`, `zero_grad()`) does not read their values, and goes past it.
-    So does a compiled module's graph, whose module has waited before.
+    Iteration (`module.parameters()`, `zero_grad()`) does not read values, and is not intercepted. Nor is a compiled
+    graph: its module has waited before.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class GuardedParameters(dict[str, "nn.Parameter | None"]):
         self._trained = {name: known for name, given in parameters.items() if (known := trained.get(id(given)))}
         self._before_read = before_read
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:  # for each use of a weight
+    def __getitem__(self, name: str) -> nn.Parameter | None:  # runs at every use of a weight
         parameter = dict.__getitem__(self, name)
         if parameter is None or is_compiling():
             return parameter
@@ -115,8 +113,6 @@ class GuardedParameters(dict[str, "nn.Parameter | None"]):
 
 
 class OnGradient(_Hook["Backward"]):
-    """Post-accumulate-grad hook: takes the gradient away."""
-
     def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:
         super().__init__(backward)
         self._parameter = parameter
@@ -128,7 +124,7 @@ class OnGradient(_Hook["Backward"]):
 
 
 class BeforeStateDict(_Hook["Engine"]):
-    """State-dict pre-hook: lets every update land first. So does `torch.save(model)`, which saves this hook too."""
+    """Also runs in `torch.save(model)`, which saves this hook too."""
 
     def __call__(self, *args: Any) -> None:
         if (engine := self.target) is not None:
@@ -140,8 +136,6 @@ class BeforeStateDict(_Hook["Engine"]):
 
 
 class BeforeLoadStateDict(_Hook["Engine"]):
-    """Load-state-dict pre-hook: lets every update land first."""
-
     def __call__(self, *args: Any) -> None:
         if (engine := self.target) is not None:
             engine.before_load("model.load_state_dict()")
@@ -149,15 +143,15 @@ class BeforeLoadStateDict(_Hook["Engine"]):
 
 
 class AfterLoadStateDict(_Hook["Engine"]):
-    """Load-state-dict post-hook: what was loaded becomes the master weights."""
+    """Load-state-dict post-hook: the loaded weights become the masters."""
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if (engine := self.target) is not None:
-            engine.weights_were_written()
+            engine.masters.were_written = True
 
 
 class _GuardedCopy:
-    """`copy.deepcopy(model)` reads the weights before it comes to the hooks, so it has to be told first."""
+    """Waits for all updates before `copy.deepcopy(model)`, which reads the weights before any hook could."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine, self._model = weakref.ref(engine), weakref.ref(model)
@@ -178,7 +172,7 @@ class _GuardedCopy:
 
 
 def _plain_deepcopy() -> None:
-    """What a saved model has in place of the guard."""
+    """The placeholder for `_GuardedCopy` in a saved model."""
 
 
 def attach(
@@ -190,8 +184,8 @@ def attach(
     reads: Reads,
     backward: Backward,
 ) -> Callable[[], None]:
-    """Register all hooks; returns what removes them."""
-    if "torch._dynamo" in sys.modules:  # what was compiled before calls the hooks that there were then
+    """Register all hooks. Returns a function that removes them."""
+    if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
     handles: list[RemovableHandle] = []
@@ -200,7 +194,7 @@ def attach(
         hooks.append(hook)
         handles.append(register(hook, **options))
 
-    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm); the root's first of all.
+    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
     for module, gate in gates:
         hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)

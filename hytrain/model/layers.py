@@ -1,12 +1,11 @@
-"""From any `nn.Module` to layers: what is scheduled and moved as one.
+"""Splits any `nn.Module` into layers: the units that are scheduled and moved.
 
     model ─▶ blocks (children of the largest ModuleList or Sequential)     one layer each
-          ─▶ parameters before and after them                              bucketed, in registration order
-          ─▶ whatever is above the size bound                              cut into pieces with IDs of their own
+          ─▶ parameters before and after the blocks                        bucketed, in registration order
+          ─▶ anything above the size bound                                 cut into layers with their own IDs
 
-Each layer knows its segments and the modules whose forward needs it, so that a pre-hook there waits for it.
-Tied parameters belong to the first module that has them, and every module that has them waits for them.
-Frozen parameters belong to no layer.
+A layer knows its segments, and the modules whose pre-hooks wait for it because their forward reads it. A tied parameter
+belongs to the first module that has it, and all modules that have it wait for it. Frozen parameters are in no layer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from protocol.handles import ALIGN_ELEMENTS
 
 MIN_PIECE_NUMEL: Final = 1 << 22
 MAX_PIECE_NUMEL: Final = 1 << 27
-#: A module without blocks is cut into about this many layers.
+#: A model without blocks is cut into about this many layers.
 FALLBACK_LAYERS: Final = 16
 
 _DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -33,7 +32,7 @@ _DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", tor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of one parameter's elements, in storage order: one segment of a layer."""
+    """A segment of a layer: a range of one parameter's elements, in storage order."""
 
     parameter: nn.Parameter
     name: str
@@ -43,7 +42,7 @@ class Piece:
 
 @dataclass(slots=True)
 class ModelLayer:
-    """One layer: its pieces, and the modules before whose forward its weights must have landed."""
+    """One layer: its pieces, and the modules that must wait for its weights before forward."""
 
     lid: int
     name: str
@@ -55,9 +54,9 @@ class ModelLayer:
         return sum(piece.numel for piece in self.pieces)
 
     def describe(self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
-        """The layer as the other processes know it. `group_of` maps id(parameter) to its group's index.
+        """The layer's description for the other processes. `group_of` maps id(parameter) to its group's index.
 
-        `grad_dtype` is for the gradients of float32 parameters; the others' travel in their own.
+        `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype.
         """
         return messages.Layer(
             lid=self.lid,
@@ -77,10 +76,10 @@ class ModelLayer:
 
 
 def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None = None) -> list[ModelLayer]:
-    """Cut `model` into layers over the parameters whose ids are in `managed`, in registration order.
+    """Split the parameters whose ids are in `managed` into layers, in registration order.
 
-    `piece_numel` bounds a layer's size in elements; by default it follows the size of a block. Raises
-    `UnsupportedError` for a parameter that cannot be trained here, with its name.
+    `piece_numel` bounds a layer's number of elements. By default, the bound is the size of the largest block, within
+    limits. Raises `UnsupportedError` for a parameter that HyTrain cannot train.
     """
     blocks = find_blocks(model)
     waiters = _waiters(model, blocks)
@@ -110,9 +109,10 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the children of the ModuleList or Sequential that cuts most of it into parts.
+    """The repeated blocks of a model: the children of the ModuleList or Sequential that splits it best.
 
-    An outer Sequential(embedding, blocks, head) has more parameters than the list inside, but cuts off less of it.
+    The best split leaves the most parameters outside its largest child. An outer Sequential(embedding, blocks, head)
+    has more parameters than the list inside it, but splits fewer of them off.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     cut_off: dict[int, int] = {}
@@ -155,7 +155,7 @@ def _default_bound(total: int, blocks: list[list[Piece]]) -> int:
 
 
 def _buckets(pieces: list[Piece], bound: int) -> Iterator[list[Piece]]:
-    """Group pieces up to `bound` elements; one that is larger alone is cut into nearly equal parts."""
+    """Group pieces up to `bound` elements. A single piece above it is cut into nearly equal parts."""
     bucket: list[Piece] = []
     for piece in pieces:
         if bucket and sum(other.numel for other in bucket) + piece.numel > bound:
@@ -177,7 +177,7 @@ def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
 
 
 def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """By module id, who waits for a module's parameters: each block that has it; itself where it is outside of any."""
+    """By module id, the modules that wait for its parameters: each block that contains it, or else itself."""
     waiters: dict[int, list[nn.Module]] = {}
 
     def walk(module: nn.Module, block: nn.Module | None) -> None:
@@ -193,7 +193,6 @@ def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Mod
 
 
 def _attach_modules(model: nn.Module, layers: list[ModelLayer], waiters: dict[int, list[nn.Module]]) -> None:
-    """Give each layer the modules that wait for it."""
     layers_of: dict[int, list[ModelLayer]] = {}
     for layer in layers:
         for piece in layer.pieces:

@@ -1,4 +1,4 @@
-"""The life of a gradient on the trainer's side: a pure state machine for each layer.
+"""The life of a layer's gradient in the trainer: a pure state machine per layer.
 
                       ┌────────── the GPU updates: UpdateOnDevice ──────────┐
                       │                                                     ▼
@@ -7,15 +7,14 @@
                                                                                           │
                    CURRENT ◀──Awaited── LANDING ◀──CopyWeights :WeightsReady──────────────┘
 
-CURRENT: forward may read the weights. LEAVING: gradients are being copied out. UPDATING: the optimizer has
-them. LANDING: the new weights are on their way in, and nobody has been made to wait for them yet. After an
-update a layer can be read only once it is CURRENT again (I1), and its planes are touched only by whoever the state
-says (I2). The engine feeds events and carries the commands out; nothing here knows how.
+CURRENT: forward may read the weights. LEAVING: gradients are being copied out. UPDATING: the optimizer has them.
+LANDING: the new weights are being copied in, and no reader has waited for them yet. After an update, a layer can be
+read only when it is CURRENT again (I1). The state determines who may access the planes (I2). The engine sends events
+and carries out the commands.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
@@ -44,7 +43,7 @@ class Command(Enum):
 
 
 class InvalidTransition(RuntimeError):
-    """An event that a layer's state does not allow, with the layer's recent story."""
+    """An event that a layer's state does not allow. The message has the layer's recent events."""
 
 
 #: (who updates, state, event) -> (next state, command)
@@ -57,17 +56,8 @@ TRANSITIONS: Final[dict[tuple[str, State, Event], tuple[State, Command | None]]]
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    """One event of a layer's story."""
-
-    step: int
-    event: Event
-    state: State
-
-
 class LayerLife:
-    """One layer's place in the life of a gradient. `updated` is the step of the last update that began."""
+    """The state of one layer. `updated` is the step of the last update that began."""
 
     STORY_LENGTH: Final = 12
 
@@ -75,14 +65,14 @@ class LayerLife:
         self.lid, self.placement = lid, placement
         self.state = State.CURRENT
         self.updated = -1
-        self._story: list[Chapter] = []
+        self._story: list[tuple[Event, int, State]] = []  # each event, its step, and the state after it
 
     @property
     def is_current(self) -> bool:
         return self.state is State.CURRENT
 
     def on(self, event: Event, step: int) -> Command | None:
-        """Let `event` of step `step` happen. Raises `InvalidTransition` if it cannot, changing nothing."""
+        """Apply `event` of step `step`. Raises `InvalidTransition`, and changes nothing, if it is not allowed."""
         after = TRANSITIONS.get((self.placement.updates, self.state, event))
         if after is None:
             raise InvalidTransition(self._tell(f"{event.name} of step {step} while {self.state.name}"))
@@ -93,11 +83,11 @@ class LayerLife:
         elif step != self.updated:
             raise InvalidTransition(self._tell(f"{event.name} of step {step}, the update is step {self.updated}'s"))
         self.state, command = after
-        self._story = [*self._story[1 - self.STORY_LENGTH :], Chapter(step, event, self.state)]
+        self._story = [*self._story[1 - self.STORY_LENGTH :], (event, step, self.state)]
         return command
 
     def place(self, placement: Placement) -> None:
-        """Change the layer's placement. Only between updates: raises `InvalidTransition` otherwise (I3)."""
+        """Change the layer's placement. Raises `InvalidTransition` during an update (I3)."""
         if self.state is not State.CURRENT:
             raise InvalidTransition(self._tell(f"handover to {placement.name} while {self.state.name}"))
         self.placement = placement
@@ -106,5 +96,5 @@ class LayerLife:
         assert self.placement.updates == "cpu" or self.state is State.CURRENT, "the GPU's updates take no trip"
 
     def _tell(self, what: str) -> str:
-        story = ", ".join(f"{c.event.name}@{c.step}→{c.state.name}" for c in self._story) or "nothing"
+        story = ", ".join(f"{event.name}@{step}→{state.name}" for event, step, state in self._story) or "nothing"
         return f"layer {self.lid}, placed on {self.placement.name}: {what}; before: {story}"

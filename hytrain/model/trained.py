@@ -1,8 +1,8 @@
-"""Layers and parameters as they are trained: what a step needs to know of each.
+"""The state of layers and parameters during training.
 
-TrainedParameter   one parameter: its step count, whether it may be read, its consumed-gradient marker
-TrainedSegment     one piece of it inside a layer, as a 1-D view in storage order
-TrainedLayer       what moves as one: its life, its placement, its planes, this step's gradients
+TrainedParameter   one parameter: its update count, whether it may be read, its consumed-gradient placeholder
+TrainedSegment     a piece of a parameter in a layer, as a 1-D view in storage order
+TrainedLayer       the unit that is moved: its life, its placement, its planes, this step's gradients
 Gate               a module that reads layers when it is called
 """
 
@@ -29,8 +29,10 @@ from protocol.placement import GPU
 class TrainedParameter:
     """One parameter that HyTrain trains.
 
-    `count` is its own number of updates, `step` the last step in which it had a gradient, `backward` the last backward.
-    `awaited` says that its last update has been waited for, so that it may be read.
+    `count` is its number of updates. `step` and `backward` are the last step and backward in which it had a gradient.
+    `awaited` says that its last update has been waited for, so that it may be read. `found` was autograd's version
+    counter at construction. `version` is the counter's value while nobody else writes the parameter, or None if other
+    tensors share the counter.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
@@ -39,36 +41,31 @@ class TrainedParameter:
         self.step = self.backward = -1
         self.awaited = False
         self.address = address(parameter)
-        self.found = version(parameter)  # autograd's counter when this was built
-        #: What the counter must show as long as nobody else writes the parameter; None where others share it.
+        self.found = version(parameter)
         self.version: int | None = self.found
         self.consumed = ConsumedGradient(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the parameter has the storage that it had when this was built."""
+        """Whether the parameter still has the storage that it had at construction."""
         return address(self.parameter) == self.address
 
     def was_written(self) -> bool:
-        """Whether somebody else has written the parameter since the last update."""
+        """Whether others have written the parameter since the last update."""
         return self.version is not None and version(self.parameter) != self.version
-
-    def note_write(self) -> None:
-        if self.version is not None:
-            self.version += 1
 
     def note_all_writes(self) -> None:
         if self.version is not None:
             self.version = version(self.parameter)
 
     def drop_consumed(self) -> None:
-        """Nobody will ever clear the marker: no later gradient, of whatever optimizer, is to meet it."""
+        """Remove the placeholder from `p.grad`, so that it does not disturb another optimizer later."""
         if self.parameter.grad is self.consumed:
             self.parameter.grad = None
 
     def gradient(self) -> Tensor:
-        """The gradient in the parameter's storage order, shape (numel,)."""
+        """The gradient, shape (numel,), in the parameter's storage order."""
         gradient = self.parameter.grad
         assert gradient is not None
         if gradient.is_contiguous() and self.parameter.is_contiguous():
@@ -76,9 +73,9 @@ class TrainedParameter:
         return flat(laid_out(gradient, self.parameter))
 
     def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
-        """Give the step's gradient, made on `stream`, to the layers; those that have all of theirs now.
+        """Give the step's gradient, computed on `stream`, to its layers. Returns the layers that are now complete.
 
-        `total` is the sum of several backwards, shape (numel,); None takes the gradient that is there.
+        `total` is the sum over several backwards, shape (numel,). None stands for the gradient in `p.grad`.
         """
         gradient = self.gradient() if total is None else total
         self.step, self.awaited = step, False
@@ -91,7 +88,7 @@ class TrainedParameter:
 
 @dataclass(slots=True)
 class TrainedSegment:
-    """One segment: its description, its parameter, and the parameter's elements as a 1-D view, shape (numel,)."""
+    """One segment of a layer. `weights` is a view of its parameter's elements, shape (numel,)."""
 
     spec: Segment
     owner: TrainedParameter
@@ -99,7 +96,6 @@ class TrainedSegment:
     weights: Tensor
 
     def part(self, whole: Tensor) -> Tensor:
-        """This segment's elements of a tensor in the parameter's storage order."""
         if self.spec.numel == whole.numel():
             return whole
         return whole[self.start : self.start + self.spec.numel]
@@ -109,9 +105,9 @@ class TrainedSegment:
 class TrainedLayer:
     """One layer.
 
-    `filled` holds this step's gradients by segment until they leave, `streams` those that they were made on. `sent` are
-    the step counts of the update under way, `landing` the copy of the last one's weights, `moving` its state on the way
-    to the GPU. `came` is the step in which the GPU took the layer's updates over from the CPU, if it ever did.
+    `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
+    `sent` are the update counts of the update under way. `landing` is the copy of the last update's weights, `moving`
+    the copy of the state to the GPU. `came` is the step in which the GPU last took over updates from the CPU, or -1.
     """
 
     lid: int
@@ -130,32 +126,27 @@ class TrainedLayer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The segments' elements in the parameters, each of shape (numel,)."""
         return [segment.weights for segment in self.segments]
 
     @property
     def is_arriving(self) -> bool:
-        """Whether its weights' copies are being started right now."""
+        """Whether the copy of its new weights is being started right now."""
         return self.life.state is State.LANDING and self.landing is None
 
     def state(self, plane: str) -> list[Tensor | None]:
-        """One of `STATE_PLANES`, by segment, wherever its placement holds it."""
+        """One of `STATE_PLANES` by segment, wherever it is kept."""
         assert self.planes is not None, "a layer that takes part has a placement"
         return self.planes.state(plane)
 
     def device_planes(self, *, fresh: bool = True) -> DevicePlanes:
-        """Memory for the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
+        """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
         return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)
 
-    # ------------------------------------------------------------ a gradient leaves, weights come back
-
     def depart(self, step: int, *, awaits_verdict: bool) -> tuple[dict[int, Tensor], list[Copy] | None]:
-        """An update begins: its gradients by segment, and their copies into the `grads` plane if the CPU makes it.
+        """Begin an update. Returns the gradients by segment and, if the CPU updates, their copies into `grads`.
 
-        `sent` are its step counts from now on.
-
-        The CPU's update writes the weights from now on, unless it awaits a verdict. That is counted here: whoever in
-        this backward still reads a weight that was saved for it (`W`, `W.detach()` in one graph) is told by autograd.
+        Unless it awaits a verdict, the CPU's update may write the weights from now on, so the write is counted here:
+        autograd then raises if this backward still reads a saved weight (as with `W` and `W.detach()` in one graph).
         """
         self.sent = tuple(s.owner.count if index in self.filled else 0 for index, s in enumerate(self.segments))
         command = self.life.on(Event.FILLED, step)
@@ -170,13 +161,13 @@ class TrainedLayer:
         return gradients, [(grads[index], gradient) for index, gradient in sorted(gradients.items())]
 
     def note_writes(self) -> None:
-        """The update under way writes the parameters that had a gradient: one version each."""
+        """Expect one more version of each parameter that the update under way writes."""
         for segment, count in zip(self.segments, self.sent, strict=True):
-            if count:
-                segment.owner.note_write()
+            if count and segment.owner.version is not None:
+                segment.owner.version += 1
 
     def incoming(self) -> list[Copy]:
-        """The segments that the update under way has changed, on their way out of the `weights` plane."""
+        """The copies of updated segments out of the `weights` plane."""
         planes = self.arena.weights
         return [(s.weights, planes[index]) for index, s in enumerate(self.segments) if self.sent[index]]
 
@@ -191,7 +182,6 @@ class TrainedLayer:
         return self.planes
 
     def close(self) -> None:
-        """Give the planes up, and gradients."""
         self.filled.clear()
         if self.planes is not None:
             self.planes.close()
@@ -199,7 +189,7 @@ class TrainedLayer:
 
 
 class Gate:
-    """A module before whose forward layers must have landed, and the parameters that may be read then."""
+    """The layers that a module must wait for before its forward, and the parameters that it may read then."""
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
         self.layers: list[TrainedLayer] = []
@@ -208,12 +198,8 @@ class Gate:
             self.add(layer)
 
     def add(self, layer: TrainedLayer) -> None:
-        """Let the gate wait for one layer more."""
         self.layers.append(layer)
         self.parameters += [segment.owner for segment in layer.segments]
-
-
-# ---------------------------------------------------------------- building
 
 
 def build_layers(
@@ -222,10 +208,7 @@ def build_layers(
     grad_dtype: torch.dtype | None,
     before: Sequence[TrainedParameter] = (),
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """The trainer's side of each layer, and of each parameter in them. No layer has a placement yet.
-
-    `before` are those of the build that this one replaces.
-    """
+    """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
@@ -234,8 +217,7 @@ def build_layers(
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             owner = owners.setdefault(
-                id(piece.parameter),
-                TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)]),
+                id(piece.parameter), TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)])
             )
             weights = flat(piece.parameter.detach())[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
@@ -247,7 +229,7 @@ def build_layers(
 
 
 def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:
-    """A gate for each module that reads layers. It covers those of their parameters that the module has."""
+    """A gate for each module that reads layers. It covers the layers' parameters that the module contains."""
     read: dict[int, tuple[nn.Module, list[TrainedLayer]]] = {}
     for layer, part in zip(layers, parts, strict=True):
         for module in part.modules:
@@ -261,10 +243,10 @@ def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tup
 
 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
-    """Refuse parameters over the same memory; leave those alone that share a version counter with others.
+    """Refuse parameters that share memory. Turn off write detection for those that share a version counter.
 
-    Who shares is found by counting a write on all of them, but for those that were known `before`: a graph may be
-    waiting for its backward, and a write would spoil it.
+    To find the latter, count one write on each parameter that was not known `before`. For known parameters this is not
+    done again: a graph may be waiting for its backward, and a write would invalidate it.
     """
     by_address = sorted(parameters, key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):

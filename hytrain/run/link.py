@@ -1,10 +1,10 @@
-"""The trainer's two I/O threads: nothing in forward or backward waits for a message or a copy to leave.
+"""The trainer's two I/O threads, so that forward and backward do not wait for messages or copies out.
 
     sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
 
-Each socket belongs to one of the threads. The sender waits for a copy's event before it sends what was posted with it,
-so a GradReady never overtakes its gradient, and whatever is posted later leaves later.
+Each socket belongs to one thread. The sender waits for a copy before it sends the message posted with it, so a
+GradReady never overtakes its gradient. Messages leave in the order in which they are posted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ M = TypeVar("M", Welcome, Plan, Reassign)
 
 
 class Draft:
-    """What is posted in place of a message whose content is known only when its copy has finished."""
+    """Posted in place of a message whose content is known only after a copy has finished."""
 
     __slots__ = ()
 
 
 class Listener(Protocol):
-    """Who hears of what leaves and arrives. Called on the link's threads."""
+    """Receives the link's events, on the link's threads."""
 
     def on_departure(self, draft: Draft) -> Message:
-        """The draft's copy has finished: the message to send now."""
+        """The draft's copy has finished: return the message to send."""
 
     def on_message(self, message: Message) -> None: ...
 
@@ -62,13 +62,13 @@ class _Job:
 
 
 class Link:
-    """The trainer's connection to optimizer and coordinator. `join`, then `start`, then `post`; `close` at the end."""
+    """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, then `close`."""
 
     def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
         self._cluster, self._timeout_s = cluster, timeout_s
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # A second optimizer of this process numbers its messages anew, and must not get what was meant for the first.
+        # The name is unique: a second optimizer in this process must not receive messages meant for the first.
         self.address: Final = Address("trainer", 0)
         self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
@@ -81,7 +81,7 @@ class Link:
         self._closed = False
 
     def join(self) -> None:
-        """Shake hands with coordinator and optimizer. Raises `ClusterError` if one is dead or does not answer."""
+        """Shake hands with the coordinator. Raises `ClusterError` if it or the optimizer is dead, or on a timeout."""
         try:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pid)
             self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
@@ -93,7 +93,7 @@ class Link:
             raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
 
     def agree(self, table: LayerTable, calibration: Calibration, book: PlanBook) -> Plan:
-        """Send the layer table and what was measured; agree in `book` on the first plan that is made of them."""
+        """Send the layer table and the calibration, and agree in `book` on the first plan."""
         try:
             self._arenas.settimeout(self._timeout_s)
             self._arenas.connect(arena_socket(self._cluster.socket_dir, self.address.rank))
@@ -110,7 +110,7 @@ class Link:
         return plan
 
     def _expect(self, kind: type[M]) -> M:
-        """The next message, which must be a `kind`. Raises `ClusterError` with a worker's failure if it has one."""
+        """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
         incoming = self._inbox.receive(self._timeout_s)
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
@@ -121,7 +121,7 @@ class Link:
         return incoming.message
 
     def start(self, listener: Listener) -> None:
-        """Start the threads; from now on messages reach `listener`."""
+        """Start the threads. From now on, messages reach `listener`."""
         self._inbox.watch_descriptor("stop", self._stop_read)
         for name, run in (("sender", self._send_all), ("receiver", self._receive_all)):
             thread = threading.Thread(target=run, args=(listener,), name=THREAD_PREFIX + name, daemon=True)
@@ -133,11 +133,11 @@ class Link:
         self.post("coordinator", self._handshake.ready(detail))
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
-        """Send a message to role `to` once `after` has finished; of a draft, what `on_departure` makes of it."""
+        """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
         self._jobs.put(_Job(to, what, after))
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile:
-        """The next arena from the optimizer. Raises `ClusterError` if it does not come, or is not as agreed."""
+        """The next arena from the optimizer. Raises `ClusterError` if none comes, or if it does not match."""
         try:
             return receive_arena(self._arenas, layouts, token=self._cluster.token)
         except TimeoutError:
@@ -146,24 +146,24 @@ class Link:
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
     def close(self) -> None:
-        """Say goodbye and stop the threads. In a forked child this does nothing: the link is its parent's."""
+        """Say goodbye and stop the threads. Does nothing in a forked child: the link belongs to the parent."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
         for role, outbox in self._outboxes.items():
             if self._threads:
                 self.post(role, Goodbye())
-            else:  # construction failed before there was a sender
+            else:  # construction failed before the sender was started
                 outbox.send(Goodbye())
         self._jobs.put(None)
-        os.write(self._stop_write, b"stop")  # closing says nothing while a forked child holds the other end
+        os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
         os.close(self._stop_write)
         if not self._threads:
-            os.close(self._stop_read)  # which the inbox would have taken over
+            os.close(self._stop_read)  # otherwise the inbox closes it
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
         with contextlib.suppress(OSError):
-            self._arenas.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for an arena
+            self._arenas.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
         self._arenas.close()
         if not any(thread.is_alive() for thread in self._threads):
             self._network.close()
@@ -197,7 +197,7 @@ class Link:
 
 
 def describe_failure(sender: Address, failure: Failure) -> str:
-    """A worker's failure for people: who, step, layer, error and its traceback."""
+    """A worker's failure as text: who, step, layer, error and traceback."""
     where = f" in step {failure.step}" if failure.step is not None else ""
     where += f" at layer {failure.lid}" if failure.lid is not None else ""
     return f"{sender} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()

@@ -1,1 +1,1 @@
-"""A training step on the trainer's side, from the first forward to the boundary."""
+"""One training step in the trainer process, from the first forward to the step boundary."""

@@ -1,11 +1,11 @@
-"""Several backwards to one step: which of them is the last, and the sums until then.
+"""Gradient accumulation: which backward is the last one of a step, and the sums of the gradients before it.
 
-    backward 1 … n-1    gradient ─▶ sum, float32, made on the parameter's device  nothing leaves
-    backward n          gradient + sum ─▶ the gradient's own dtype ─▶ its layer   as if there had been one backward
+    backward 1 … n-1    gradient ─▶ float32 sum, computed on the parameter's device  nothing is sent
+    backward n          gradient + sum ─▶ the gradient's own dtype ─▶ its layer      as after a single backward
     step() before that  sum ─▶ the gradient's own dtype ─▶ its layer
 
-Sums are made in the order of the backwards, wherever the layer's owner is, so the bits do not depend on k. They lie on
-the device if it has room for them when the first one is made, else in host memory (sums.py).
+Gradients are added in the order of the backwards, whoever owns the layer, so the bits do not depend on k. The sums are
+kept on the device if it has room for them when the first one is made, otherwise in host memory (sums.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Accumulation:
-    """One optimizer's: which backward is a step's last, and the sums of those before it.
-
-    `has_sums`: there has been a sum; until then `take` has nothing to add.
-    """
+    """The gradient sums of one optimizer. Until `has_sums` is set, `take` has nothing to add."""
 
     def __init__(self, backwards: int) -> None:
         self._backwards = backwards
@@ -36,26 +33,24 @@ class Accumulation:
         self.begin_anew(DeviceSums)
 
     def begin_anew(self, choose: Callable[[], Sums]) -> None:
-        """Sum up over other layers from now on. `choose` says where sums are to lie, when the first one is made."""
+        """Start over with new layers. `choose` decides where the sums are kept, when the first one is made."""
         self._choose = choose
         self._sums: Sums = DeviceSums()
         self.has_sums = False
 
     @property
     def pending(self) -> list[TrainedParameter]:
-        """Parameters with a sum that has not been taken."""
         return self._sums.waiting()
 
     @property
     def advice(self) -> str:
-        """When to call `step()`."""
         if self._backwards == 1:
             return "call opt.step() after each backward, or pass grad_accumulation=n"
         return f"with grad_accumulation={self._backwards}, call opt.step() after so many"
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No backward inside is the last."""
+        """A context in which no backward is the last one."""
         before, self._held = self._held, True
         try:
             yield
@@ -63,27 +58,27 @@ class Accumulation:
             self._held = before
 
     def ask(self, goes_on: Callable[[], bool]) -> None:
-        """Let a loop say whether more backwards follow. Once they did, only it knows, whatever their number."""
+        """Let a loop tell whether more backwards follow. Once one does, the count of backwards is ignored."""
         self._goes_on = goes_on
 
     def begin(self, ended: int) -> bool:
-        """A backward begins, after `ended` others of the step; whether it is the last."""
+        """Begin a backward after `ended` others of this step. Returns whether it is the last one."""
         if goes_on := self._goes_on():
             self._backwards = 1
         self._sums.begin()
         return not (self._held or goes_on) and ended + 1 >= self._backwards
 
     def add(self, parameter: TrainedParameter) -> None:
-        """Take the parameter's gradient away, into its sum."""
+        """Move the parameter's gradient into its sum."""
         gradient = parameter.gradient()
-        parameter.parameter.grad = None  # so that autograd does not add to it, or keep it
+        parameter.parameter.grad = None  # autograd must neither add to it nor keep it
         if not self.has_sums:
             self._sums, self.has_sums = self._choose(), True
         total = self._sums.take(parameter)
         self._sums.put(parameter, gradient.float() if total is None else total.add_(gradient))
 
     def take(self, parameter: TrainedParameter) -> Tensor:
-        """The step's gradient in storage order, shape (numel,): the last backward's and the sum, or one of them."""
+        """The step's gradient, shape (numel,) in storage order: the sum plus the last backward's, if both exist."""
         total = self._sums.take(parameter)
         if total is None:
             return parameter.gradient()
@@ -92,11 +87,10 @@ class Accumulation:
         return total.to(parameter.parameter.dtype)
 
     def drop(self) -> None:
-        """The sums are not wanted."""
         self._sums.clear()
 
     def close(self) -> None:
-        """Give the memory of sums up, once no copy is under way."""
+        """Free the sums' memory. No copy may be under way."""
         self._sums.clear()
         self._sums.close()
 
@@ -104,7 +98,7 @@ class Accumulation:
 def choose_sums(
     place: str, parameters: Sequence[TrainedParameter], transfers: Transfers, free_bytes: int | None
 ) -> Sums:
-    """Where sums lie: "device", "host", or "auto", the device if `free_bytes` suffice, None being any amount."""
+    """`place` is "device", "host" or "auto": the device if `free_bytes` suffice. None means that there is no bound."""
     needed = 4 * sum(known.parameter.numel() for known in parameters)
     if place == "auto":
         place = "device" if free_bytes is None or needed <= free_bytes else "host"

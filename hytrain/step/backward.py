@@ -1,11 +1,11 @@
-"""A gradient's way on the trainer's side: from its hook to the optimizer or the GPU's update, and its weights back.
+"""Handles each gradient in the trainer: from its hook to the CPU's or the GPU's update, and the new weights back.
 
     on_gradient ─ layer full ─ _send ─┬─ the CPU updates: gradients_out ─ on_departure: GradReady ─▶ optimizer
                                       └─ the GPU updates: on the device, now
     optimizer ─ WeightsReady ─▶ on_weights_ready: weights_in ─▶ `reads` waits for exactly this
 
-Where a step awaits its verdict, the GPU's updates are held until backward is over. `hooks` call in from autograd's
-threads, `link` from its own two.
+If a step awaits a verdict, the GPU's updates are held back until backward has ended. `hooks` calls from autograd's
+threads, `link` from its own two threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Groups = tuple[GroupHyper, ...]
 
 @dataclass(frozen=True, slots=True)
 class Departure(Draft):
-    """A layer's gradients on their way to the host, maybe beside the norm of the step's gradients so far."""
+    """A layer's gradients on their way to the host, possibly with the norm of the step's gradients so far."""
 
     layer: TrainedLayer
     step: int
@@ -53,13 +53,12 @@ class Departure(Draft):
     norm: NormSoFar | None
 
     def grad_ready(self) -> GradReady:
-        """The message, once the copy is there."""
         exceeds = self.norm is not None and self.norm.exceeds()
         return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts, exceeds=exceeds)
 
 
 class Backward:
-    """One model's gradients. `read_groups` gives the parameter groups' hyperparameters as they are now."""
+    """The gradients of one model. `read_groups` returns the current hyperparameters of the parameter groups."""
 
     def __init__(
         self,
@@ -86,13 +85,11 @@ class Backward:
         self._handover, self._boundary = handover, boundary
         self._groups: Groups = ()
         self._hypers: list[Hyper] = []
-        self._held: list[Callable[[], None]] = []  # the GPU's updates, until the verdict
-        self._ends_by_itself = True  # autograd tells when it is over
-
-    # ------------------------------------------------------------ a gradient
+        self._held: list[Callable[[], None]] = []  # the GPU's updates that await the verdict
+        self._ends_by_itself = True  # autograd calls `end`
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
-        """A parameter's gradient is complete: take it, and send its layers off as they fill."""
+        """Take a parameter's complete gradient, and send off each layer that it completes."""
         tensor, health, life = parameter.parameter, self._health, self._health.life
         if health.failure is not None:
             raise health.failure
@@ -102,7 +99,7 @@ class Backward:
         if life.state not in IN_BACKWARD:
             try:
                 self._begin(parameter)
-            except (NonFiniteGradients, UsageError):  # of what was before: no gradient of this backward is left behind
+            except (NonFiniteGradients, UsageError):  # caused by what came before: leave no gradient of this backward
                 tensor.grad = None
                 raise
         if parameter.backward == life.backward:
@@ -134,10 +131,7 @@ class Backward:
             )
 
     def _send(self, layer: TrainedLayer, stream: Stream) -> None:
-        """The layer's gradients are all there: to the optimizer, or straight into the device's update.
-
-        `stream` is the current one.
-        """
+        """Send a complete layer's gradients to the optimizer, or update on the device. `stream` is the current one."""
         if layer.streams != {stream}:
             self._transfers.join(layer.streams, layer.filled.values())
         if self._overlap and self._verdicts.takes_norms:
@@ -164,7 +158,7 @@ class Backward:
         on_host = self._host is not None
         scale = self._verdicts.host_scale() if on_host else 1.0
         if scale is None:
-            return  # a skipped step; on a GPU the kernel sees to that
+            return  # a skipped step; on a GPU the kernel handles this
         began = self._transfers.clock.mark()
         for index, gradient in gradients.items():
             numbers = scalars(self._hypers[layer.segments[index].spec.group], counts[index], scale)
@@ -172,10 +166,8 @@ class Backward:
         layer.note_writes()
         self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
 
-    # ------------------------------------------------------------ the beginning and the end of a backward
-
     def _begin(self, parameter: TrainedParameter) -> None:
-        """The first gradient of a backward. Raises, changing nothing, for what was wrong before it."""
+        """The first gradient of a backward has come. Raises if what came before was wrong, and then changes nothing."""
         health, life = self._health, self._health.life
         scaling = self._verdicts.loss_scale
         if scaling is not None and not scaling.claim():
@@ -195,7 +187,7 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def _begin_step(self) -> None:
-        """The step's updates are about to begin: placements, masters and hyperparameters hold from now on."""
+        """The step's updates are about to begin: fix placements, masters and hyperparameters for this step."""
         step = self._health.life.step
         with self._health.undivided("a handover of layers"):
             self._boundary.finish_plan(step)
@@ -207,19 +199,19 @@ class Backward:
         self._link.post("optimizer", begin)
 
     def end(self) -> None:
-        """The whole backward has succeeded. Autograd tells, or `end_outside` where it ran outside of autograd."""
+        """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
         life = self._health.life
         if life.state is State.COMMITTING:
             self._complete()
-        life.on(Event.END)  # last: an exception in here is one in backward
+        life.on(Event.END)  # last, so that an exception above counts as one in backward
 
     def end_outside(self) -> None:
-        """Gradients that were reduced outside of any backward, as pipelines do, are over when `step()` is called."""
+        """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
             self.end()
 
     def commit(self) -> bool:
-        """`step()` was called: send off what backward has not. False if there was no gradient."""
+        """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
         life = self._health.life
         if life.state is State.SUMMED:  # fewer backwards than were announced
             self._begin_step()
@@ -238,7 +230,7 @@ class Backward:
         return True
 
     def _complete(self) -> None:
-        """All gradients of the step are there: layers without all of theirs leave too (I5)."""
+        """All gradients of the step have come: also send the layers that lack some of theirs (I5)."""
         life, stream = self._health.life, self._transfers.stream()
         for parameter in self._accumulation.pending:
             parameter.fill(self._accumulation.take(parameter), life.step, stream)
@@ -247,7 +239,7 @@ class Backward:
             self._judge()
 
     def _flush(self) -> None:
-        """Send off all layers that have gradients; without overlap, one after the other, each to its end."""
+        """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
         layers, stream = [layer for layer in self._layers if layer.filled], self._transfers.stream()
         for layer in layers:
             if len(layer.filled) < len(layer.segments):
@@ -262,7 +254,7 @@ class Backward:
                 self._reads.wait_for(layer, on_host=True)
 
     def _judge(self) -> None:
-        """The step's gradients are all there: their norm says what becomes of them."""
+        """All gradients of the step have come: decide by their norm, and make the updates that were held back."""
         if not self._verdicts.awaited:
             return
         judgement = self._verdicts.judge(self._health.life.step)
@@ -272,20 +264,16 @@ class Backward:
             update()
         self._held.clear()
 
-    # ------------------------------------------------------------ the link's threads
-
     def on_departure(self, draft: Draft) -> Message:
-        """What was posted with a copy can be sent: the copy has finished. On the sender's thread."""
-        match draft:
-            case Departure(layer=layer, step=step):
-                layer.life.on(LayerEvent.COPIED, step)
-                return draft.grad_ready()
-            case Judgement():
-                return draft.verdict()
-        raise TypeError(f"a trainer posts no {type(draft).__name__}")
+        """A draft's copy has finished: return its message. Called on the sender thread."""
+        if isinstance(draft, Departure):
+            draft.layer.life.on(LayerEvent.COPIED, draft.step)
+            return draft.grad_ready()
+        assert isinstance(draft, Judgement), "a trainer posts no other drafts"
+        return draft.verdict()
 
     def on_weights_ready(self, done: WeightsReady) -> None:
-        """The optimizer has updated a layer: start the copy of its weights. On the receiver's thread."""
+        """The optimizer has updated a layer: start the copy of its weights. Called on the receiver thread."""
         layer = self._layers[done.lid]
         layer.life.on(LayerEvent.WEIGHTS_READY, done.step)
         layer.arena.banks = done.banks
@@ -299,12 +287,11 @@ class Backward:
         self._meter.span("h2d_s", layer.lid, done.step, landing.span)
 
     def close(self) -> None:
-        """Nothing that was held will be updated any more."""
         self._held.clear()
 
 
 def _inside_reentrant_checkpoint() -> bool:
-    """Whether this thread is in a backward that reentrant activation checkpointing started inside another."""
+    """Whether this thread runs a backward that reentrant activation checkpointing started inside another one."""
     code: Final = CheckpointFunction.backward.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:

@@ -1,7 +1,7 @@
-"""What happens between two steps: the report to the coordinator, and plans that have come due.
+"""What happens between two steps: the report to the coordinator, and the start of plans that are due.
 
-engine.step ─▶ TrainerReport ─▶ a plan agreed on, due and prepared? ─▶ its handovers begin
-first gradient ─▶ they finish ─▶ PlanApplied
+engine.step ─▶ TrainerReport ─▶ if a plan is agreed on, due and prepared, its handovers begin
+first gradient ─▶ the handovers finish ─▶ PlanApplied
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.placement import PLACEMENTS, gpu_fraction
 
 
 class Boundary:
-    """One model's step boundaries. `statistics` is the last one's."""
+    """The step boundaries of one model. `statistics` describes the last finished step."""
 
     def __init__(
         self,
@@ -34,9 +34,8 @@ class Boundary:
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
-        self._meter, self._free_gpu_bytes = meter, free_gpu_bytes
+        self._meter, self._plans, self._free_gpu_bytes = meter, plans, free_gpu_bytes
         self._numels = [layer.spec.numel for layer in layers]
-        self._plans = plans
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
 
@@ -45,8 +44,8 @@ class Boundary:
         return tuple(layer.life.placement.name for layer in self._layers)
 
     def report(self, step: int, number: int) -> None:
-        """Step `step`, the user's step number `number`, is over: tell the coordinator how it went."""
-        times = self._meter.end_step(step)
+        """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
+        times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
         now_s, placements = time.monotonic(), self.placements
         self.statistics = Statistics(
             step=number,
@@ -58,51 +57,51 @@ class Boundary:
             moving=self._handover.has_worked(),
         )
         self._stepped_s = now_s
-        report = TrainerReport(
-            step=step,
-            number=number,
-            at_s=now_s,
-            step_s=self.statistics.step_s,
-            measured=self._meter.measured,
-            stall_s=self.statistics.stall_s,
-            middle_s=self._meter.middle_s,
-            starved=self._meter.starved,
-            k=self.statistics.k,
-            moving=self.statistics.moving,
-            placements=placements,
-            gpu_free_bytes=self._free_gpu_bytes(),
-            layers=times,
+        self._link.post(
+            "coordinator",
+            TrainerReport(
+                step=step,
+                number=number,
+                at_s=now_s,
+                step_s=self.statistics.step_s,
+                measured=self._meter.measured,
+                stall_s=self.statistics.stall_s,
+                middle_s=self._meter.middle_s,
+                starved=self._meter.starved,
+                k=self.statistics.k,
+                moving=self.statistics.moving,
+                placements=placements,
+                gpu_free_bytes=self._free_gpu_bytes(),
+                layers=times,
+            ),
         )
-        self._link.post("coordinator", report)
-
-    # ------------------------------------------------------------ plans
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first placement, as agreed. Raises `ClusterError`, `CapacityError`."""
+        """Give every layer its first placement. Raises `ClusterError` or `CapacityError`."""
         began_s = time.monotonic()
         self._handover.start(plan)
         self._plans.settle()
         self._applied(plan, step=0, moved=0, handover_s=time.monotonic() - began_s)
 
     def on_plan(self, plan: Plan) -> None:
-        """Acknowledge a proposal (called on the link's thread)."""
+        """Acknowledge a proposed plan. Called on the link's thread."""
         self._link.post("coordinator", self._plans.on_plan(plan))
 
     def on_reassign(self, reassign: Reassign) -> None:
-        """Both have acknowledged: what the plan needs is made ready (called on the link's thread)."""
+        """Both processes have acknowledged the plan: prepare it. Called on the link's thread."""
         self._plans.on_reassign(reassign)
         assert self._plans.plan is not None, "what holds is a plan"
         self._handover.prepare(self._plans.plan)
 
     def begin_plan(self, step: int) -> None:
-        """Begin the handovers of the plan for `step`, or of one that was postponed. What is not ready is (I3)."""
+        """Begin the handovers of a plan that is due. A plan that is not prepared yet is postponed (I3)."""
         began_s = time.monotonic()
         if self._plans.due(step) is not None and self._handover.is_prepared:
             self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
     def finish_plan(self, step: int) -> None:
-        """Before the first gradient of `step`: end what `begin_plan` began."""
+        """Finish the handovers that `begin_plan` began, before the first gradient of `step`."""
         began_s = time.monotonic()
         done = self._handover.finish(step)
         if done is None:
@@ -114,11 +113,7 @@ class Boundary:
 
     def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
         message = PlanApplied(
-            plan_id=plan.plan_id,
-            step=step,
-            placements=self.placements,
-            moved=moved,
-            handover_s=handover_s,
+            plan_id=plan.plan_id, step=step, placements=self.placements, moved=moved, handover_s=handover_s
         )
         for role in ("optimizer", "coordinator"):
             self._link.post(role, message)

@@ -1,10 +1,10 @@
-"""The trainer's engine: one model's step, composed of its parts.
+"""The trainer's engine: composes the parts of one model's step.
 
-    reads      who waits for which weights           backward   a gradient's way
-    masters    weights written from outside          verdict    the norm, and what it says of a step
-    boundary   reports and plans between two steps   handover   layers that change their placement
+    reads      waits for weights before they are read  backward   gradients, and their updates
+    masters    weights written from outside            verdict    gradient norms: clip or skip a step
+    boundary   reports and plans between two steps     handover   moves layers between placements
 
-No step ends with a barrier. `hooks` call `reads` and `backward`, `link` brings what arrives, `optim` everything else.
+No step ends with a barrier. `hooks` calls `reads` and `backward`, `link` delivers messages, `optim` calls the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
@@ -25,7 +24,6 @@ from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.trace import TraceWriter
-from hytrain.statistics import Statistics
 from hytrain.step.accumulation import Accumulation, choose_sums
 from hytrain.step.backward import Backward, Groups
 from hytrain.step.boundary import Boundary
@@ -35,7 +33,6 @@ from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
-from hytrain.step.scaling import LossScale
 from hytrain.step.verdict import Verdicts
 from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
 
@@ -45,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model's layers, and what happens to them in a step."""
+    """The layers of one model, and what happens to them in a step."""
 
     def __init__(
         self,
@@ -68,13 +65,13 @@ class Engine:
         self._health = Health()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
-        self._verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
+        self.verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
         self.reads = Reads(layers, parameters, transfers=transfers, health=self._health, meter=self._meter)
-        self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
+        self.masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
-        self._boundary = Boundary(
+        self.boundary = Boundary(
             layers, link=link, handover=self._handover, meter=self._meter, plans=plans, free_gpu_bytes=free_gpu_bytes
         )
         self.backward = Backward(
@@ -87,37 +84,34 @@ class Engine:
             health=self._health,
             meter=self._meter,
             reads=self.reads,
-            masters=self._masters,
-            verdicts=self._verdicts,
-            accumulation=self._accumulation,
+            masters=self.masters,
+            verdicts=self.verdicts,
+            accumulation=accumulation,
             handover=self._handover,
-            boundary=self._boundary,
+            boundary=self.boundary,
         )
 
     def start(self, plan: Plan) -> None:
-        """Give every layer its first placement, by the coordinator's first plan."""
         try:
-            self._boundary.start(plan)
+            self.boundary.start(plan)
         except ClusterError as error:
             health = self._health
-            with health.changed:  # the optimizer's own words, if it has any, say more than a closed socket
+            with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
                 health.changed.wait_for(lambda: health.failure is not None, FAILURE_GRACE_S)
             raise health.failure or error from error
 
     def watch(self, renew: Callable[[], bool]) -> None:
-        """Call `renew` where the model is entered between two steps; True says that another engine has taken over."""
+        """Call `renew` when the model is entered between steps. It returns True if another engine has taken over."""
         self._renew = renew
 
     def continue_from(self, before: Engine) -> None:
-        """Go on counting where another engine has ended."""
+        """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
-        self._masters.state_was_loaded = before._masters.state_was_loaded
-        self._verdicts.continue_from(before._verdicts)
-
-    # ------------------------------------------------------------ a step
+        self.masters.state_was_loaded = before.masters.state_was_loaded
+        self.verdicts.continue_from(before.verdicts)
 
     def before_root(self) -> None:
-        """The whole model is entered: what was written from outside counts, and what no other gate covers waits."""
+        """The whole model is entered: import writes from outside, and wait for parameters that no other gate covers."""
         if not in_backward():
             self._health.check()
             self.settle_writes()
@@ -127,15 +121,11 @@ class Engine:
             if idle:
                 self._meter.restart()
             if not torch.is_grad_enabled():
-                self.synchronize()  # without gradients nobody would notice a read that no gate covers
+                self.synchronize()  # without gradients, a read that no gate covers would go unnoticed
         self.reads.enter(self.reads.root)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the step's scale, if there is one."""
-        return loss if self.loss_scale is None else self.loss_scale.scale(loss)
-
     def step(self) -> None:
-        """Mark the boundary: everything was sent when it appeared. Does nothing if there was no gradient."""
+        """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
         self.backward.end_outside()
         self._health.require(Event.STEP)
@@ -147,17 +137,17 @@ class Engine:
             ended = life.step
             life.on(Event.STEP)
             self._accumulation.drop()
-            if self.loss_scale is not None:
-                self.loss_scale.end_step()
-        self._boundary.report(ended, self.steps)
+            if self.verdicts.loss_scale is not None:
+                self.verdicts.loss_scale.end_step()
+        self.boundary.report(ended, self.steps)
         if (positions := self.reads.learned_order()) is not None:
             for role in ("optimizer", "coordinator"):
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
-            self._boundary.begin_plan(life.step)
+            self.boundary.begin_plan(life.step)
 
     def _check_consumed(self) -> None:
-        """What backward has updated is what `torch.optim.AdamW` would update now, by the gradients there are."""
+        """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
         life = self._health.life
         for parameter in self._parameters:
             gradient = parameter.parameter.grad
@@ -175,22 +165,18 @@ class Engine:
                 )
 
     def drop_gradients(self) -> None:
-        """Gradients that were summed for a later update are not wanted. Raises `UsageError` if it has begun."""
+        """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
         if self._health.failure is None and self._health.on(Event.DROP) is State.IDLE:
             self._accumulation.drop()
 
     def before_load(self, what: str) -> None:
-        """Raise `UsageError` between a backward that updates and `step()`: torch would update after `what`."""
+        """Raise `UsageError` between a backward that updates and `step()`: in torch, the update comes after `what`."""
         self._health.require(Event.LOAD, what=what)
 
     def before_regroup(self, what: str) -> None:
-        """Raise `UsageError` between a step's first gradient and `step()`."""
         self._health.require(Event.REGROUP, what=what)
 
-    # ------------------------------------------------------------ what leaves and arrives (link's threads)
-
     def on_departure(self, draft: Draft) -> Message:
-        """A copy has finished: the message that was to follow it."""
         return self.backward.on_departure(draft)
 
     def on_message(self, message: Message) -> None:
@@ -198,37 +184,18 @@ class Engine:
             case WeightsReady():
                 self.backward.on_weights_ready(message)
             case Plan():
-                self._boundary.on_plan(message)
+                self.boundary.on_plan(message)
             case Reassign():
-                self._boundary.on_reassign(message)
+                self.boundary.on_reassign(message)
             case _:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 
     def on_failure(self, error: HyTrainError) -> None:
-        """From now on every call raises `error`."""
         self._health.fail(error)
-
-    # ------------------------------------------------------------ from outside
-
-    @property
-    def statistics(self) -> Statistics:
-        return self._boundary.statistics
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        return self._verdicts.grad_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        return self._verdicts.skipped
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        return self._verdicts.loss_scale
 
     @property
     def steps(self) -> int:
-        """Steps finished since the beginning of training, those before a resumption among them."""
+        """The number of steps finished since training began, including those before it was resumed."""
         return self._steps_before + self._health.life.step
 
     @steps.setter
@@ -240,63 +207,55 @@ class Engine:
         step = self._health.life.step
         if not in_backward():
             self._health.require(Event.OUTSIDE)
-        elif self._verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
+        elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
         self.reads.synchronize()
         with self._health.undivided("a handover of layers"):
-            self._boundary.finish_plan(step)
+            self.boundary.finish_plan(step)
         self._handover.await_copies()
-        self._verdicts.count_last()
+        self.verdicts.count_last()
 
     def expose_state(self) -> None:
-        """Return once the optimizer state can be read and written, wherever it is."""
+        """Return once the optimizer state can be read and written, wherever it is kept."""
         self.synchronize()
         self._handover.expose_state()
 
-    def weights_were_written(self) -> None:
-        """Parameters were written from outside: they become the masters before the next update."""
-        self._masters.were_written = True
-
-    def state_was_loaded(self) -> None:
-        """Remainders came with the state: weights that are loaded before the next step belong to them."""
-        self._masters.state_was_loaded = True
-
     def settle_writes(self) -> None:
-        """What was written from outside, and said so, becomes the masters; raises `UsageError` for other writes."""
+        """Import the announced writes from outside. Raises `UsageError` for any other write."""
         self.import_written()
-        self._masters.refuse_foreign_writes()
+        self.masters.refuse_foreign_writes()
 
     def import_written(self) -> None:
-        """What was written from outside, and said so, becomes the masters."""
-        if self._masters.were_written:
+        """Make parameters that were written from outside, and announced, the masters."""
+        if self.masters.were_written:
             self.synchronize()
-            self._masters.import_written()
+            self.masters.import_written()
 
     def import_weights(self, *, keep_remainder: bool = False) -> None:
-        """Make all parameters' values the masters, without remainders or with those that fit; the moments stay.
+        """Make all parameters' values the masters, with no remainders or those that still fit. The moments stay.
 
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
-        self._masters.require_landed()
+        self.masters.require_landed()
         self.synchronize()
-        self._masters.import_all(keep_remainder=keep_remainder)
+        self.masters.import_all(keep_remainder=keep_remainder)
 
     def end_in_child(self) -> bool:
-        """This process was forked from the one that trains. Whether its model is whole: no update was under way."""
+        """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
         whole = self._health.life.state not in IN_BACKWARD and all(layer.life.is_current for layer in self._layers)
         self._health.end_in_child(
-            UsageError("this process was forked from the one that trains, and the optimizer is its parent's")
-            if whole
-            else UsageError(
-                "this process was forked while updates were under way, which only its parent gets: "
+            UsageError(
+                "this process was forked from the one that trains, and the optimizer is its parent's"
+                if whole
+                else "this process was forked while updates were under way, which only its parent gets: "
                 "opt.synchronize() before forking, if the child is to use the model"
             )
         )
         return whole
 
     def close(self) -> None:
-        """Let the last updates land, then leave the run. Nothing works after this."""
+        """Wait for the last updates, then leave the run. Nothing works after this."""
         failure = self._health.failure
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
@@ -309,7 +268,7 @@ class Engine:
             self.release()
 
     def _end_last_step(self) -> None:
-        """Raises `NonFiniteGradients` of the last step, which nobody else would hear of."""
+        """Raises `NonFiniteGradients` for the last step, since no later call can."""
         try:
             self.synchronize()
         except NonFiniteGradients:
@@ -317,16 +276,16 @@ class Engine:
         except UsageError as error:
             _log.error("the last updates did not reach the model: %s", error)
         except HyTrainError:
-            pass  # the run is over already; whoever trains has heard of it
+            pass  # the run has failed before, and the user has seen the error
 
     def release(self) -> None:
-        """Give all planes up, once no copy from or into them is under way."""
-        with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
+        """Free all planes, once no copy from or to them is under way."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
         self._handover.close()
         for layer in self._layers:
             layer.close()
         self._accumulation.close()
-        self._verdicts.close()
+        self.verdicts.close()
         self.backward.close()
         self._meter.close()

@@ -1,14 +1,14 @@
-"""Moves layers from one placement to another, state and all, while training goes on.
+"""Moves layers from one placement to another, with all their state, while training continues.
 
-    agreed      a thread: arenas are made, mapped and pinned; memory on the device; state planes to be left are pinned
-    boundary    to the host   weights, state ─▶ arena ─(there)─▶ TakeOver        placed there from now on
-                to the GPU    state ◀─ arena, once the optimizer is done with the last update
-    backward    to the GPU    placed there from now on ─(there)─▶ GiveUp         before the step's first gradient
-    later       a thread: arenas are closed, state planes unpinned
+    plan agreed  thread: make, map and pin new arenas; allocate on the device; pin the state planes of layers to leave
+    boundary     to the host  copy weights and state to the arena, then TakeOver    placed on the host from now on
+                 to the GPU   copy the state from the arena, after the optimizer's last update
+    backward     to the GPU   placed on the GPU from now on; after the copy, GiveUp  before the step's first gradient
+    later        thread: close old arenas, unpin state planes
 
-What moves is every bit of a layer's state, so the result of training does not depend on it. Copies have a stream of
-their own. Pinning takes tenths of a second for a large layer, allocating on the device milliseconds: training waits
-for neither.
+Every bit of a layer's state moves, so handovers do not change the result of training. The copies have their own stream.
+For a large layer, pinning takes tenths of a second and allocation on the device milliseconds; training waits for
+neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError
 from hytrain.memory.planes import HOST_PLANES, STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
@@ -36,10 +35,10 @@ CLOSE_TIMEOUT_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Move:
-    """One plan's handovers: `leaving` layers go to host memory, `coming` ones to the GPU.
+    """The handovers of one plan: `leaving` layers move to host memory, `coming` layers to the GPU.
 
-    `arenas` and `devices` have been made and are not yet their layers'. `copies` go to arenas; layers have left the
-    arenas in `closing`.
+    `arenas` and `devices` are allocated but not in use yet. `copies` write into arenas. `closing` are the arenas that
+    layers have left.
     """
 
     plan: Plan
@@ -54,7 +53,7 @@ class _Move:
 
 
 class Handover:
-    """Moves layers of one model over one link, one plan at a time: `prepare`, `begin`, `finish`."""
+    """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
     def __init__(
         self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers, health: Health, reads: Reads
@@ -64,12 +63,12 @@ class Handover:
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
-        # Plans arrive on the link's thread: a move and the thread that works on it are seen together or not at all.
+        # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
         self._worked = False
 
     def start(self, plan: Plan) -> None:
-        """First placements: all state is zero, the parameters' values are the masters. Raises `ClusterError`, …"""
+        """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
         hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
             if layer not in hosted:
@@ -79,10 +78,8 @@ class Handover:
             layer.planes = arena
             self._place(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
 
-    # ------------------------------------------------------------ before: memory
-
     def prepare(self, plan: Plan) -> None:
-        """Make ready what the plan needs, on a thread. The last plan's handovers have finished."""
+        """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         moving = [layer for layer in self._layers if layer.life.placement is not plan.placement(layer.lid)]
         leaving = [layer for layer in moving if plan.placement(layer.lid).state == "host"]
         coming = [layer for layer in moving if layer not in leaving]
@@ -91,7 +88,7 @@ class Handover:
             self._run(partial(self._prepare, self._move))
 
     def _prepare(self, move: _Move) -> None:
-        """A GPU without room for a layer leaves it and those after it where they are."""
+        """If the GPU has no room for a layer, that layer and those after it stay where they are."""
         for layer, arena in self._allocate(move.leaving, move.plan, gently=True):
             move.arenas[layer.lid] = arena
             arena.pin_state()
@@ -107,7 +104,7 @@ class Handover:
     def _allocate(
         self, layers: list[TrainedLayer], plan: Plan, *, gently: bool = False
     ) -> Iterator[tuple[TrainedLayer, ArenaPlanes]]:
-        """Ask for the layers' arenas; yields each layer once its own is there, mapped and pinned."""
+        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned."""
         awaited = {layer.lid: layer for layer in layers}
         for layer in layers:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
@@ -120,10 +117,8 @@ class Handover:
     def is_prepared(self) -> bool:
         return self._move is not None and self._move.prepared
 
-    # ------------------------------------------------------------ at a boundary: copies
-
     def begin(self, step: int) -> None:
-        """Start the copies of the plan that was prepared; it holds from `step` on. Waits for nothing."""
+        """At a step boundary, start the copies of the prepared plan, which holds from `step` on. Does not wait."""
         move = self._move
         assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
         move.begun = True
@@ -134,7 +129,7 @@ class Handover:
             departure = self._transfers.state_out(copies)
             layer.planes = move.arenas.pop(layer.lid)
             self._place(layer, move.plan, step, after=departure)
-            # Who sends TakeOver keeps what is being copied until it is there; then the device's memory is free.
+            # The sender of TakeOver keeps the sources of the copy alive. After it, the device memory can be freed.
             move.copies.append((arena, replace(departure, keep=())))
         fence = self._transfers.fence()
         for layer in move.coming:
@@ -144,15 +139,13 @@ class Handover:
                     self.state_in(layer)
 
     def state_in(self, layer: TrainedLayer) -> None:
-        """The optimizer is done with a layer whose state is expected here: start the copy. Holds `health.changed`."""
+        """Copy a layer's state in, after the optimizer's last update. The caller holds `health.changed`."""
         assert layer.moving is not None
         copies = _state_copies(layer.moving.device, layer.arena)
         layer.moving.arrival = self._transfers.state_in(copies, layer.moving.fence)
 
-    # ------------------------------------------------------------ before the first gradient: placements
-
     def finish(self, step: int) -> tuple[Plan, int] | None:
-        """Place what is on its way to the GPU; the plan and how many layers moved, if one was begun."""
+        """Before the first gradient, place layers on the GPU. Returns the plan begun before, and its moves, if any."""
         move = self._move
         if move is None or not move.begun:
             return None
@@ -169,23 +162,20 @@ class Handover:
         return move.plan, len(move.leaving) + len(move.coming)
 
     def await_copies(self) -> None:
-        """Return once planes that were handed over can be read. `finish` comes first."""
+        """Return once the planes that were handed over can be read. Call `finish` first."""
         for _, departure in self._departing:
             departure.synchronize()
         self._departing = []
 
     def expose_state(self) -> None:
-        """The state planes of layers are about to be read and written by others, with copies of any size.
-
-        A copy must not cross from one pinned piece to the next, so nothing stays pinned; the next handover is slower.
-        """
+        """Unpin state planes, so that copies of any size can read and write them. The next handover is slower."""
         self.wait()
         if self._move is not None:
             for layer in self._move.coming:
                 layer.arena.unpin_state()
 
     def has_worked(self) -> bool:
-        """Whether layers have moved, or their memory was worked on, since this was asked last."""
+        """Whether layers moved, or their memory was prepared or released, since the last call."""
         with self._lock:
             under_way = self._move is not None and self._move.begun
             at_work = self._thread is not None and self._thread.is_alive()
@@ -193,16 +183,13 @@ class Handover:
         return worked or under_way
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return once the thread has made ready, or cleared up, all it was told to."""
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
-    # ------------------------------------------------------------
-
     def close(self) -> None:
-        """Give up what was prepared and no layer has got, and what layers have left. The link is closed already."""
+        """Free prepared memory that no layer uses, and arenas that layers have left. The link is closed already."""
         self.wait(CLOSE_TIMEOUT_S)
         if self._move is not None:
             for arena in (*self._move.arenas.values(), *(arena for arena, _ in self._move.closing)):
@@ -212,9 +199,9 @@ class Handover:
             self._move.devices.clear()
 
     def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
-        """The layer is placed as planned from now on. Whoever updates it waits for `after`, which moves its state.
+        """Place the layer as planned from now on. Its updater waits for `after`, which moves its state.
 
-        The optimizer gives up the layers that the GPU updates, and its hold on their memory.
+        The optimizer gives up the layers that the GPU updates, and their memory.
         """
         before, now = layer.life.placement, plan.placement(layer.lid)
         layer.life.place(now)
@@ -229,7 +216,7 @@ class Handover:
             self._transfers.land(after)
 
     def _run(self, task: Callable[[], None]) -> None:
-        """Run a task on a thread of its own, after the one before; what it raises, training raises. Holds the lock."""
+        """Run a task on its own thread, after the previous one. Its error stops training. The caller holds the lock."""
         before = self._thread
 
         def run() -> None:
@@ -248,7 +235,6 @@ class Handover:
 
 
 def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:
-    """Unpin the state of layers that went to the CPU, close the arenas of those that came from it."""
     for arena, departure in copied:
         departure.synchronize()
         arena.unpin_state()
@@ -258,11 +244,14 @@ def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[Ar
 
 
 def _first_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
-    """What does not begin as zeros: the weights, and where they are float16 their masters."""
-    whole = [index for index, segment in enumerate(layer.segments) if segment.spec.dtype == "float16"]
-    masters = arena.state("remainder") if whole else []
-    copies = [(_present(masters[index]), layer.segments[index].weights.float()) for index in whole]
-    return [*_weights_copies(layer, arena), *copies]
+    """The planes that do not begin as zeros: the weights, and the masters of float16 weights."""
+    copies = _weights_copies(layer, arena)
+    for index, segment in enumerate(layer.segments):
+        if segment.spec.dtype == "float16":
+            master = arena.state("remainder")[index]
+            assert master is not None, "a float16 segment has a master"
+            copies.append((master, segment.weights.float()))
+    return copies
 
 
 def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
@@ -270,12 +259,9 @@ def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
 
 
 def _state_copies(into: Planes, out_of: Planes) -> list[Copy]:
-    pairs: list[tuple[Tensor | None, Tensor | None]] = []
-    for plane in STATE_PLANES:
-        pairs += zip(into.state(plane), out_of.state(plane), strict=True)
-    return [(destination, source) for destination, source in pairs if destination is not None and source is not None]
-
-
-def _present(master: Tensor | None) -> Tensor:
-    assert master is not None, "a float16 segment has a master"
-    return master
+    return [
+        (destination, source)
+        for plane in STATE_PLANES
+        for destination, source in zip(into.state(plane), out_of.state(plane), strict=True)
+        if destination is not None and source is not None
+    ]

@@ -1,7 +1,7 @@
-"""Whether training may go on, and how the trainer's threads wait for one another.
+"""Whether training may continue, and how the trainer's threads wait for one another.
 
-The link's threads announce changes and failures; the user's threads wait for a change, or raise the failure. Once
-something has failed, everything raises it: half an update must not be trained on (I8).
+The link's threads announce changes and failures. The user's threads wait for a change, or raise the failure. After a
+failure every call raises it: training must not continue on half an update (I8).
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ class Health:
         self.failure: HyTrainError | None = None
 
     def check(self) -> None:
-        """Raise the failure if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def require(self, event: Event, **facts: object) -> None:
-        """Raise `UsageError` unless the step's life allows `event` now. `facts` complete the sentence."""
+        """Raise `UsageError` unless the step's life allows `event` now. `facts` fill in the sentence."""
         self.check()
         if (refusal := self.life.refusal(event)) is None:
             return
@@ -41,22 +40,21 @@ class Health:
         raise UsageError(sentence)
 
     def on(self, event: Event, **facts: object) -> State:
-        """Let `event` happen to the step; the new state. Raises as `require` does."""
+        """Apply `event`, and return the new state. Raises as `require` does."""
         self.require(event, **facts)
         return self.life.on(event)
 
     def fail(self, error: HyTrainError) -> None:
-        """From now on everything raises `error`, or the one that came before it."""
+        """From now on every call raises `error`, or the failure that came before it."""
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
 
     def refuse(self, sentence: str) -> NoReturn:
-        """Refuse to go on: some updates of this step have been made, others have not."""
+        """Refuse to continue: some updates of this step have been made, others have not."""
         self.abort(UsageError(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
 
     def abort(self, error: HyTrainError) -> NoReturn:
-        """Fail with `error` and raise what failed first."""
         self.life.on(Event.BREAK)
         self.fail(error)
         assert self.failure is not None
@@ -64,7 +62,7 @@ class Health:
 
     @contextlib.contextmanager
     def undivided(self, what: str) -> Iterator[None]:
-        """What is left half-way ends training: a layer must not have two owners, nor a step some of its updates."""
+        """An exception inside ends training: a layer must not have two owners, nor a step half of its updates."""
         try:
             yield
         except BaseException as error:
@@ -72,11 +70,11 @@ class Health:
             raise
 
     def end_in_child(self, error: HyTrainError) -> None:
-        """In a forked child, where nobody is left who could announce anything, or give back what was locked."""
+        """Fail in a forked child. No other thread is left to notify or unlock the old condition."""
         self.changed, self.failure = threading.Condition(), error
 
     def wait_for(self, happened: Callable[[], bool], what: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:
-        """Sleep until something has happened. Raises a failure as soon as there is one, `ClusterTimeout` at last."""
+        """Sleep until `happened` is true. Raises a failure as soon as there is one, or `ClusterTimeout` in the end."""
         with self.changed:
             done = self.changed.wait_for(lambda: self.failure is not None or happened(), timeout_s)
         self.check()

@@ -1,12 +1,12 @@
-"""The life of a step: a pure state machine, with every refusal as a row.
+"""The life of a step: a pure state machine. Its table has every transition and every refusal.
 
     IDLE ─begin─▶ SUMMING ─end─▶ SUMMED ─begin last─▶ COMMITTING ─end─▶ COMMITTED ─step─▶ IDLE
     IDLE ─begin last─▶ COMMITTING      SUMMED ─begin─▶ SUMMING      SUMMED ─drop─▶ IDLE
     SUMMED ─step─▶ COMMITTING: fewer backwards came than were announced, so the update begins now
 
-In SUMMING a backward only adds up gradients. In COMMITTING the step's updates begin as gradients arrive; COMMITTED
-waits for `step()`. BROKEN: some updates of a step were made and others were not. A backward's end is an event that
-autograd brings, or the loop where gradients are reduced outside of any backward. Knows no tensors, layers or threads.
+In SUMMING, a backward only adds up gradients. In COMMITTING, the step's updates begin as gradients arrive. COMMITTED
+waits for `step()`. BROKEN means that some updates of a step were made and others were not. Autograd reports the end of
+a backward; if gradients are reduced outside of autograd, `step()` does. Knows no tensors, layers or threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class State(Enum):
     BROKEN = auto()
 
 
-#: A backward has begun and not ended. One that was interrupted never ends.
+#: A backward has begun and not ended. An interrupted backward never ends.
 IN_BACKWARD: Final = (State.SUMMING, State.COMMITTING)
 
 
@@ -37,20 +37,20 @@ class Event(Enum):
     DROP = auto()  # zero_grad()
     LOAD = auto()  # weights or state are about to be loaded
     REGROUP = auto()  # the parameters are about to change
-    OUTSIDE = auto()  # forward, synchronize, a read: from outside of any backward
-    BREAK = auto()  # a step was left half-way
+    OUTSIDE = auto()  # forward, synchronize or a read, outside of any backward
+    BREAK = auto()  # a step was abandoned half-way
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an event cannot happen, as a format string. `fatal`: it already has, and training cannot go on."""
+    """Why an event is refused, as a format string. `fatal`: it has already happened, and training cannot continue."""
 
     sentence: str
     fatal: bool = False
 
 
 class InvalidTransition(RuntimeError):
-    """An event that no caller may bring: an error of HyTrain's own."""
+    """An event that no caller may send in this state: an error in HyTrain itself."""
 
 
 _INTERRUPTED: Final = Refusal(
@@ -69,63 +69,41 @@ _LOADED: Final = Refusal(
 _REGROUPED: Final = Refusal("{what} between backward and step(): call it after opt.step()")
 _OVER: Final = Refusal("a step was left half-way: make the optimizer anew and load a checkpoint")
 
+#: By event, the outcome in each of `STATES`; None for an event that cannot come there.
+STATES: Final = (State.IDLE, State.SUMMING, State.SUMMED, State.COMMITTING, State.COMMITTED)
+OUTCOMES: Final[dict[Event, tuple[State | Refusal | None, ...]]] = {
+    Event.BEGIN: (State.SUMMING, None, State.SUMMING, None, _NO_STEP),
+    Event.BEGIN_LAST: (State.COMMITTING, None, State.COMMITTING, None, _NO_STEP),
+    Event.END: (None, State.SUMMED, None, State.COMMITTED, None),
+    Event.STEP: (State.IDLE, _INTERRUPTED, State.COMMITTING, _INTERRUPTED, State.IDLE),
+    Event.DROP: (State.IDLE, State.SUMMING, State.IDLE, State.COMMITTING, _DROPPED),
+    Event.LOAD: (State.IDLE, State.SUMMING, State.SUMMED, _LOADED, _LOADED),
+    Event.REGROUP: (State.IDLE, _REGROUPED, _REGROUPED, _REGROUPED, _REGROUPED),
+    Event.OUTSIDE: (State.IDLE, _INTERRUPTED, State.SUMMED, _INTERRUPTED, State.COMMITTED),
+}
 TRANSITIONS: Final[dict[tuple[State, Event], State | Refusal]] = {
-    (State.IDLE, Event.BEGIN): State.SUMMING,
-    (State.IDLE, Event.BEGIN_LAST): State.COMMITTING,
-    (State.IDLE, Event.STEP): State.IDLE,
-    (State.IDLE, Event.DROP): State.IDLE,
-    (State.IDLE, Event.LOAD): State.IDLE,
-    (State.IDLE, Event.REGROUP): State.IDLE,
-    (State.IDLE, Event.OUTSIDE): State.IDLE,
-    (State.SUMMING, Event.END): State.SUMMED,
-    (State.SUMMING, Event.STEP): _INTERRUPTED,
-    (State.SUMMING, Event.DROP): State.SUMMING,
-    (State.SUMMING, Event.LOAD): State.SUMMING,
-    (State.SUMMING, Event.REGROUP): _REGROUPED,
-    (State.SUMMING, Event.OUTSIDE): _INTERRUPTED,
-    (State.SUMMED, Event.BEGIN): State.SUMMING,
-    (State.SUMMED, Event.BEGIN_LAST): State.COMMITTING,
-    (State.SUMMED, Event.STEP): State.COMMITTING,
-    (State.SUMMED, Event.DROP): State.IDLE,
-    (State.SUMMED, Event.LOAD): State.SUMMED,
-    (State.SUMMED, Event.REGROUP): _REGROUPED,
-    (State.SUMMED, Event.OUTSIDE): State.SUMMED,
-    (State.COMMITTING, Event.END): State.COMMITTED,
-    (State.COMMITTING, Event.STEP): _INTERRUPTED,
-    (State.COMMITTING, Event.DROP): State.COMMITTING,
-    (State.COMMITTING, Event.LOAD): _LOADED,
-    (State.COMMITTING, Event.REGROUP): _REGROUPED,
-    (State.COMMITTING, Event.OUTSIDE): _INTERRUPTED,
-    (State.COMMITTED, Event.BEGIN): _NO_STEP,
-    (State.COMMITTED, Event.BEGIN_LAST): _NO_STEP,
-    (State.COMMITTED, Event.STEP): State.IDLE,
-    (State.COMMITTED, Event.DROP): _DROPPED,
-    (State.COMMITTED, Event.LOAD): _LOADED,
-    (State.COMMITTED, Event.REGROUP): _REGROUPED,
-    (State.COMMITTED, Event.OUTSIDE): State.COMMITTED,
+    **{(s, event): out for event, row in OUTCOMES.items() for s, out in zip(STATES, row, strict=True) if out},
     **{(state, Event.BREAK): State.BROKEN for state in State},
     **{(State.BROKEN, event): _OVER for event in Event if event is not Event.BREAK},
 }
 
 
 class StepLife:
-    """Where training stands. `step` counts from 0, `ended` the backwards of the step that have ended, `backward` all
-    that ever began.
-    """
+    """The current step, counted from 0. `ended` counts its finished backwards, `backward` all that ever began."""
 
     def __init__(self) -> None:
         self.state = State.IDLE
         self.step = self.ended = self.backward = 0
 
     def refusal(self, event: Event) -> Refusal | None:
-        """Why `event` cannot happen now, if it cannot. Raises `InvalidTransition` for one that no caller may bring."""
+        """Why `event` is refused now; None if it is allowed. Raises `InvalidTransition` if no caller may send it."""
         after = TRANSITIONS.get((self.state, event))
         if after is None:
             raise InvalidTransition(f"{event.name} in step {self.step}, which is {self.state.name}")
         return after if isinstance(after, Refusal) else None
 
     def on(self, event: Event) -> State:
-        """Let `event` happen; the new state. Whoever calls has asked `refusal` first."""
+        """Apply `event` and return the new state. The caller has asked `refusal` first."""
         after = TRANSITIONS.get((self.state, event))
         if not isinstance(after, State):
             raise InvalidTransition(f"{event.name} in step {self.step}, which is {self.state.name}")

@@ -1,7 +1,7 @@
-"""Weights that were written from outside: surgery, loading, an EMA's values put back. They become the masters.
+"""Weights written from outside (surgery, loading, swapping in an EMA) become the master weights.
 
-Autograd's version counter tells of a write. What was announced (`import_weights`, a loaded state dict) is taken over
-before the next update; any other write would be lost, so it is refused (I6).
+Autograd's version counter reveals a write. An announced write (`import_weights`, a loaded state dict) is imported
+before the next update. Any other write would be lost, so it is refused (I6).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from hytrain.step.reads import Reads
 
 
 class Masters:
-    """One model's master weights, as far as others than updates write them."""
+    """Writes from outside to one model's weights.
+
+    `were_written`: parameters were written, and this was announced. `state_was_loaded`: a loaded state had remainders,
+    and weights that are loaded before the next step belong to them.
+    """
 
     def __init__(
         self, parameters: list[TrainedParameter], *, transfers: Transfers, health: Health, reads: Reads
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
         self._health, self._reads = health, reads
-        #: Parameters were written from outside, and somebody said so.
-        self.were_written = False
-        #: Remainders came with a loaded state: weights that are loaded before the next step belong to them.
-        self.state_was_loaded = False
-        self._looked_in = -1  # the step in which foreign writes were looked for
+        self.were_written = self.state_was_loaded = False
+        self._looked_in = -1  # the step in which foreign writes were last looked for
 
     def require_landed(self) -> None:
         """Raise `UsageError` for a parameter that was written while its update was under way."""
@@ -39,11 +40,9 @@ class Masters:
                 raise UsageError(f"{parameter.name} was written before its update: opt.synchronize() before writing")
 
     def import_all(self, *, keep_remainder: bool) -> None:
-        """Make all parameters' values the masters, without remainders or with those that fit; the moments stay."""
         self._import(self._parameters, keep_remainder=keep_remainder)
 
     def import_written(self) -> None:
-        """What was written from outside, and announced, becomes the masters."""
         if self.were_written:
             self._reads.synchronize()
             self._import(self._written(), keep_remainder=self.state_was_loaded)
@@ -55,16 +54,16 @@ class Masters:
         self._looked_in = self._health.life.step
 
     def begin_step(self) -> None:
-        """The step's updates are about to begin. Raises `UsageError` for a write that they would overwrite."""
+        """Called before the step's updates begin. Raises `UsageError` for a write that they would overwrite."""
         self.import_written()
-        if self._looked_in != self._health.life.step:  # the whole model was not called, where they are looked for
+        if self._looked_in != self._health.life.step:  # forward did not call the whole model, which looks for them
             self.refuse_foreign_writes()
-        if self.state_was_loaded:  # a float16 master is no part of its weights: those that were there may be others
+        if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
         self.state_was_loaded = False
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
-        """The values of `parameters` become the masters: exactly, or with the remainders that belong to them."""
+        """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""
         self._reads.synchronize()
         self.were_written = False
         self._transfers.drain()
@@ -81,9 +80,9 @@ class Masters:
             parameter.note_all_writes()
 
     def _written(self) -> list[TrainedParameter]:
-        """Those that somebody else has written, by autograd's version counter.
+        """The parameters that others have written, by autograd's version counter.
 
-        Where weights are just coming in, writes and their notes cannot be told apart: such a parameter is next time's.
+        While weights are arriving, their own write may not be counted yet. Such a parameter is checked the next time.
         """
         with self._health.changed:
             return [

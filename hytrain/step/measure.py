@@ -1,14 +1,14 @@
-"""Measures each layer's times on the trainer without waiting for the device.
+"""Measures the times of each layer in the trainer, without waiting for the device.
 
-Hooks leave marks: CUDA events on the stream where the work is, or readings of the clock on a CPU. A step's marks
-are turned into seconds in a later step, when the device has passed them all.
+Hooks leave marks: CUDA events on the stream that does the work, or readings of the host's clock on device "cpu". A
+later step converts them to seconds, once the device has passed them all.
 
     pre-hook  arrive ──(stall)── go ──(forward)── next arrive …      backward: one mark as each layer completes
 
     marks ─ passed? ─▶ intervals ─┬─▶ LayerTimes, for the coordinator
                                   └─▶ spans of the timeline, on the monotonic clock (only if there is one)
 
-Marks that were given to a `Meter` are its own: it leaves them to the clock to be used again.
+A `Meter` owns the marks that it is given, and returns them to the clock for reuse.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 from hytrain.memory.clock import Clock, Mark, Span
 from hytrain.run.trace import TraceWriter
 from protocol.messages import LayerTimes
 
-#: Steps whose marks may still be in flight before their measurement is given up.
+#: The number of steps whose marks may be pending. The measurement of an older step is given up.
 MAX_OPEN_STEPS: Final = 8
-#: A new anchor moves the device's times by less than this.
+#: A new anchor shifts the device's times by less than this.
 MAX_JUMP_S: Final = 1e-4
-#: Two marks without any work in between are not a stall.
+#: A shorter wait is not drawn: two marks with no work between them are that far apart.
 MIN_STALL_S: Final = 2e-5
 #: Field of `LayerTimes` -> track and name in the timeline.
 TRACKS: Final = {
@@ -43,11 +43,11 @@ TRACKS: Final = {
 
 @dataclass(slots=True)
 class StepMarks:
-    """The marks of one step: `forward` and `backward` in the order they were left.
+    """The marks of one step; `forward` and `backward` in the order in which they were left.
 
-    `spans` are copies and device updates: kind, layer, the step that they belong to. `turns` are there if the step has
-    several backwards: where each began. `starved` counts the backwards of layers at whose end the device had done
-    all before, and waited for launches. In forward it also does so after a stall.
+    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `turns` are the starts of
+    the backwards, if the step has several. `starved` counts the layers at the end of whose backward the device had
+    finished all earlier work, so that it waited for launches. (In forward, a stall also causes that.)
     """
 
     step: int
@@ -59,20 +59,15 @@ class StepMarks:
     end: Mark = None
 
     def marks(self) -> Iterator[Mark]:
-        """All of them, the first one of the step's own work first, then those of copies, the end at last."""
-        for _, span in self.forward:
-            yield from span
-        yield from self.turns
-        for _, mark in self.backward:
-            yield mark
-        for *_, span in self.spans:
-            yield from span
-        if self.end is not None:
-            yield self.end
+        """All marks: the step's own work, beginning with its first mark, then copies, then the end."""
+        forward = (mark for _, span in self.forward for mark in span)
+        backward = (mark for _, mark in self.backward)
+        copies = (mark for *_, span in self.spans for mark in span)
+        return chain(forward, self.turns, backward, copies, () if self.end is None else (self.end,))
 
 
 class Interval(NamedTuple):
-    """What layers `lids` were at, as a field of `LayerTimes`; seconds from the first of the step's marks."""
+    """One activity of layers `lids`. `kind` names a field of `LayerTimes`; times count from the step's first mark."""
 
     kind: str
     lids: tuple[int, ...]
@@ -86,40 +81,39 @@ class Interval(NamedTuple):
 
 
 class Meter:
-    """Collects marks and turns them into `LayerTimes`, a step or more later; and into a timeline, if asked to."""
+    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later."""
 
     def __init__(
         self, clock: Clock, numels: list[int], *, trace: TraceWriter | None = None, names: Sequence[str] = ()
     ) -> None:
-        self._clock, self._numels = clock, numels
-        self._trace, self._names = trace, names
+        self._clock, self._numels, self._trace, self._names = clock, numels, trace, names
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
-        self._turning = threading.Lock()  # copies are reported by another thread
+        self._turning = threading.Lock()  # another thread reports copies
         self._drawn_until: dict[str, float] = {}
         self.stall_s = self.middle_s = self.starved = 0.0
-        self.measured: int | None = None  # the step of the last times
+        self.measured: int | None = None  # the step that the last times are from
         if trace is not None:
             clock.anchor()
 
     def arrive(self) -> Mark:
-        """A module is entered: the mark for `forward`, left before anybody waits for weights."""
+        """A module is entered: leave the mark for `forward`, before the wait for weights."""
         return self._clock.mark()
 
     def forward(self, lids: tuple[int, ...], arrived: Mark) -> None:
-        """The module that has arrived, and needs layers `lids`, goes on, maybe after a stall."""
+        """The module that has arrived, and reads layers `lids`, continues, possibly after a stall."""
         self._now.forward.append((lids, (arrived, self._clock.mark())))
 
     def restart(self) -> None:
-        """A forward begins. The one before, if no backward came of it, is no part of the step."""
+        """A forward begins. Discard the one before if no backward followed it."""
         if not self._now.backward:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
-            self._clock.recycle(self._now.turns)  # of a backward whose gradients were dropped
+            self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
             self._now.forward.clear()
             self._now.turns.clear()
 
     def turn(self) -> None:
-        """One of several backwards begins: what is measured lies before the first and after the last."""
+        """One of several backwards begins. Only the time before the first and after the last is measured."""
         self._now.turns.append(self._clock.mark())
 
     def backward(self, lid: int) -> None:
@@ -130,15 +124,12 @@ class Meter:
         now.backward.append((lid, self._clock.mark()))
 
     def span(self, kind: str, lid: int, step: int, span: Span) -> None:
-        """A copy or a device update of a layer for `step`; `kind` names the field of `LayerTimes`.
-
-        The weights of a step may come back when the next one has begun.
-        """
+        """Add a copy or device update of a layer. The weights of `step` may come back after the next step has begun."""
         with self._turning:
             self._now.spans.append((kind, lid, step, span))
 
     def end_step(self, step: int) -> tuple[LayerTimes, ...]:
-        """Close this step's marks; the times of the oldest step that the device has passed, if any."""
+        """End this step's marks. Returns the times of the oldest open step, if the device has passed it."""
         self._now.end = self._clock.mark()
         with self._turning:
             self._open.append(self._now)
@@ -159,7 +150,7 @@ class Meter:
         return self._times(intervals)
 
     def close(self) -> None:
-        """Draw what is left, of the steps that the device has passed."""
+        """Draw the remaining steps that the device has passed."""
         if self._trace is not None:
             for marks in (*self._open, self._now):
                 if self._passed(marks):
@@ -167,11 +158,11 @@ class Meter:
             self._trace.close()
 
     def _passed(self, marks: StepMarks) -> bool:
-        """Whether all of the step's work is done; copies of it may take longer than its end."""
+        """Whether all of the step's work is done. Its copies may end after the step itself."""
         return all(self._clock.passed(mark) for mark in reversed(list(marks.marks())))
 
     def _intervals(self, marks: StepMarks) -> list[Interval]:
-        """The step's marks, pairwise. What is measured at a module's entry is the stall of its first layer."""
+        """The intervals between marks. A stall at a module's entry is attributed to the module's first layer."""
         first = next(marks.marks(), None)
 
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
@@ -186,7 +177,7 @@ class Meter:
             found[-1] = found[-1]._replace(lids=(lid,))
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
-        # A device update follows its layer's mark on the same stream; without overlap, all follow the last mark.
+        # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
         for (before, mark), (lid, ended) in pairwise(marks.backward):
@@ -196,7 +187,7 @@ class Meter:
         return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
-        """By layer. A module's time is shared by the layers it consists of, by size."""
+        """Times by layer. A module's time is divided among its layers in proportion to their size."""
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for interval in intervals:
             total = sum(self._numels[lid] for lid in interval.lids)
@@ -204,8 +195,6 @@ class Meter:
                 times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
         self.stall_s = sum(interval.duration_s for interval in intervals if interval.kind == "stall_s")
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
-
-    # ------------------------------------------------------------ the timeline
 
     def _draw(self, marks: StepMarks, intervals: list[Interval], trace: TraceWriter) -> None:
         first = next(marks.marks(), None)
@@ -225,7 +214,7 @@ class Meter:
     def _draw_span(
         self, track: str, name: str, began_s: float, ended_s: float, trace: TraceWriter, **args: Any
     ) -> None:
-        """Draw a span, but not into the one before because the clock was anchored anew in between."""
+        """Draw a span. It must not overlap the one before only because the clock got a new anchor in between."""
         before_s = self._drawn_until.get(track, began_s)
         if before_s - began_s < MAX_JUMP_S:
             began_s = max(began_s, before_s)
@@ -234,6 +223,6 @@ class Meter:
 
 
 def _turn(whole: Interval) -> list[Interval]:
-    """From the last module's entry to the first finished gradient lie its forward and backward: one to two."""
+    """Split the time from the last module's entry to the first complete gradient: forward to backward is 1 to 2."""
     turned_s = whole.began_s + whole.duration_s / 3
     return [whole._replace(ended_s=turned_s), whole._replace(kind="backward_s", began_s=turned_s)]

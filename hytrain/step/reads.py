@@ -1,13 +1,13 @@
-"""Who waits for which weights, and how long: everything that reads parameters comes through here.
+"""Waits for weights before they are read. Every reader of parameters comes through here.
 
-    a module is called       BeforeForward ─▶ enter(gate)       its layers' updates have landed on this stream after it
-    the model is called      engine ─▶ enter(root)              the same for parameters that no other module covers
-    module.weight            BeforeRead ─▶ read(parameter)      this parameter's have
-    state_dict, save, …      engine ─▶ synchronize()            all have, on the host
+    a module is called       BeforeForward ─▶ enter(gate)       waits for the updates of the module's layers
+    the model is called      engine ─▶ enter(root)              waits for parameters that no other module covers
+    module.weight            BeforeRead ─▶ read(parameter)      waits for this parameter
+    state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
 
-A layer that is CURRENT can be read. One whose update is under way makes its reader wait: the thread for the optimizer's
-message, the stream for the copy of the weights. `TrainedParameter.awaited` says who has been waited for since the last
-update; a gradient of a parameter that nobody waited for comes from a stale read (I1).
+A layer that is CURRENT can be read. If its update is under way, the reader waits: the thread for the optimizer's
+message, the stream for the copy of the weights. `TrainedParameter.awaited` says that the last update has been waited
+for. The gradient of a parameter for which this is not so may come from a stale read (I1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hytrain.step.measure import Meter
 
 
 class Reads:
-    """One model's readers."""
+    """The readers of one model. `root` is the gate of parameters that no other module covers."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Reads:
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
 
     def enter(self, gate: Gate) -> None:
-        """The current stream may read the gate's layers after this. Idempotent, also inside backward."""
+        """Make the current stream wait for the gate's layers. Idempotent, also inside backward."""
         inside = in_backward()
         if inside:
             self._health.check()
@@ -58,7 +58,7 @@ class Reads:
             if not layer.life.is_current:
                 self.wait_for(layer)
             elif layer.landing is not None:
-                self._transfers.land(layer.landing)  # the stream that awaited it may have been another one
+                self._transfers.land(layer.landing)  # the stream that waited before may be another one
         self._mark_awaited(gate.parameters, inside)
         if measured:
             self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
@@ -66,7 +66,7 @@ class Reads:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
 
     def read(self, parameter: TrainedParameter) -> None:
-        """The current stream may read the parameter after this, except in backward, which updates it."""
+        """Make the current stream wait for the parameter, except in backward, which updates it."""
         if self._health.life.state in IN_BACKWARD:
             return
         for layer, _ in parameter.places:
@@ -74,9 +74,9 @@ class Reads:
         parameter.awaited = True
 
     def wait_for(self, layer: TrainedLayer, *, on_host: bool = False) -> None:
-        """Wait until the layer's new weights are on their way in, and let the stream wait for their arrival.
+        """Wait until the copy of the layer's new weights was started, and make the stream wait for its end.
 
-        `on_host` waits for the arrival itself, for readers on whatever stream.
+        With `on_host`, the thread also waits for the end, for readers on any stream.
         """
         if not layer.life.is_current:
             self._await_landing(layer)
@@ -108,15 +108,15 @@ class Reads:
         self._mark_awaited(self._parameters, in_backward())
 
     def _mark_awaited(self, parameters: list[TrainedParameter], inside: bool) -> None:
-        """They may be read; in a backward, those whose gradient has come are about to change again."""
+        """Mark parameters as readable. In a backward, those whose gradient has come are about to change again."""
         for parameter in parameters:
             if not inside or parameter.step != self._health.life.step:
                 parameter.awaited = True
 
     def meet_uncovered(self, parameter: TrainedParameter) -> None:
-        """A gradient of a parameter that nobody waited for: from now on the root waits for its layers (I1).
+        """A parameter that nobody waited for has a gradient: from now on the root waits for its layers (I1).
 
-        Raises `StaleReadError` if an update may have been under way when it was read.
+        Raises `StaleReadError` if an update may have been under way when the parameter was read.
         """
         step = self._health.life.step
         for layer, _ in parameter.places:
@@ -132,9 +132,9 @@ class Reads:
                 self.root.add(layer)
 
     def learned_order(self) -> tuple[int, ...] | None:
-        """After the first step, once: each layer's position in the order in which forward entered them.
+        """Once, after the first step: the position of each layer in the order in which forward entered them.
 
-        Layers that the root waits for come first; those that were not entered keep the table's order, after the others.
+        Layers that the root waits for come first. Layers that were not entered come last, in the order of the table.
         """
         if self._order is None:
             return None
@@ -142,12 +142,9 @@ class Reads:
         place.update((layer.lid, -1) for layer in self.root.layers)
         self._order = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
-        positions = [0] * len(order)
-        for position, lid in enumerate(order):
-            positions[lid] = position
-        return tuple(positions)
+        return tuple(order.index(lid) for lid in range(len(order)))
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside one of autograd's backwards."""
+    """Whether this thread runs a backward of autograd."""
     return bool(torch._C._current_graph_task_id() != -1)

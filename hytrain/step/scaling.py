@@ -1,9 +1,9 @@
-"""The scale of the loss, which keeps gradients above what float16 rounds to zero. They are divided by it again.
+"""Loss scaling: keeps small gradients from rounding to zero in float16. The update divides them by the scale.
 
     opt.scale(loss) ─▶ backward ─▶ gradients times the scale ─▶ their norm ─▶ verdict, with 1/scale in it ─▶ updates
                                                                   └─ finite, or not ─▶ the next step's scale
 
-`verdict` owns it. Its numbers stay on the device, where they are made: nobody waits for them.
+`verdict` owns the scale. It is computed and kept on the device, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -21,49 +21,48 @@ GROWTH_STEPS: Final = 2000
 
 
 class LossScale:
-    """A number; or "dynamic": doubled after so many good steps in a row, halved by one that is not finite.
+    """A fixed number; or "dynamic": doubled after `GROWTH_STEPS` good steps in a row, halved by a non-finite step.
 
-    `value` is the present scale, float32 on the device, shape (). A graph may keep it, so it is never written.
+    `value` is the current scale: float32 on the device, shape (). It is never written in place: a graph may keep it.
     """
 
     def __init__(self, wanted: float | str, device: torch.device) -> None:
         self._is_dynamic = wanted == "dynamic"
         self.value = torch.full((), INITIAL if self._is_dynamic else float(wanted), device=device, dtype=torch.float32)
         self._good_steps = torch.zeros((), device=device, dtype=torch.int32)
-        self._scaled = 0  # losses of this step that no backward has begun from
+        self._scaled = 0  # losses of this step whose backward has not begun
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale."""
         self._scaled += 1
         return loss * self.value
 
     def claim(self) -> bool:
-        """A backward begins: whether a loss was scaled for it."""
+        """A backward begins. Returns whether a loss was scaled for it."""
         self._scaled -= 1
         return self._scaled >= 0
 
     def end_step(self) -> None:
-        """What was scaled and not gone backward from is no part of the next step."""
+        """Forget losses that were scaled but had no backward."""
         self._scaled = 0
 
     @property
     def inverse(self) -> Tensor:
-        """What scaled gradients are multiplied by, rounded once."""
+        """The factor that unscales gradients, rounded once."""
         return self.value.double().reciprocal().float()
 
     def learn(self, finite: Tensor) -> None:
-        """A step is over, and its gradients were finite, or were not."""
+        """Adapt the scale after a step. `finite` says whether the step's gradients were finite."""
         if self._is_dynamic:
             value, good_steps = self.value.clone(), self._good_steps.clone()
             torch._amp_update_scale_(value, good_steps, (~finite).float(), GROWTH, BACKOFF, GROWTH_STEPS)
             self.value, self._good_steps = value, good_steps
 
     def state(self) -> dict[str, float]:
-        """To be saved. Waits for the device."""
+        """The state to save. Waits for the device."""
         return {"scale": float(self.value), "good_steps": int(self._good_steps)}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from what `state` gave; a fixed scale stays as it is, and so does one that was not saved."""
+        """Load a saved state. A fixed scale does not change; without a saved state, nor does a dynamic one."""
         if self._is_dynamic and state is not None:
             self.value = torch.full_like(self.value, state["scale"])
             self._good_steps = torch.full_like(self._good_steps, state["good_steps"])

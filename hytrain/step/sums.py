@@ -1,13 +1,13 @@
-"""Where gradients are summed up over the backwards of a step: on the device, or in host memory.
+"""Keeps the sums of gradients over the backwards of a step, on the device or in host memory.
 
-    DeviceSums   they stay where they are made: 4 bytes a parameter of device memory
-    HostSums     they lie in pinned host memory, and come to the device one after the other, to be added to
+    DeviceSums   sums stay on the device: 4 bytes per parameter
+    HostSums     sums are kept in pinned host memory, and fetched to the device one by one to add to them
 
         backward n    … gradient of layer 2 ─▶ + ─▶ out        H2D, ahead of the gradients: 4, 3, [2], 1
                                                ▲               D2H, behind them:            4, 3, [2]
                                                └── the sum, fetched when layer 4's was taken
 
-All additions are the device's, in the same order, so the bits do not depend on the place.
+The device makes all additions, in the same order, so the bits do not depend on where the sums are kept.
 """
 
 from __future__ import annotations
@@ -24,48 +24,43 @@ from torch import Tensor
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.model.trained import TrainedParameter
 
-#: Device memory for sums on their way in, and as much for those on their way out.
+#: Device memory for sums on their way in, and the same amount for sums on their way out.
 WINDOW_BYTES: Final = 512 << 20
 
 
 class DeviceSums:
-    """One sum for a parameter, float32, shape (numel,) in its storage order. The device has room for them."""
+    """One sum per parameter on the device: float32, shape (numel,), in the parameter's storage order."""
 
     def __init__(self) -> None:
         self._sums: dict[TrainedParameter, Tensor] = {}
 
     def begin(self) -> None:
-        """Another backward begins: the sums are needed in about the order in which they were put away."""
+        """A backward begins. It needs the sums in roughly the order in which they were put."""
 
     def take(self, parameter: TrainedParameter) -> Tensor | None:
-        """The sum on the device, ready on the current stream; None if there is none. It is not kept any longer."""
+        """Remove and return the sum, on the device and ready on the current stream; None if there is none."""
         return self._sums.pop(parameter, None)
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
-        """Keep a sum that the current stream makes."""
         self._sums[parameter] = total
 
     def waiting(self) -> list[TrainedParameter]:
-        """Parameters whose sum has not been taken."""
         return list(self._sums)
 
     def clear(self) -> None:
-        """The sums are not wanted."""
         self._sums.clear()
 
-    def close(self) -> None:
-        """Give all memory back, once no copy is under way."""
-        self._sums.clear()
+    close = clear  # in HostSums, also frees the pinned memory; no copy may be under way
 
 
 class HostSums:
-    """The device has not. Memory in the host is kept from step to step; it is pinned when it is first used."""
+    """Sums in host memory, for a device without room. Memory is pinned at its first use, and kept between steps."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._memory: dict[TrainedParameter, _Pinned] = {}
         self._left: dict[TrainedParameter, Transfer] = {}  # sums in host memory, in the order of this backward
-        self._ahead: Iterator[TrainedParameter] = iter(())  # those of the last backward, in its order
+        self._ahead: Iterator[TrainedParameter] = iter(())  # sums of the last backward, in its order
         self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
         self._leaving: deque[tuple[int, Transfer]] = deque()  # bytes, and the copy that holds them
 
@@ -85,7 +80,7 @@ class HostSums:
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         while self._leaving and sum(nbytes for nbytes, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
-            self._transfers.land(self._leaving.popleft()[1])  # whoever gets its memory comes after the copy
+            self._transfers.land(self._leaving.popleft()[1])  # the next user of its memory waits for the copy
         departure = self._transfers.gradients_out([(self._host(parameter), total)])
         self._leaving.append((total.nbytes, departure))
         self._left[parameter] = departure
@@ -96,20 +91,19 @@ class HostSums:
     def clear(self) -> None:
         for copy in (*(arrival for _, arrival in self._coming.values()), *(copy for _, copy in self._leaving)):
             self._transfers.land(copy)
-        self._coming.clear()
-        self._leaving.clear()
-        self._left.clear()
+        self._forget()
 
     def close(self) -> None:
-        self._coming.clear()
-        self._leaving.clear()
-        self._left.clear()
+        self._forget()
         for memory in self._memory.values():
             memory.close()
         self._memory.clear()
 
+    def _forget(self) -> None:
+        for held in (self._coming, self._leaving, self._left):
+            held.clear()
+
     def _fetch_ahead(self) -> None:
-        """Fetch what is needed next, as far as there is room."""
         while sum(total.nbytes for total, _ in self._coming.values()) < WINDOW_BYTES:
             parameter = next(self._ahead, None)
             if parameter is None:
@@ -130,7 +124,7 @@ class HostSums:
 
 
 class _Pinned:
-    """A float32 tensor in host memory that the device reads and writes by itself."""
+    """A pinned float32 tensor in host memory, for DMA."""
 
     def __init__(self, numel: int, transfers: Transfers) -> None:
         """Raises `CapacityError` if it cannot be pinned."""

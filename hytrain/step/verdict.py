@@ -1,21 +1,21 @@
-"""Gradient norms, and what they say about a step: how its gradients are scaled, or that it is skipped.
+"""Gradient norms and the verdict on each step: the scale of its gradients, or that it is skipped.
 
-Global:
+Global clipping:
 
-    layer full ─ add: one norm a segment ─┬─▶ norm so far ─ beside the gradient's copy ─▶ GradReady.exceeds, a hint
+    layer full ─ add: a norm per segment ─┬─▶ norm so far, copied with the gradient ─▶ GradReady.exceeds, a hint
     backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
                                                       └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
 
-The norms are computed where gradients appear, whoever owns the layer, and summed up in the parameters' order: as
-`torch.nn.utils.clip_grad_norm_` does it, but in float32 for any gradient, and for a parameter in pieces piece by
-piece. So scale and verdict do not depend on k. Nothing here waits for the device but `count_last`. The norm so far is
-summed up as layers come; it tells an optimizer that updates ahead of the verdict when that has become pointless.
+Norms are computed on the device, whoever owns the layer, and combined in the order of the parameters. This is what
+`torch.nn.utils.clip_grad_norm_` does, but always in float32, and for a parameter in pieces, piece by piece. So scale
+and verdict do not depend on k. Only `count_last` waits for the device. The norm so far grows as layers come. It tells
+an optimizer that updates ahead of the verdict when to stop doing so.
 
-With a scaled loss, gradients are scaled as well: their norm is divided by the loss's scale, and the step's own scale
-has that division in it. A step that is not finite is skipped, and lowers the loss's scale.
+With a scaled loss, the gradients' norm is divided by the loss scale, and the verdict's scale includes that division. A
+non-finite step is skipped, and lowers a dynamic loss scale.
 
-Per layer, a different algorithm: each layer's gradients are scaled by their own norm as soon as they are complete.
-Nobody waits for a verdict.
+Per-layer clipping is a different algorithm: each layer's gradients are scaled by the layer's own norm as soon as they
+are complete. No update waits for a verdict.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from protocol.messages import Verdict
 
 #: As in torch.nn.utils.clip_grad_norm_.
 NORM_EPS: Final = 1e-6
-#: What the scale is for a step that is to be left out.
+#: The scale that marks a skipped step.
 SKIPPED: Final = -1.0
-#: The norm so far is summed in another order than the norm: it exceeds the limit only if it does so by this much.
+#: The norm so far is summed in another order than the norm, so it must exceed the limit by this fraction.
 MARGIN: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement(Draft):
-    """What was decided about a step, on its way to the host."""
+    """The decision about a step, on its way to the host. Read it once `arrival` has finished."""
 
     step: int
     arrival: Transfer
@@ -52,34 +52,31 @@ class Judgement(Draft):
 
     @property
     def scale(self) -> float:
-        """Once it has arrived."""
         return float(self._on_host[0])
 
     def verdict(self) -> Verdict:
-        """What the optimizer is told, once it has arrived."""
         skipped = self.scale == SKIPPED
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped)
 
 
 @dataclass(frozen=True, slots=True)
 class NormSoFar:
-    """The norm of a step's gradients as far as they are known, on its way to the host."""
+    """The norm of the gradients that have come so far in a step, on its way to the host."""
 
     copy: Copy
     _limit: float
 
     def exceeds(self) -> bool:
-        """Whether the step will be clipped or skipped, once the copy has landed. NaN exceeds any limit."""
+        """Whether the step will be clipped or skipped. Call it after the copy. NaN exceeds any limit."""
         return not float(self.copy[0][0]) <= self._limit
 
 
 class Verdicts:
-    """One model's norms and verdicts.
+    """The norms and verdicts of one model.
 
-    `takes_norms` says that layers' gradients are to be shown to `add`, `awaited` that steps wait for a verdict.
-    `grad_norm` is the last step's norm and `scale` what its gradients are multiplied by: float32, shape (), on the
-    device. `skipped` counts the steps that were left out. `loss_scale` is None where losses are not scaled.
-    With `hints` there is a `norm_so_far`.
+    If `takes_norms` is set, `add` must see the gradients of each layer. If `awaited` is set, steps await a verdict.
+    `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device.
+    `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
     """
 
     def __init__(
@@ -91,9 +88,8 @@ class Verdicts:
         self._on_nonfinite, self.awaited = options.on_nonfinite, options.awaits_verdict
         self._skips = options.skips_nonfinite
         self.takes_norms = self.awaited or self._max_layer_norm is not None
-        self.loss_scale: LossScale | None = None
-        if options.loss_scale is not None:
-            self.loss_scale = LossScale(options.loss_scale, parameters[0].parameter.device)
+        wanted, device = options.loss_scale, parameters[0].parameter.device
+        self.loss_scale = None if wanted is None else LossScale(wanted, device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._hints = hints and self.awaited
@@ -105,10 +101,8 @@ class Verdicts:
         self.skipped = 0
 
     def add(self, layer: TrainedLayer) -> None:
-        """The layer's gradients are complete, in `filled`."""
-        norms = {
-            index: torch.linalg.vector_norm(gradient, dtype=torch.float32) for index, gradient in layer.filled.items()
-        }
+        """Add the norms of a layer whose gradients, in `filled`, are complete."""
+        norms = {i: torch.linalg.vector_norm(grad, dtype=torch.float32) for i, grad in layer.filled.items()}
         if self.awaited:
             for index, norm in norms.items():
                 segment = layer.segments[index]
@@ -122,23 +116,19 @@ class Verdicts:
                 gradient.mul_(scale)
 
     def norm_so_far(self, layer: TrainedLayer) -> NormSoFar | None:
-        """The norm of all that was added since the last verdict, to be copied beside the layer's gradient."""
+        """The norm of all gradients since the last verdict, to be copied together with the layer's gradients."""
         if not self._hints:
             return None
         norm = self._so_far[0].view(1)
-        if layer.lid not in self._so_far_on_host:  # free again when the layer's next gradient comes
+        if layer.lid not in self._so_far_on_host:  # the layer's last copy ends before its next gradient
             self._so_far_on_host[layer.lid] = _number_on_host(norm.is_cuda)
         limit = torch.finfo(norm.dtype).max if self._max_norm is None else self._max_norm * (1 + MARGIN)
         return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
 
     def judge(self, step: int) -> Judgement:
-        """All gradients of `step` are there: decide on the device, and send the decision to the host.
-
-        The last one was counted before.
-        """
-        norm = self._unscaled(
-            torch.linalg.vector_norm(torch.stack([self._norms[place] for place in sorted(self._norms)]))
-        )
+        """All gradients of `step` have come: decide on the device, and start the copy out. `count_last` comes first."""
+        norms = torch.stack([self._norms[place] for place in sorted(self._norms)])
+        norm = self._unscaled(torch.linalg.vector_norm(norms))
         self._norms.clear()
         self._so_far.clear()
         scale = torch.ones_like(norm)
@@ -155,27 +145,24 @@ class Verdicts:
         return self._last
 
     def _unscaled(self, number: Tensor) -> Tensor:
-        """Of scaled losses, as it is without."""
         return number if self.loss_scale is None else number * self.loss_scale.inverse
 
     def host_scale(self) -> float | None:
-        """On device "cpu", what to multiply gradients by now; None for nothing is to be done."""
+        """On device "cpu", the factor of the gradients; None for a skipped step."""
         scale = 1.0 if self.scale is None else float(self.scale)
         return None if scale == SKIPPED else scale
 
     def continue_from(self, before: Verdicts) -> None:
-        """Go on where another one has ended."""
         self.skipped, self.loss_scale = before.skipped, before.loss_scale
 
     def close(self) -> None:
-        """Give the norms up."""
         self._norms.clear()
         self._so_far.clear()
 
     def count_last(self) -> None:
-        """Count the last step, once its verdict is known; a skipped one counts for no parameter.
+        """Wait for the last step's verdict. A skipped step is counted, but not as an update of any parameter.
 
-        Raises `NonFiniteGradients`, once, for a skipped step if it is to raise.
+        Raises `NonFiniteGradients`, once, for a skipped step with `on_nonfinite="raise"`.
         """
         last, self._last = self._last, None
         if last is None:
@@ -194,5 +181,5 @@ class Verdicts:
 
 
 def _number_on_host(pinned: bool) -> Tensor:
-    """Whatever the default dtype and device are: what is copied into it is float32."""
+    """Memory for one float32, whatever torch's default dtype and device are."""
     return torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=pinned)
