@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile
@@ -22,6 +22,11 @@ def made(position: int, **changes: Any) -> LayerProfile:
 def facts(layers: Iterable[LayerProfile]) -> list[LayerFacts]:
     """What is known of these layers before anything has run."""
     return [LayerFacts(**{field.name: getattr(layer, field.name) for field in fields(LayerFacts)}) for layer in layers]
+
+
+def with_cpu(profile: Profile, slowness: float) -> Profile:
+    layers = tuple(replace(layer, cpu_update_s=slowness * layer.cpu_update_s) for layer in profile.layers)
+    return replace(profile, layers=layers)
 
 
 def profile_of(book: MeasurementBook) -> Profile:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_layers import facts, made, profile_of
 
@@ -57,7 +57,6 @@ def test_wide_noise_is_averaged_and_not_rejected() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
-@settings(deadline=None)
 def test_the_mean_stays_within_the_samples(samples: list[float]) -> None:
     value = smoothed(*samples).value
     assert value is not None

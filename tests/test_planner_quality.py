@@ -106,14 +106,6 @@ def test_of_few_layers_no_set_is_more_than_one_percent_faster(limited: bool) -> 
             assert step_s(profile, aim("speed", profile, limits).gpu_lids) <= SAME * best_s, seed
 
 
-def test_a_prefix_can_be_much_slower_under_a_memory_limit() -> None:
-    """So all sets of few layers are looked at: two fit the GPU, where the first layer leaves room for no second."""
-    profile = around([60_000_000, *[40_000_000] * 4], [1e-4] * 5, 50e9, random.Random(0), 0.0)
-    target = aim("speed", profile, Limits(gpu_state_bytes=800_000_000))
-    assert len(target.gpu_lids) == 2 and 0 not in target.gpu_lids
-    assert step_s(profile, target.gpu_lids) < 0.95 * step_s(profile, frozenset({0}))
-
-
 @pytest.mark.parametrize("policy", ["balance", "cotrain"])
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
 def test_published_policies_are_not_faster_and_need_no_less_memory_for_that_speed(policy: str, batch: int) -> None:
