@@ -13,7 +13,7 @@ import pytest
 
 from hytrain.errors import ConfigError
 from workers import affinity
-from workers.affinity import Pinning, choose, gpu_node, node_cores
+from workers.affinity import Pinning, choose, gpu_node
 
 GPU = {"vendor": "0x10de", "class": "0x030200", "numa_node": "1"}
 
@@ -57,19 +57,16 @@ ALL = tuple(range(16))
 # ---------------------------------------------------------------- auto
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
-def test_below_four_cores_everybody_shares_with_half_the_threads(machine: Machine, cores: int) -> None:
-    available = tuple(range(cores))
-    assert choose("auto", None, available) == Pinning(available, 1, False, "all nodes, shared with the trainer")
-    assert choose("auto", 3, available).threads == 3
-
-
-@pytest.mark.parametrize("cores", [4, 5, 16])
-def test_from_four_on_two_stay_the_trainers(machine: Machine, cores: int) -> None:
-    available = tuple(range(cores))
-    pinning = choose("auto", None, available)
-    assert pinning == Pinning(available[2:], cores - 2, True, "all nodes, 2 left to the trainer")
-    assert choose("auto", 1, available) == replace(pinning, threads=1)
+@pytest.mark.parametrize(
+    ("count", "kept", "threads"), [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 2, 2), (5, 2, 3), (16, 2, 14)]
+)
+def test_two_of_four_or_more_cores_stay_the_trainers_and_fewer_are_shared(
+    machine: Machine, count: int, kept: int, threads: int
+) -> None:
+    reason = f"all nodes, {kept} left to the trainer" if kept else "all nodes, shared with the trainer"
+    expected = Pinning(ALL[kept:count], threads, kept > 0, reason)
+    assert choose("auto", None, ALL[:count]) == expected
+    assert choose("auto", 1, ALL[:count]) == replace(expected, threads=1)
 
 
 def test_the_gpus_node_comes_first(two_nodes: Machine) -> None:
@@ -147,12 +144,6 @@ def test_what_cannot_be_had(two_nodes: Machine, wish: str, reason: str) -> None:
         choose(wish, None, ALL)
 
 
-def test_this_machine_can_be_asked() -> None:
-    assert choose("auto", None).cores
-    if (affinity._NODES / "node0").exists():
-        assert node_cores(0)
-
-
 # ---------------------------------------------------------------- setting it
 
 PIN = """
@@ -166,10 +157,7 @@ print(os.sched_getaffinity(0), {k: v for k, v in sorted(os.environ.items()) if k
 @pytest.mark.parametrize(
     ("exclusive", "settings"),
     [
-        (
-            True,
-            {"GOMP_SPINCOUNT": "20000", "OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"},
-        ),
+        (True, {"GOMP_SPINCOUNT": "20000", "OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"}),
         (False, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
     ],
 )

@@ -374,17 +374,6 @@ def test_the_prediction_is_that_of_the_layers_that_are_owned(driver: Driver) -> 
     assert driver.planning.predicted_step_s == plan.predicted_step_s < 10
 
 
-def test_old_steps_are_forgotten(driver: Driver) -> None:
-    """`check` counts what is kept."""
-    driver.start(policy="random")
-    for step in range(60):
-        driver.ask("threads", str(1 + step % 2))
-        if sent := driver.sent(report(step, driver.owned)):
-            plan = sent[0][1]
-        if driver.planning._ledger.busy:
-            driver.hold(plan)
-
-
 def test_while_a_plan_is_under_way_there_is_no_other(driver: Driver) -> None:
     driver.start()
     plan = driver.next_plan()

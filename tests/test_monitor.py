@@ -55,12 +55,6 @@ opt.close()
 """
 
 
-@pytest.fixture(autouse=True)
-def inductor_keeps_its_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes one where temporary files go, and leaves it there."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-
-
 @contextmanager
 def cluster(tmp_path: Path, name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """SCRIPT under the launcher, its run folder named `name`."""
@@ -292,11 +286,6 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))
         assert words in view.as_text(commanded).splitlines()[-1]
-
-
-def test_the_table_before_the_first_step() -> None:
-    pytest.importorskip("rich")
-    text = view.as_text(
-        Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=()), ())
-    )
+    none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
+    text = view.as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text

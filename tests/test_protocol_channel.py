@@ -255,29 +255,20 @@ def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> 
             outbox.send(ready(lid))
 
 
-def test_a_monitor_that_stalls_holds_nobody_up(folder: str, network: Network) -> None:
-    """It loses frames; a second monitor gets the last one, and the first reads on later."""
+def test_a_monitor_that_stalls_holds_nobody_up(network: Network) -> None:
+    """It loses frames, and reads on later."""
     publisher, stalled = network.publisher(), network.subscriber()
-    with Network(folder, token=TOKEN, address=MONITOR) as other:
-        reading = other.subscriber()
-        seen = {"stalled": False, "reading": False}
-        while not all(seen.values()):  # both subscriptions have arrived
-            publisher.publish(status("hello"))
-            seen["stalled"] |= stalled.receive(0.01) is not None
-            seen["reading"] |= reading.receive(0.01) is not None
-        rounds = 20 * MONITOR_HIGH_WATER_MARK
-        for number in range(rounds):
-            publisher.publish(status(str(number) + "x" * 20_000))
-            if number % 8 == 0:
-                reading.receive(0.01)
-        kept = 0
-        while stalled.receive(0.05) is not None:
-            kept += 1
-        assert 0 < kept < rounds
-        publisher.publish(status("last"))
-        while (message := reading.receive(SOON_S)) != status("last"):
-            assert isinstance(message, CommandReply)
-        assert stalled.receive(SOON_S) == status("last")
+    while stalled.receive(0.01) is None:  # the subscription takes a moment to arrive
+        publisher.publish(status("hello"))
+    rounds = 20 * MONITOR_HIGH_WATER_MARK
+    for number in range(rounds):
+        publisher.publish(status(str(number) + "x" * 20_000))
+    kept = 0
+    while stalled.receive(0.05) is not None:
+        kept += 1
+    assert 0 < kept < rounds
+    publisher.publish(status("last"))
+    assert stalled.receive(SOON_S) == status("last")
 
 
 # ---------------------------------------------------------------- addresses, networks
