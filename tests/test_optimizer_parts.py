@@ -145,36 +145,28 @@ def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
     assert [owner.announced(), owner.announced()] == [0, 0]
 
 
-def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner) -> None:
-    owner.arenas.request(1)
-    owner.touch_all()
-    segment: SegmentPlanes = owner.arenas.segments[1][1]
-    start_of = {"grads": segment.grads, **segment.banks[0]}
-    segment.update(owner.backend, 100, 260, None)  # type: ignore[arg-type]
-    [update] = owner.backend.updated
-    assert update["numel"] == 160 and update["weights_dtype"] == update["grads_dtype"] == "bfloat16"
-    assert update["into"] is None
-    for plane, width in (("grads", 2), ("weights", 2), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
-        assert update[plane] == start_of[plane][0] + 100 * width
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_update_may_write_the_other_bank(owner: Owner, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "banks"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 2)])
+def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str, banks: int) -> None:
+    """With two banks, from the second into the first."""
     layers = [layer(0, 256, 640, dtype=dtype)]
-    owner.arenas = Arenas(layers, owner.backend, owner.arenas._connection, **OWN, banks=2)
+    owner.arenas = Arenas(layers, owner.backend, owner.arenas._connection, **OWN, banks=banks)
     owner.arenas.request(0)
     owner.touch_all()
-    segment = owner.arenas.segments[0][1]
-    segment.update(owner.backend, 128, 640, None, source=1, target=0)  # type: ignore[arg-type]
+    segment: SegmentPlanes = owner.arenas.segments[0][1]
+    segment.update(owner.backend, 128, 640, None, source=banks - 1, target=0)  # type: ignore[arg-type]
     [update] = owner.backend.updated
+    assert update["numel"] == 512 and update["weights_dtype"] == update["grads_dtype"] == dtype
     width = 2 if dtype == "bfloat16" else 4
     assert update["grads"] == segment.grads[0] + 128 * width
-    for plane in ("weights", "exp_avg", "exp_avg_sq"):
-        (here, each), (there, _) = segment.banks[0][plane], segment.banks[1][plane]
-        assert update[plane] == there + 128 * each
-        assert getattr(update["into"], plane) == here + 128 * each
-        assert abs(here - there) >= (256 + 640) * each, "each bank is whole"
-    assert [bool(update["remainder"]), bool(update["into"].remainder)] == [dtype == "bfloat16"] * 2
+    assert bool(update["remainder"]) == (dtype == "bfloat16")
+    assert (update["into"] is None) == (banks == 1)
+    for plane, each in (("weights", width), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
+        if plane != "remainder" or dtype == "bfloat16":
+            here, there = segment.banks[0][plane][0], segment.banks[-1][plane][0]
+            assert update[plane] == there + 128 * each
+            if banks == 2:
+                assert getattr(update["into"], plane) == here + 128 * each
+                assert abs(here - there) >= (256 + 640) * each, "each bank is whole"
 
 
 # ---------------------------------------------------------------- progress

@@ -119,12 +119,6 @@ def test_what_was_not_agreed_cannot_hold_or_be_settled(book: PlanBook) -> None:
     book.on_plan(plan())
     with pytest.raises(OwnershipError, match="nothing to settle"):
         book.settle()
-    book.on_reassign(Reassign(plan_id=0))
-    with pytest.raises(OwnershipError, match=r"Reassign\(0\) without its plan"):
-        book.on_reassign(Reassign(plan_id=0))
-    book.settle()
-    with pytest.raises(OwnershipError, match="nothing to settle"):
-        book.settle()
 
 
 # ---------------------------------------------------------------- the coordinator's ledger

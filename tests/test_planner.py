@@ -266,16 +266,6 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 
 
-def test_what_a_slower_cpu_would_need_again_is_not_given_back_for_speed() -> None:
-    """The GPU's own updates take long, so fewer would be faster, as long as the CPU keeps its pace."""
-    profile = uniform(20, cpu_update_s=2.0, gpu_update_s=0.5)
-    steady, restless = (replace(profile, cpu_slack=slack) for slack in (0.03, 1.0))
-    current = choose("deadline", with_cpu(profile, 2.0), horizon_steps=10**6, min_gain=0.0).gpu_lids
-    assert len(choose("deadline", steady, current=current, horizon_steps=1000).gpu_lids) < len(current)
-    stays = choose("deadline", restless, current=current, horizon_steps=1000)
-    assert stays.gpu_lids == current and "with a CPU 100% slower" in stays.reason
-
-
 @given(st.data(), st.sampled_from(["cotrain", "balance", "deadline"]))
 def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy: str) -> None:
     """From anywhere: at most one move for memory and one for speed."""
@@ -354,12 +344,9 @@ def test_the_share_of_clipped_steps_follows_what_happens() -> None:
     for clipped in (True, True, False):
         share.add(clipped=clipped)
     assert share.value == pytest.approx(2 / 4), "the first steps are averaged, with one that was not"
-    for _ in range(40):
-        share.add(clipped=True)
-        share.check()
-    assert share.value > 0.95
     for step in range(200):
         share.add(clipped=step % 4 == 0)
+        share.check()
     assert 0.15 < share.value < 0.35
 
 

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
-from planner_layers import facts, made, profile_of, with_cpu
+from planner_layers import around, facts, profile_of, with_cpu
 
 from hytrain.planner import Decision, Limits, MeasurementBook, Profile, decide, simulate
 from hytrain.planner.book import PACE_STEPS
@@ -22,25 +22,11 @@ LATENCY_STEPS = 2
 NOISE = 0.04
 
 
-def llama(batch: int, cpu_rate: float = 5e9) -> Profile:
+def llama(batch: int) -> Profile:
     """3.4 B parameters on a large GPU: an embedding, blocks, a head."""
     sizes = [102_000_000, *[124_000_000] * (LAYERS - 2), 102_000_000]
     forward_s = [1e-4, *(2 * numel * batch * 1024 / 4e14 + 1e-4 for numel in sizes[1:])]
-    return Profile(
-        layers=tuple(
-            made(
-                position,
-                numel=numel,
-                forward_s=t_f,
-                backward_s=3 * t_f,
-                d2h_s=2 * numel / 45e9,
-                h2d_s=2 * numel / 45e9,
-                cpu_update_s=numel / cpu_rate,
-                gpu_update_s=numel / 140e9,
-            )
-            for position, (numel, t_f) in enumerate(zip(sizes, forward_s, strict=True))
-        )
-    )
+    return Profile(layers=around(sizes, forward_s, link=45e9, cpu_rate=5e9, gpu_rate=140e9))
 
 
 @dataclass
