@@ -54,9 +54,6 @@ def two_nodes(machine: Machine) -> Machine:
 ALL = tuple(range(16))
 
 
-# ---------------------------------------------------------------- auto
-
-
 @pytest.mark.parametrize(
     ("count", "kept", "threads"), [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 2, 2), (5, 2, 3), (16, 2, 14)]
 )
@@ -69,20 +66,15 @@ def test_two_of_four_or_more_cores_stay_the_trainers_and_fewer_are_shared(
     assert choose("auto", 1, ALL[:count]) == replace(expected, threads=1)
 
 
-def test_the_gpus_node_comes_first(two_nodes: Machine) -> None:
+def test_the_first_gpus_node_comes_first(two_nodes: Machine) -> None:
     two_nodes.device("0000:81:00.0", **GPU)
+    two_nodes.device("0000:82:00.0", **GPU | {"numa_node": "0", "class": "0x030000"})
+    where = "NUMA node 1 of the GPU"
     pinning = choose("auto", None, ALL)
-    assert pinning.cores == (6, 7, 12, 13, 14, 15) and pinning.exclusive
-    assert pinning.reason == "NUMA node 1 of the GPU, 2 left to the trainer"
+    assert pinning == Pinning((6, 7, 12, 13, 14, 15), 6, True, f"{where}, 2 left to the trainer")
     assert pinning.describe() == "6 threads on cores 6-7,12-15 (NUMA node 1 of the GPU, 2 left to the trainer)"
-
-
-def test_of_the_gpus_node_only_the_cores_that_are_allowed(two_nodes: Machine) -> None:
-    two_nodes.device("0000:81:00.0", **GPU)
-    assert choose("auto", None, (0, 1, 2, 3, 4, 5)) == Pinning(
-        (4, 5), 1, False, "NUMA node 1 of the GPU, shared with the trainer"
-    )
-    assert choose("auto", None, (0, 1, 2, 3)).cores == (2, 3)  # none of the node's
+    assert choose("auto", None, ALL[:6]) == Pinning((4, 5), 1, False, f"{where}, shared with the trainer")
+    assert choose("auto", None, ALL[:4]).cores == (2, 3), "none of the node's are allowed"
 
 
 @pytest.mark.parametrize(
@@ -102,23 +94,9 @@ def test_without_a_gpus_node_all_nodes_count(two_nodes: Machine, said: dict[str,
     assert choose("auto", None, ALL).cores == ALL[2:]
 
 
-def test_the_first_gpu_counts(two_nodes: Machine) -> None:
-    two_nodes.device("0000:82:00.0", **GPU)
-    two_nodes.device("0000:10:00.0", **{**GPU, "numa_node": "0", "class": "0x030000"})
-    assert gpu_node() == 0
-
-
-# ---------------------------------------------------------------- as asked
-
-
 @pytest.mark.parametrize(
     ("wish", "cores"),
-    [
-        ("2-4,7", (2, 3, 4, 7)),
-        ("3,1,1-2", (1, 2, 3)),
-        ("node:0", (0, 1, 2, 3, 8, 9, 10, 11)),
-        ("node:0-1", ALL),
-    ],
+    [("2-4,7", (2, 3, 4, 7)), ("3,1,1-2", (1, 2, 3)), ("node:0", (0, 1, 2, 3, 8, 9, 10, 11)), ("node:0-1", ALL)],
 )
 def test_cores_and_nodes_as_asked(two_nodes: Machine, wish: str, cores: tuple[int, ...]) -> None:
     assert choose(wish, None, ALL) == Pinning(cores, len(cores), True, "as asked")
@@ -143,8 +121,6 @@ def test_what_cannot_be_had(two_nodes: Machine, wish: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose(wish, None, ALL)
 
-
-# ---------------------------------------------------------------- setting it
 
 PIN = """
 import os, sys

@@ -50,8 +50,6 @@ def test_without_a_gpu_nothing_is_known() -> None:
     assert memory.free_bytes() is None and memory.for_state_bytes() is None
 
 
-# ---------------------------------------------------------------- the host
-
 SEGMENT = Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
 LAYERS = [Layer(lid=lid, position=lid, name="layer", segments=(SEGMENT,)) for lid in range(10)]
 LAYOUTS = [layout(layer) for layer in LAYERS]

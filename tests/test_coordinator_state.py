@@ -125,13 +125,10 @@ class Driver:
         assert self.sent(TRAINERS) == []
         return self.plan(OPTIMIZERS, OPTIMIZER)
 
-    def agree(self, plan: m.Plan) -> None:
-        assert self.sent(ack(plan.plan_id), OPTIMIZER) == []
-        assert self.sent(ack(plan.plan_id)) == [(TRAINER, m.Reassign(plan_id=plan.plan_id))]
-
     def hold(self, plan: m.Plan, gpu_lids: tuple[int, ...] | None = None, moved: int = 2) -> Sent:
         """The plan is agreed on and applied, as it is or with these layers; what follows."""
-        self.agree(plan)
+        assert self.sent(ack(plan.plan_id), OPTIMIZER) == []
+        assert self.sent(ack(plan.plan_id)) == [(TRAINER, m.Reassign(plan_id=plan.plan_id))]
         return self.sent(applied(plan, gpu_lids, moved))
 
     def next_plan(self, first_step: int = 0, steps: int = 30) -> m.Plan | None:
@@ -449,15 +446,6 @@ def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver) -> Non
     assert driver.hold(plans[0], driver.owned, moved=0) == []
 
 
-def test_a_mode_that_is_better_with_these_layers_too_does_not_wait(driver: Driver) -> None:
-    driver.start(policy="deadline", **CLIPPED)
-    for step in range(100):
-        driver.handle(judge(step, clipped=True))
-    driver.handle(cpu_report(99, 0.9, ALL))
-    sent = next(sent for step in range(99, 110) if (sent := [told for _, told in driver.sent(long_step(step))]))
-    assert sent[0] == m.SetMode(speculate=False) and isinstance(sent[1], m.Plan)
-
-
 @pytest.mark.parametrize(("speculate", "mode"), [(True, "speculate"), (False, "defer"), (None, None)])
 def test_a_mode_that_was_asked_for_is_kept(driver: Driver, speculate: bool | None, mode: str | None) -> None:
     driver.start(policy="random", awaits_verdict=mode is not None, speculate=speculate or False)
@@ -466,17 +454,6 @@ def test_a_mode_that_was_asked_for_is_kept(driver: Driver, speculate: bool | Non
         assert not any(isinstance(message, m.SetMode) for _, message in driver.sent(report(step, driver.owned)))
     driver.handle(m.Log(step=30, numbers={}))
     assert driver.records[-1]["mode"] == mode
-
-
-def test_at_random_the_mode_changes_as_the_layers_do(driver: Driver) -> None:
-    driver.start(policy="random", **CLIPPED)
-    told = []
-    for step in range(40):
-        messages = follow(driver, step, clipped=False)
-        told += [message.speculate for message in messages if isinstance(message, m.SetMode)]
-        for plan in [message for message in messages if isinstance(message, m.Plan)][:1]:  # one for each of two
-            driver.hold(plan)
-    assert len(told) > 5 and told == [index % 2 == 1 for index in range(len(told))], "each is another one"
 
 
 @pytest.mark.parametrize(("speculate", "bytes_each"), [(None, 26), (False, 14)])

@@ -57,8 +57,6 @@ class Backend:
         self.now_s += self.work_s
 
 
-# ---------------------------------------------------------------- arenas
-
 LAYERS = [layer(0, 1000), layer(1, 40_000, 300), layer(2, 5000)]
 LAYOUTS = {spec.lid: layout(spec) for spec in LAYERS}
 
@@ -112,19 +110,16 @@ def test_a_descriptor_comes_after_the_last_piece(owner: Owner) -> None:
     touched = owner.backend.touched
     assert [start + size for start, size in touched[:-1]] == [start for start, _ in touched[1:]]
     assert sum(size for _, size in touched) == nbytes and max(size for _, size in touched) == 4 * 4096
+    for lid in (2, 0):
+        owner.arenas.request(lid)
+    owner.touch_all()
+    assert [owner.announced(), owner.announced()] == [2, 0], "in the order of requests"
+    assert sum(size for _, size in touched) == sum(one.nbytes for one in LAYOUTS.values())
+    owner.arenas.release(2)
     owner.arenas.request(2)
     owner.arenas.touch_next()
     owner.arenas.close()  # half-way: the fixture counts descriptors
     assert owner.arenas.pending is None and not owner.arenas.segments
-
-
-def test_memory_comes_in_the_order_of_requests(owner: Owner) -> None:
-    for lid in (2, 1, 0):
-        owner.arenas.request(lid)
-    owner.touch_all()
-    assert [owner.announced() for _ in range(3)] == [2, 1, 0]
-    touched, expected = sum(size for _, size in owner.backend.touched), sum(one.nbytes for one in LAYOUTS.values())
-    assert touched == expected, "each from its beginning to its end"
 
 
 def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
@@ -169,8 +164,6 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str,
                 assert abs(here - there) >= (256 + 640) * each, "each bank is whole"
 
 
-# ---------------------------------------------------------------- progress
-
 NAMES = ["a", "b", "c"]
 
 
@@ -194,8 +187,8 @@ def drawn(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
 def test_one_layer_from_its_gradient_to_its_weights(progress: Progress, tmp_path: Path) -> None:
     progress.arrived(0, 1.0)
     progress.updated(0, 5, 2.0, 3.0)
-    progress.updated(0, 5, 3.25, 4.5)  # a look at the inbox between two tiles takes time, too
-    progress.touched(2, 4.5, 5.0)  # nor is another layer's new memory the update's
+    progress.updated(0, 5, 3.25, 4.5)  # messages between two tiles take the update's time
+    progress.touched(2, 4.5, 5.0)  # another layer's new memory does not
     progress.updated(0, 5, 5.0, 5.5)
     progress.sent(0, 5, 5.75)
     report = progress.report(5, 7)
@@ -275,9 +268,6 @@ def test_the_time_in_which_nothing_is_owed_is_nobodys() -> None:
     session = Session()
     session.run(session)  # type: ignore[arg-type]
     assert progress.report(0, 1).busy_s == 6.0
-
-
-# ---------------------------------------------------------------- calibration
 
 
 @pytest.fixture

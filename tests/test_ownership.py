@@ -43,9 +43,6 @@ def ledger() -> PlanLedger:
     return PlanLedger(ON_CPU)
 
 
-# ---------------------------------------------------------------- one party's book
-
-
 def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
     assert book.due(5) is None
     assert book.on_plan(plan()) == ack()
@@ -59,15 +56,6 @@ def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
     assert book.due(6) is None and not book.holds and not book.allows(0, 0, "gpu")
 
 
-@pytest.mark.parametrize("lid", range(3))
-def test_a_handover_belongs_to_a_plan_that_was_acknowledged(book: PlanBook, lid: int) -> None:
-    assert not book.allows(0, lid, "gpu") and not book.allows(0, lid, "cpu")
-    book.on_plan(plan())
-    assert book.allows(0, lid, "gpu") == (lid in (0, 2))
-    assert book.allows(0, lid, "cpu") == (lid == 1)
-    assert not book.allows(1, lid, "gpu") and not book.allows(1, lid, "cpu")
-
-
 def test_another_placement_needs_no_more_than_its_row(book: PlanBook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLACEMENTS, "visit", Placement("visit", state="host", updates="gpu"))
     book.on_plan(replace(plan(), placements=("visit", "cpu", "gpu")))
@@ -77,6 +65,7 @@ def test_another_placement_needs_no_more_than_its_row(book: PlanBook, monkeypatc
 
 def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(book: PlanBook) -> None:
     book.on_plan(plan(0, gpu_lids=(0,)))
+    assert not book.allows(0, 0, "cpu") and not book.allows(0, 1, "gpu") and not book.allows(1, 1, "gpu")
     book.on_plan(plan(1, gpu_lids=(1,)))
     assert book.allows(0, 0, "gpu") and book.allows(0, 1, "cpu")
     assert book.allows(1, 1, "gpu") and book.allows(1, 0, "cpu")
@@ -89,6 +78,8 @@ def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(bo
 def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> None:
     book.on_plan(plan(0))
     assert book.on_plan(plan(1, gpu_lids=())).accepted
+    with pytest.raises(OwnershipError, match="nothing to settle"):
+        book.settle()
     with pytest.raises(OwnershipError, match=r"trainer: Reassign\(0\) without its plan"):
         book.on_reassign(Reassign(plan_id=0))
     book.on_reassign(Reassign(plan_id=1))
@@ -113,17 +104,6 @@ def test_a_proposal_that_cannot_hold_is_refused(book: PlanBook, proposal: Plan, 
     book.check()
 
 
-def test_what_was_not_agreed_cannot_hold_or_be_settled(book: PlanBook) -> None:
-    with pytest.raises(OwnershipError, match=r"Reassign\(0\) without its plan"):
-        book.on_reassign(Reassign(plan_id=0))
-    book.on_plan(plan())
-    with pytest.raises(OwnershipError, match="nothing to settle"):
-        book.settle()
-
-
-# ---------------------------------------------------------------- the coordinator's ledger
-
-
 @pytest.mark.parametrize("order", [("trainer", "optimizer"), ("optimizer", "trainer")])
 def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: tuple[str, str]) -> None:
     ledger.propose(plan())
@@ -144,7 +124,13 @@ def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: 
 
 
 def test_a_refusal_ends_the_proposal(ledger: PlanLedger) -> None:
-    ledger.propose(plan())
+    with pytest.raises(OwnershipError, match="plan 1 while None is under way"):
+        ledger.propose(plan(1))
+    ledger.propose(plan(0))
+    with pytest.raises(OwnershipError, match="plan 1 while Plan"):
+        ledger.propose(plan(1))
+    with pytest.raises(OwnershipError, match=r"PlanApplied\(0\).*was not committed"):
+        ledger.on_applied(applied())
     ledger.on_ack("optimizer", ack())
     assert ledger.on_ack("trainer", ack(accepted=False)) is None
     assert not ledger.busy
@@ -155,16 +141,6 @@ def test_a_refusal_ends_the_proposal(ledger: PlanLedger) -> None:
     assert ledger.on_ack("trainer", ack(1)) is None
     assert ledger.on_ack("optimizer", ack(1)) == Reassign(plan_id=1)
     ledger.check()
-
-
-def test_one_proposal_at_a_time_and_numbered(ledger: PlanLedger) -> None:
-    with pytest.raises(OwnershipError, match="plan 1 while None is under way"):
-        ledger.propose(plan(1))
-    with pytest.raises(OwnershipError, match=r"PlanApplied\(0\)"):
-        ledger.on_applied(applied())
-    ledger.propose(plan(0))
-    with pytest.raises(OwnershipError, match="plan 1 while Plan"):
-        ledger.propose(plan(1))
 
 
 EVENTS = st.one_of(

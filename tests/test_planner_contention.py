@@ -115,8 +115,6 @@ def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float,
     assert 0.0 <= contention.drag <= MAX_DRAG
 
 
-# --- a step with it ---
-
 TWO = facts(made(position, numel=1 << 24) for position in range(2))
 
 
@@ -130,9 +128,6 @@ def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
     assert there.step_s <= without.step_s + 18.0 * drag / (1 - drag) + 1e-9
     if len(owned) == 6:
         assert there == without
-
-
-# --- measured ---
 
 
 def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:

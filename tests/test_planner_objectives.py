@@ -30,9 +30,6 @@ def blocks(count: int) -> list[LayerFacts]:
     return facts(made(position, lid=count - 1 - position, numel=10**8) for position in range(count))
 
 
-# --- objectives ---
-
-
 def test_each_objective_without_limits() -> None:
     ten = sized(*[100] * 10)
     assert 0 < choose("speed", ten, Limits()).k < 1
@@ -110,9 +107,6 @@ def test_other_policies_say_that_they_do_not_heed_the_objective(policy: str) -> 
     assert 'only policy "deadline" heeds objective "host-memory"' in memory.reason
     with pytest.raises(ValueError, match="unknown objective 'fun', choose one of speed, gpu-memory, host-memory"):
         choose("fun", profile, Limits(), policy=policy)
-
-
-# --- the first plan ---
 
 
 @pytest.mark.parametrize("gpu_state_bytes", [None, 10**12])

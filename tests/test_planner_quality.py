@@ -16,7 +16,9 @@ CASES = range(24)
 SAME = 1.01 + 1e-9
 
 
-def scattered(numels: list[int], forward_s: list[float], link: float, rng: random.Random, other_s: float = 0.0) -> Profile:
+def scattered(
+    numels: list[int], forward_s: list[float], link: float, rng: random.Random, other_s: float = 0.0
+) -> Profile:
     """Layers of these sizes, every time some percent off."""
     cpu_rate = rng.uniform(2e9, 7e9)
 

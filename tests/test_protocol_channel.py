@@ -101,9 +101,6 @@ def received(inbox: Inbox) -> Message:
     return incoming.message
 
 
-# ---------------------------------------------------------------- messages
-
-
 def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
     inbox = network.inbox()
     with (
@@ -181,9 +178,6 @@ def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptur
             assert subscriber.receive(0.01) is None
 
 
-# ---------------------------------------------------------------- what ends a wait
-
-
 def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -238,9 +232,6 @@ def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: 
             inbox.receive(SOON_S)
 
 
-# ---------------------------------------------------------------- who never waits
-
-
 def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> None:
     outbox = network.outbox(HERE)
     with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
@@ -264,9 +255,6 @@ def test_a_monitor_that_stalls_holds_nobody_up(network: Network) -> None:
     assert stalled.receive(SOON_S) == status("last")
 
 
-# ---------------------------------------------------------------- addresses, networks
-
-
 def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
     fits = "/" + "f" * (MAX_IPC_PATH_BYTES - len("//optimizer-0"))
     assert endpoint(fits, HERE) == f"ipc://{fits}/optimizer-0"
@@ -285,15 +273,12 @@ def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
 
 
 def test_the_network_in_memory_refuses_as_the_real_one() -> None:
-    network, message = MemoryNetwork(), ready(1)
-    network.send(HERE, "b", message)
-    network.send(MONITOR, "b", message)
+    network = MemoryNetwork()
+    for sender in (HERE, MONITOR):
+        network.send(sender, "b", ready())
     assert network.pending(["a", "b"]) == ["b"]
-    assert network.try_receive("b") == Incoming("optimizer-0", HERE, message)
-    assert network.try_receive("b") == Incoming("monitor-7", MONITOR, message)
-    assert network.try_receive("b") is None
-    network.send(HERE, "b", message)
     network._queues["b"] *= 2
-    assert network.try_receive("b") is not None
-    with pytest.raises(WireError, match="sequence number 1 after 1"):
+    assert network.try_receive("b") == Incoming("optimizer-0", HERE, ready())
+    assert network.try_receive("b") == Incoming("monitor-7", MONITOR, ready())
+    with pytest.raises(WireError, match="sequence number 0 after 0"):
         network.try_receive("b")

@@ -43,9 +43,6 @@ def refused(data: bytes) -> str:
     return reason
 
 
-# ---------------------------------------------------------------- what is a message
-
-
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
 @given(data=st.data(), sender=addresses, seq=st.integers(0, 2**63))
 @settings(max_examples=25)
@@ -74,9 +71,6 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
 def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
     """A path may be any bytes. It must not end the process that speaks of it."""
     assert decode(packed(m.Ready(detail="folder-\udcff")), token=TOKEN).message == m.Ready(detail="folder-\\udcff")
-
-
-# ---------------------------------------------------------------- what is not
 
 
 @pytest.mark.parametrize(
@@ -176,8 +170,6 @@ def test_a_message_that_no_receiver_would_take_is_not_sent() -> None:
         packed(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES))
 
 
-# ---------------------------------------------------------------- anything at all
-
 junk = st.recursive(
     st.none()
     | st.booleans()
@@ -225,9 +217,6 @@ def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | No
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     survives(bytes(whole))
     survives(bytes(whole[: len(whole) // 2]))
-
-
-# ---------------------------------------------------------------- addresses
 
 
 @pytest.mark.parametrize("text", ["", "trainer", "trainer-", "trainer--1", "trainer-x", "trainer-²", "tenor-0"])

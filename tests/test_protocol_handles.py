@@ -94,9 +94,6 @@ def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None
     assert layout(layer(segment(numel, dtype)), banks).nbytes == expected * numel
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @given(st.data(), some_layers)
 def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> None:
     arena = layout(spec)

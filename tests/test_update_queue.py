@@ -59,9 +59,6 @@ def work(queue: UpdateQueue) -> tuple[Tile, WeightsReady | None]:
     return tile, done
 
 
-# ---------------------------------------------------------------- refusals
-
-
 def owing() -> UpdateQueue:
     """Layer 0 done in step 3, layer 1 begun in it, layer 2 not owned."""
     queue = make([100], [200], [100])
@@ -109,9 +106,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(event: Callable[[UpdateQu
     assert (tile.lid, tile.start, tile.stop, queue.idle) == (1, 100, 200, True)
 
 
-# ---------------------------------------------------------------- order
-
-
 @given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 300))
 def test_tiles_come_in_forward_order(seed: int, tile_numel: int) -> None:
     """As it is known: it may be learned in the middle of a layer."""
@@ -138,9 +132,6 @@ def test_tiles_come_in_forward_order(seed: int, tile_numel: int) -> None:
     assert queue.idle
 
 
-# ---------------------------------------------------------------- verdicts
-
-
 def judged(queue: UpdateQueue, step: int, scale: float = 1.0, *, skipped: bool = False) -> list[WeightsReady]:
     done = queue.verdict(Verdict(step=step, scale=scale, skipped=skipped))
     queue.check()
@@ -160,9 +151,6 @@ def test_a_verdict_comes_once_and_where_it_is_awaited(awaits: bool) -> None:
         judged(queue, 2)
     with pytest.raises(QueueError, match="which awaits none"):
         judged(queue, 2)
-
-
-# ---------------------------------------------------------------- ahead of the verdict
 
 
 def speculating(*layers: list[int], tile_numel: int = 16) -> UpdateQueue:
