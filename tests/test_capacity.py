@@ -15,34 +15,29 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
-    ("fraction", "free", "reserved", "allocated", "peak", "expected_free", "for_state"),
+    ("device", "free", "for_state"),
     [
-        (1.0, 60, 35, 20, 30, 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),
+        ((1.0, 60, 35, 20, 30), 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),
         # However much the driver has: 24 GB are allowed, a step has needed 20.
-        (0.24, 60, 21, 8, 20, 24 - 20 - GPU_MARGIN * 24, (24 - 8) / 2),
+        ((0.24, 60, 21, 8, 20), 24 - 20 - GPU_MARGIN * 24, (24 - 8) / 2),
         # Others on the same GPU count below the cap.
-        (0.5, 5, 10, 6, 8, 5 + 10 - 8 - GPU_MARGIN * 50, (5 + 10 - 6) / 2),
-        (1.0, 0, 10, 10, 12, 0, 0),  # rather than less
-        (0.1, 0, 10, 10, 12, 0, 0),
+        ((0.5, 5, 10, 6, 8), 5 + 10 - 8 - GPU_MARGIN * 50, (5 + 10 - 6) / 2),
+        ((1.0, 0, 10, 10, 12), 0, 0),  # rather than less
+        ((0.1, 0, 10, 10, 12), 0, 0),
     ],
 )
 def test_what_no_step_has_needed_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-    fraction: float,
-    free: int,
-    reserved: int,
-    allocated: int,
-    peak: int,
-    expected_free: float,
-    for_state: float,
+    monkeypatch: pytest.MonkeyPatch, device: tuple[float, ...], free: float, for_state: float
 ) -> None:
-    """A GPU of 100 GB, as torch tells of it; all numbers but the fraction in GB."""
-    told = {"mem_get_info": (free * GB, 100 * GB), "get_per_process_memory_fraction": fraction}
-    told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB, "max_memory_allocated": peak * GB}
+    """In GB, on a GPU of 100. The device is the cap as a share, and what is free, reserved, allocated, and the peak."""
+    fraction, *sizes = device
+    driver_bytes, reserved, allocated, peak = (size * GB for size in sizes)
+    told = {"mem_get_info": (driver_bytes, 100 * GB), "get_per_process_memory_fraction": fraction}
+    told |= {"memory_reserved": reserved, "memory_allocated": allocated, "max_memory_allocated": peak}
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     memory = GpuMemory(torch.device("cuda"))
-    assert (memory.free_bytes(), memory.for_state_bytes()) == pytest.approx((expected_free * GB, for_state * GB))
+    assert (memory.free_bytes(), memory.for_state_bytes()) == pytest.approx((free * GB, for_state * GB))
 
 
 def test_without_a_gpu_nothing_is_known() -> None:

@@ -202,9 +202,6 @@ def driver() -> Driver:
     return Driver()
 
 
-# ---------------------------------------------------------------- joining
-
-
 def test_processes_join_and_become_ready(driver: Driver) -> None:
     driver.join(OPTIMIZER, 10)
     driver.handle(hello(11))
@@ -228,9 +225,6 @@ def test_what_is_not_for_a_coordinator_is_refused(driver: Driver) -> None:
         driver.handle(m.StepBegin(step=0, groups=(), awaits_verdict=True))
     driver.handle(m.Failure(step=1, lid=2, error="OSError: no", traceback=""), OPTIMIZER)
     assert driver.notes == "optimizer-0 failed: OSError: no"
-
-
-# ---------------------------------------------------------------- plans
 
 
 @pytest.mark.parametrize(("k", "gpu_lids"), [(0.0, ()), (0.3, (0, 1)), (1.0, ALL)])
@@ -385,8 +379,6 @@ def test_positions_that_were_learned_decide_what_the_gpu_owns(driver: Driver) ->
         driver.handle(m.PositionsLearned(positions=(0, 1)))
 
 
-# ---------------------------------------------------------------- ahead of the verdict, or behind it
-
 CLIPPED: dict[str, Any] = {"awaits_verdict": True, "speculate": None}
 
 
@@ -439,13 +431,6 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
     assert driver.sent(long_step(step + 1, driver.owned)) == [], "said once"
 
 
-def test_a_plan_that_the_gpu_has_no_room_for_ends_no_mode(driver: Driver) -> None:
-    driver.start(policy="deadline", **CLIPPED)
-    plans = next(sent for step in range(40) if (sent := follow(driver, step, clipped=step >= 10)))
-    assert isinstance(plans[0], m.Plan) and on_gpu(plans[0].placements) != driver.owned
-    assert driver.hold(plans[0], driver.owned, moved=0) == []
-
-
 @pytest.mark.parametrize(("speculate", "mode"), [(True, "speculate"), (False, "defer"), (None, None)])
 def test_a_mode_that_was_asked_for_is_kept(driver: Driver, speculate: bool | None, mode: str | None) -> None:
     driver.start(policy="random", awaits_verdict=mode is not None, speculate=speculate or False)
@@ -462,9 +447,6 @@ def test_a_second_bank_is_host_memory_that_stays(driver: Driver, speculate: bool
     facts = driver.planning._facts[0]
     assert (facts.host_bytes, facts.spare_bytes) == (bytes_each << 20, (bytes_each - 14) << 20)
     assert (facts.gpu_state_bytes, facts.held_bytes) == (12 << 20, 2 << 20)
-
-
-# ---------------------------------------------------------------- commands
 
 
 @pytest.mark.parametrize(
@@ -554,9 +536,6 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
     assert driver.planning._clipped.value == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
 
 
-# ---------------------------------------------------------------- records
-
-
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     driver.handle(replace(cpu_report(3, 0.1, lids=(2,)), busy_s=0.25))
@@ -608,9 +587,6 @@ def test_numbers_that_json_does_not_have_are_null(driver: Driver) -> None:
     assert driver.records == [{"step": 1, "loss": None}]
 
 
-# ---------------------------------------------------------------- one trainer after another
-
-
 @pytest.mark.parametrize("trainer_first", [True, False])
 def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver, trainer_first: bool) -> None:
     driver.start()
@@ -642,8 +618,6 @@ def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> 
     driver.join(OPTIMIZER, 20)
     assert driver.status().layer_names, "the trainer's session goes on"
 
-
-# ---------------------------------------------------------------- several trainers
 
 OTHER, SERVING = Address("trainer", 1), Address("optimizer", 1)
 

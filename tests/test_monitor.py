@@ -195,13 +195,6 @@ def test_without_a_run_it_says_so(
     assert "'somewhere'" in second and second.endswith("live runs: none")
 
 
-def test_one_command_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--set-k", "0.1", "--set-threads", "2"], ["--set-policy", "deadline", "--once"]):
-        with pytest.raises(SystemExit) as left:
-            monitor.main(arguments)
-        assert left.value.code == 2 and "not allowed with" in capsys.readouterr().err
-
-
 def leave_behind(folder: Path, *, coordinator_pid: int) -> None:
     """The socket folder of a run whose launcher was killed."""
     folder.mkdir()

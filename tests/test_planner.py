@@ -66,9 +66,6 @@ def subsets(profile: Profile) -> st.SearchStrategy[frozenset[int]]:
     return st.frozensets(st.sampled_from(sorted(profile.lids)))
 
 
-# --- simulate ---
-
-
 def test_two_layers_in_one_tile_each() -> None:
     two = uniform(2, d2h_s=1.0, h2d_s=1.0)
     timeline = simulate(two, NONE)
@@ -138,8 +135,6 @@ def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> No
     assert all(stall_s > 0 for stall_s in timeline.stalls_s.values()) and not timeline.stalls_s.keys() & owned
 
 
-# --- formulas ---
-
 whole = st.integers(0, 12)
 
 
@@ -171,9 +166,6 @@ def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
     for k in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="k must be"):
             prefix_for(k, ten)
-
-
-# --- decide ---
 
 
 def test_policies_without_limits() -> None:
@@ -242,9 +234,6 @@ def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
     assert decision.predicted_step_s < 0.99 * simulate(profile, lids(0)).step_s
 
 
-# --- hysteresis ---
-
-
 def test_a_move_must_repay_its_cost_within_the_horizon() -> None:
     profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=1.0, h2d_s=1.0)
     brief = choose("deadline", profile, horizon_steps=1)
@@ -282,9 +271,6 @@ def test_a_formulas_k_has_to_change_clearly(policy: str) -> None:
     current = choose(policy, profile).gpu_lids
     assert current and not choose(policy, with_cpu(profile, 1.05), current=current).changed
     assert len(choose(policy, with_cpu(profile, 2.0), current=current).gpu_lids) >= len(current) + 2
-
-
-# --- random ---
 
 
 def test_random_moves_layers_at_every_call_and_is_the_seed_s_alone() -> None:

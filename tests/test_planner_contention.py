@@ -109,9 +109,7 @@ def test_a_busy_while_of_the_host_is_not_how_it_is() -> None:
 def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float, float, float]]) -> None:
     contention = Contention()
     for owned, work_s, cpu_busy_s, starved in steps:
-        beside_s = beside(work_s, cpu_busy_s, 0.0)
-        contention.observe(owned, work_s=work_s, stall_s=0.0, beside_s=beside_s, starved=starved)
-        contention.check()
+        observe(contention, owned, (work_s, beside(work_s, cpu_busy_s, 0.0)), starved=starved)
     assert 0.0 <= contention.drag <= MAX_DRAG
 
 

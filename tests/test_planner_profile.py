@@ -54,10 +54,13 @@ def test_wide_noise_is_averaged_and_not_rejected() -> None:
     assert value is not None and 0.6 < value < 1.4
 
 
-@pytest.mark.parametrize("sample", [-1e-9, float("nan"), float("inf")])
-def test_impossible_times_are_refused(sample: float) -> None:
-    with pytest.raises(ValueError, match="measured time"):
-        Ewma().add(sample)
+@pytest.mark.parametrize("wrong", [-1e-9, float("nan"), float("inf")])
+def test_impossible_numbers_are_refused(wrong: float) -> None:
+    for call, name in ((Ewma().add, "measured time"), (book_of(1).cpu_changed, "ratio")):
+        with pytest.raises(ValueError, match=name):
+            call(wrong)
+    with pytest.raises(ValueError, match="h2d_s"):
+        book_of(1).calibrate(h2d_s=wrong)
 
 
 def test_no_profile_before_forward_and_backward_are_known() -> None:
@@ -92,9 +95,6 @@ def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None
     book.observe_optimizer(cpu_update_s={10: 10.0})
     book.calibrate(cpu_update_s=9.0)
     assert (profile_from(book)[10].cpu_update_s, profile_from(book)[11].cpu_update_s) == (10.0, 30.0)
-    for rate_s in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="h2d_s"):
-            book.calibrate(h2d_s=rate_s)
 
 
 def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once() -> None:
@@ -111,9 +111,6 @@ def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once
     book.cpu_changed(2.0)
     assert 1.0 < profile_from(book)[10].cpu_update_s < 1.5
     assert book.rates.cpu_update_s == pytest.approx(Rates().cpu_update_s)
-    for ratio in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="ratio"):
-            book.cpu_changed(ratio)
 
 
 def test_what_is_not_measured_any_more_goes_with_what_is() -> None:
