@@ -185,7 +185,10 @@ def test_without_a_run_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    leave_behind(tmp_path / "hytrain-old", coordinator_pid=os.getpid())  # the number is in use again, by another
+    old = tmp_path / "hytrain-old"  # of a run that was killed; its number is in use again, by another
+    old.mkdir()
+    pids = dict.fromkeys(("launcher_pid", "coordinator_pid", "optimizer_pid"), os.getpid())
+    Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(old), token="t", **pids).write()
     (tmp_path / "hytrain-broken").mkdir()
     (tmp_path / "hytrain-broken" / "cluster.json").write_text("{")
     assert monitor.main(["--once"]) == 2
@@ -193,13 +196,6 @@ def test_without_a_run_it_says_so(
     first, second = capsys.readouterr().err.splitlines()
     assert "no run of yours is going on" in first
     assert "'somewhere'" in second and second.endswith("live runs: none")
-
-
-def leave_behind(folder: Path, *, coordinator_pid: int) -> None:
-    """The socket folder of a run whose launcher was killed."""
-    folder.mkdir()
-    pids = {"launcher_pid": coordinator_pid, "coordinator_pid": coordinator_pid, "optimizer_pid": coordinator_pid}
-    Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(folder), token="t", **pids).write()
 
 
 RECORD = {"step": 7, "at_s": 1.0, "step_s": 2.0, "stall_s": 0.5, "cpu_busy_s": 0.2, "k": 0.25}
