@@ -240,6 +240,8 @@ def test_a_move_must_repay_its_cost_within_the_horizon() -> None:
     assert not brief.changed and brief.gpu_lids == NONE and "k=0.00 stays" in brief.reason
     assert choose("deadline", profile, horizon_steps=100).changed
     assert not choose("deadline", profile, horizon_steps=100, min_gain=0.9).changed
+    too_many, room = lids(*range(9)), Limits(gpu_state_bytes=8000)
+    assert choose("deadline", profile, room, current=too_many, horizon_steps=0).changed, "there is no room to stay"
 
 
 def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
