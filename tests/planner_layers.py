@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile
@@ -22,6 +22,36 @@ def made(position: int, **changes: Any) -> LayerProfile:
 def facts(layers: Iterable[LayerProfile]) -> list[LayerFacts]:
     """What is known of these layers before anything has run."""
     return [LayerFacts(**{field.name: getattr(layer, field.name) for field in fields(LayerFacts)}) for layer in layers]
+
+
+def around(
+    numels: Sequence[int],
+    forward_s: Iterable[float],
+    *,
+    link: float,
+    cpu_rate: float,
+    gpu_rate: float,
+    about: Callable[[float], float] = float,
+) -> tuple[LayerProfile, ...]:
+    """Layers of these sizes, with backward three times as long as forward; rates in parameters/s, the link's in B/s."""
+    return tuple(
+        made(
+            position,
+            numel=numel,
+            forward_s=about(t_f),
+            backward_s=about(3 * t_f),
+            d2h_s=about(2 * numel / link),
+            h2d_s=about(2 * numel / link),
+            cpu_update_s=about(numel / cpu_rate),
+            gpu_update_s=about(numel / gpu_rate),
+        )
+        for position, (numel, t_f) in enumerate(zip(numels, forward_s, strict=True))
+    )
+
+
+def with_cpu(profile: Profile, slowness: float) -> Profile:
+    layers = tuple(replace(layer, cpu_update_s=slowness * layer.cpu_update_s) for layer in profile.layers)
+    return replace(profile, layers=layers)
 
 
 def profile_of(book: MeasurementBook) -> Profile:

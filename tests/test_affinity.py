@@ -13,79 +13,50 @@ import pytest
 
 from hytrain.errors import ConfigError
 from workers import affinity
-from workers.affinity import Pinning, choose, gpu_node, node_cores
+from workers.affinity import Pinning, choose, gpu_node
 
 GPU = {"vendor": "0x10de", "class": "0x030200", "numa_node": "1"}
 
 
-class Machine:
-    """What a machine says of itself under /sys."""
-
-    def __init__(self, root: Path) -> None:
-        self.nodes, self.devices = root / "node", root / "pci"
-        self.nodes.mkdir()
-        self.devices.mkdir()
-
-    def node(self, number: int, cores: str) -> None:
-        (self.nodes / f"node{number}").mkdir()
-        (self.nodes / f"node{number}" / "cpulist").write_text(cores + "\n")
-
-    def device(self, address: str, **said: str) -> None:
-        (self.devices / address).mkdir()
-        for name, text in said.items():
-            (self.devices / address / name).write_text(text + "\n")
+def say(folder: Path, **said: str) -> None:
+    folder.mkdir(parents=True)
+    for name, text in said.items():
+        (folder / name).write_text(text + "\n")
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(tmp_path)
-    monkeypatch.setattr(affinity, "_NODES", machine.nodes)
-    monkeypatch.setattr(affinity, "_PCI", machine.devices)
-    return machine
-
-
-@pytest.fixture
-def two_nodes(machine: Machine) -> Machine:
-    machine.node(0, "0-3,8-11")
-    machine.node(1, "4-7,12-15")
-    return machine
+@pytest.fixture(autouse=True)
+def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a machine of two nodes the folder of its devices, of which there are none yet."""
+    monkeypatch.setattr(affinity, "_NODES", tmp_path / "node")
+    monkeypatch.setattr(affinity, "_PCI", tmp_path / "pci")
+    say(tmp_path / "node" / "node0", cpulist="0-3,8-11")
+    say(tmp_path / "node" / "node1", cpulist="4-7,12-15")
+    return tmp_path / "pci"
 
 
 ALL = tuple(range(16))
 
 
-# ---------------------------------------------------------------- auto
+@pytest.mark.parametrize(
+    ("count", "kept", "threads"), [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 2, 2), (5, 2, 3), (16, 2, 14)]
+)
+def test_two_of_four_or_more_cores_stay_the_trainers_and_fewer_are_shared(count: int, kept: int, threads: int) -> None:
+    reason = f"all nodes, {kept} left for the trainer" if kept else "all nodes, shared with the trainer"
+    expected = Pinning(ALL[kept:count], threads, kept > 0, reason)
+    assert choose("auto", None, ALL[:count]) == expected
+    assert choose("auto", 1, ALL[:count]) == replace(expected, threads=1)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
-def test_below_four_cores_everybody_shares_with_half_the_threads(machine: Machine, cores: int) -> None:
-    available = tuple(range(cores))
-    assert choose("auto", None, available) == Pinning(available, 1, False, "all nodes, shared with the trainer")
-    assert choose("auto", 3, available).threads == 3
-
-
-@pytest.mark.parametrize("cores", [4, 5, 16])
-def test_from_four_on_two_stay_the_trainers(machine: Machine, cores: int) -> None:
-    available = tuple(range(cores))
-    pinning = choose("auto", None, available)
-    assert pinning == Pinning(available[2:], cores - 2, True, "all nodes, 2 left for the trainer")
-    assert choose("auto", 1, available) == replace(pinning, threads=1)
-
-
-def test_the_gpus_node_comes_first(two_nodes: Machine) -> None:
-    two_nodes.device("0000:81:00.0", **GPU)
+def test_the_first_gpus_node_comes_first(pci: Path) -> None:
+    say(pci / "0000:82:00.0", **GPU | {"numa_node": "0"})
+    assert gpu_node() == 0
+    say(pci / "0000:81:00.0", **GPU | {"class": "0x030000"})
+    where = "NUMA node 1 of the GPU"
     pinning = choose("auto", None, ALL)
-    assert pinning.cores == (6, 7, 12, 13, 14, 15) and pinning.exclusive
-    assert pinning.reason == "NUMA node 1 of the GPU, 2 left for the trainer"
+    assert pinning == Pinning((6, 7, 12, 13, 14, 15), 6, True, f"{where}, 2 left for the trainer")
     assert pinning.describe() == "6 threads on cores 6-7,12-15 (NUMA node 1 of the GPU, 2 left for the trainer)"
-
-
-def test_of_the_gpus_node_only_the_cores_that_are_allowed(two_nodes: Machine) -> None:
-    two_nodes.device("0000:81:00.0", **GPU)
-    assert choose("auto", None, (0, 1, 2, 3, 4, 5)) == Pinning(
-        (4, 5), 1, False, "NUMA node 1 of the GPU, shared with the trainer"
-    )
-    assert choose("auto", None, (0, 1, 2, 3)).cores == (2, 3)  # none of the node's
+    assert choose("auto", None, ALL[:6]) == Pinning((4, 5), 1, False, f"{where}, shared with the trainer")
+    assert choose("auto", None, ALL[:4]).cores == (2, 3), "none of the node's are allowed"
 
 
 @pytest.mark.parametrize(
@@ -99,31 +70,17 @@ def test_of_the_gpus_node_only_the_cores_that_are_allowed(two_nodes: Machine) ->
     ],
     ids=["machine does not say", "another vendor", "no display", "no node file", "empty"],
 )
-def test_without_a_gpus_node_all_nodes_count(two_nodes: Machine, said: dict[str, str]) -> None:
-    two_nodes.device("0000:81:00.0", **said)
+def test_without_a_gpus_node_all_nodes_count(pci: Path, said: dict[str, str]) -> None:
+    say(pci / "0000:81:00.0", **said)
     assert gpu_node() is None
     assert choose("auto", None, ALL).cores == ALL[2:]
 
 
-def test_the_first_gpu_counts(two_nodes: Machine) -> None:
-    two_nodes.device("0000:82:00.0", **GPU)
-    two_nodes.device("0000:10:00.0", **{**GPU, "numa_node": "0", "class": "0x030000"})
-    assert gpu_node() == 0
-
-
-# ---------------------------------------------------------------- as asked
-
-
 @pytest.mark.parametrize(
     ("wish", "cores"),
-    [
-        ("2-4,7", (2, 3, 4, 7)),
-        ("3,1,1-2", (1, 2, 3)),
-        ("node:0", (0, 1, 2, 3, 8, 9, 10, 11)),
-        ("node:0-1", ALL),
-    ],
+    [("2-4,7", (2, 3, 4, 7)), ("3,1,1-2", (1, 2, 3)), ("node:0", (0, 1, 2, 3, 8, 9, 10, 11)), ("node:0-1", ALL)],
 )
-def test_cores_and_nodes_as_asked(two_nodes: Machine, wish: str, cores: tuple[int, ...]) -> None:
+def test_cores_and_nodes_as_asked(wish: str, cores: tuple[int, ...]) -> None:
     assert choose(wish, None, ALL) == Pinning(cores, len(cores), True, "as asked")
     assert choose(wish, 3, ALL).threads == 3
 
@@ -142,18 +99,10 @@ def test_cores_and_nodes_as_asked(two_nodes: Machine, wish: str, cores: tuple[in
         ("5-3", "write"),
     ],
 )
-def test_what_cannot_be_had(two_nodes: Machine, wish: str, reason: str) -> None:
+def test_what_cannot_be_had(wish: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose(wish, None, ALL)
 
-
-def test_this_machine_can_be_asked() -> None:
-    assert choose("auto", None).cores
-    if (affinity._NODES / "node0").exists():
-        assert node_cores(0)
-
-
-# ---------------------------------------------------------------- setting it
 
 PIN = """
 import os, sys
@@ -166,10 +115,7 @@ print(os.sched_getaffinity(0), {k: v for k, v in sorted(os.environ.items()) if k
 @pytest.mark.parametrize(
     ("exclusive", "settings"),
     [
-        (
-            True,
-            {"GOMP_SPINCOUNT": "20000", "OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"},
-        ),
+        (True, {"GOMP_SPINCOUNT": "20000", "OMP_NUM_THREADS": "1", "OMP_PLACES": "{%d}", "OMP_PROC_BIND": "close"}),
         (False, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -14,75 +12,58 @@ from protocol.handles import layout
 from protocol.messages import Layer, Segment
 
 GB = 10**9
-Device = Callable[..., GpuMemory]
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """A GPU of 100 GB, as torch tells of it."""
-
-    def tell(
-        *, fraction: float = 1.0, free: int, reserved: int, allocated: int, peak: int, fragments: int = 0
-    ) -> GpuMemory:
-        for name, value in (
-            ("mem_get_info", (free, 100 * GB)),
-            ("memory_reserved", reserved),
-            ("memory_allocated", allocated),
-            ("max_memory_allocated", peak),
-            ("get_per_process_memory_fraction", fraction),
-            ("memory_stats", {"inactive_split_bytes.all.peak": fragments}),
-        ):
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        return GpuMemory(torch.device("cuda"))
-
-    return tell
+def tell(
+    patch: pytest.MonkeyPatch,
+    cap: float,
+    free: float,
+    reserved: float,
+    allocated: float,
+    peak: float,
+    fragments: float = 0,
+) -> GpuMemory:
+    """A GPU of 100 GB, as torch tells of it. `cap` is a share of that, the rest is in GB."""
+    told = {"mem_get_info": (free * GB, 100 * GB), "get_per_process_memory_fraction": cap}
+    told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB, "max_memory_allocated": peak * GB}
+    told["memory_stats"] = {"inactive_split_bytes.all.peak": fragments * GB}
+    for name, value in told.items():
+        patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    return GpuMemory(torch.device("cuda"))
 
 
-def test_what_no_step_has_needed_is_free(device: Device) -> None:
-    memory = device(free=60 * GB, reserved=35 * GB, allocated=20 * GB, peak=30 * GB)
-    assert memory.free_bytes() == (60 + 35 - 30) * GB - GPU_MARGIN * 100 * GB
+@pytest.mark.parametrize(
+    ("device", "free", "for_state"),
+    [
+        ((1.0, 60, 35, 20, 30), 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),
+        # However much the driver has: 24 GB are allowed, a step has needed 20.
+        ((0.24, 60, 21, 8, 20), 24 - 20 - GPU_MARGIN * 24, (24 - 8) / 2),
+        # Others on the same GPU count below the cap.
+        ((0.5, 5, 10, 6, 8), 5 + 10 - 8 - GPU_MARGIN * 50, (5 + 10 - 6) / 2),
+        ((1.0, 0, 10, 10, 12), 0, 0),  # rather than less
+        ((0.1, 0, 10, 10, 12), 0, 0),
+        ((1.0, 60, 35, 20, 30, 3), 60 + 35 - 30 - 3 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),  # fragments
+    ],
+)
+def test_what_no_step_has_needed_is_free(
+    monkeypatch: pytest.MonkeyPatch, device: tuple[float, ...], free: float, for_state: float
+) -> None:
+    memory = tell(monkeypatch, *device)
+    assert (memory.free_bytes(), memory.for_state_bytes()) == pytest.approx((free * GB, for_state * GB))
 
 
-def test_the_allocators_cap_counts(device: Device) -> None:
-    """However much the driver has: 24 GB are allowed, a step has needed 20."""
-    memory = device(fraction=0.24, free=60 * GB, reserved=21 * GB, allocated=8 * GB, peak=20 * GB)
-    assert memory.free_bytes() == 4 * GB - GPU_MARGIN * 24 * GB
-    assert memory.for_state_bytes() == (24 - 8) * GB // 2
-
-
-def test_fragments_are_not_free(device: Device) -> None:
-    memory = device(free=60 * GB, reserved=35 * GB, allocated=20 * GB, peak=30 * GB, fragments=3 * GB)
-    assert memory.free_bytes() == (60 + 35 - 30 - 3) * GB - GPU_MARGIN * 100 * GB
-
-
-def test_state_that_has_just_come_is_used_at_once(device: Device) -> None:
+def test_state_that_has_just_come_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the planner, which adds it, would count it twice until the driver is asked again."""
-    told = {"free": 60 * GB, "reserved": 35 * GB, "allocated": 20 * GB}
-    memory = device(**told, peak=30 * GB)
+    memory = tell(monkeypatch, 1.0, 60, 35, 20, 30)
     before = [memory.free_bytes() for _ in range(6)][-1]
-    device(**told, peak=36 * GB)
-    after = memory.free_bytes()
-    assert before is not None and after is not None and before - after == 6 * GB
-
-
-def test_others_on_the_same_gpu_count_below_the_cap(device: Device) -> None:
-    memory = device(fraction=0.5, free=5 * GB, reserved=10 * GB, allocated=6 * GB, peak=8 * GB)
-    assert memory.free_bytes() == (5 + 10 - 8) * GB - GPU_MARGIN * 50 * GB
-    assert memory.for_state_bytes() == (5 + 10 - 6) * GB // 2
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.1])
-def test_nothing_is_free_rather_than_less(device: Device, fraction: float) -> None:
-    memory = device(fraction=fraction, free=0, reserved=10 * GB, allocated=10 * GB, peak=12 * GB)
-    assert memory.free_bytes() == 0 and memory.for_state_bytes() == 0
+    tell(monkeypatch, 1.0, 60, 35, 20, 36)
+    assert before is not None and memory.free_bytes() == before - 6 * GB
 
 
 def test_without_a_gpu_nothing_is_known() -> None:
     memory = GpuMemory(torch.device("cpu"))
     assert memory.free_bytes() is None and memory.for_state_bytes() is None
 
-
-# ---------------------------------------------------------------- the host
 
 SEGMENT = Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
 LAYERS = [Layer(lid=lid, position=lid, name="layer", segments=(SEGMENT,)) for lid in range(10)]

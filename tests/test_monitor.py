@@ -55,12 +55,6 @@ opt.close()
 """
 
 
-@pytest.fixture(autouse=True)
-def inductor_keeps_its_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes one where temporary files go, and leaves it there."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-
-
 @contextmanager
 def cluster(tmp_path: Path, name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """SCRIPT under the launcher, its run folder named `name`."""
@@ -191,7 +185,10 @@ def test_without_a_run_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    leave_behind(tmp_path / "hytrain-old", coordinator_pid=os.getpid())  # the number is in use again, by another
+    old = tmp_path / "hytrain-old"  # of a run that was killed; its number is in use again, by another
+    old.mkdir()
+    pids = dict.fromkeys(("launcher_pid", "coordinator_pid", "optimizer_pid"), os.getpid())
+    Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(old), token="t", **pids).write()
     (tmp_path / "hytrain-broken").mkdir()
     (tmp_path / "hytrain-broken" / "cluster.json").write_text("{")
     assert monitor.main(["--once"]) == 2
@@ -199,20 +196,6 @@ def test_without_a_run_it_says_so(
     first, second = capsys.readouterr().err.splitlines()
     assert "you have no live run" in first
     assert "'somewhere'" in second and second.endswith("live runs: none")
-
-
-def test_one_command_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--set-k", "0.1", "--set-threads", "2"], ["--set-policy", "deadline", "--once"]):
-        with pytest.raises(SystemExit) as left:
-            monitor.main(arguments)
-        assert left.value.code == 2 and "not allowed with" in capsys.readouterr().err
-
-
-def leave_behind(folder: Path, *, coordinator_pid: int) -> None:
-    """The socket folder of a run whose launcher was killed."""
-    folder.mkdir()
-    pids = {"launcher_pid": coordinator_pid, "coordinator_pid": coordinator_pid, "optimizer_pid": coordinator_pid}
-    Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(folder), token="t", **pids).write()
 
 
 RECORD = {"step": 7, "at_s": 1.0, "step_s": 2.0, "stall_s": 0.5, "cpu_busy_s": 0.2, "k": 0.25}
@@ -292,11 +275,6 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))
         assert words in view.as_text(commanded).splitlines()[-1]
-
-
-def test_the_table_before_the_first_step() -> None:
-    pytest.importorskip("rich")
-    text = view.as_text(
-        Snapshot(status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=()), ())
-    )
+    none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
+    text = view.as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text

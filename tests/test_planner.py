@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from planner_layers import NONE, made
+from planner_layers import NONE, made, with_cpu
 
 from hytrain.planner import (
     ClippedShare,
@@ -65,9 +65,6 @@ def subsets(profile: Profile) -> st.SearchStrategy[frozenset[int]]:
     return st.frozensets(st.sampled_from(sorted(profile.lids)))
 
 
-# --- simulate ---
-
-
 def test_two_layers_in_one_tile_each() -> None:
     two = uniform(2, d2h_s=1.0, h2d_s=1.0)
     timeline = simulate(two, NONE)
@@ -99,7 +96,6 @@ def test_an_earlier_layer_takes_over_at_the_end_of_the_tile() -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
     profile = data.draw(profiles)
     timeline = simulate(profile, data.draw(subsets(profile)), tile_numel=data.draw(tile_numels))
@@ -124,7 +120,6 @@ def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject)
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> None:
     profile = data.draw(profiles)
     owned = data.draw(subsets(profile))
@@ -139,28 +134,10 @@ def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> No
     assert all(stall_s > 0 for stall_s in timeline.stalls_s.values()) and not timeline.stalls_s.keys() & owned
 
 
-def test_unknown_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[7\] are not in the profile"):
-        simulate(uniform(2), frozenset({7}))
-
-
-# --- formulas ---
-
 whole = st.integers(0, 12)
 
 
-@given(n=st.integers(1, 14), k=st.integers(0, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
-@settings(deadline=None)
-def test_the_deadlines_of_uniform_layers(n: int, k: int, t_b: int, t_f: int, c: int, g: int) -> None:
-    """In whole seconds with tiles of one second, every layer lands at a tile's end: preemption is exact."""
-    k = min(k, n)
-    profile = uniform(n, backward_s=t_b, forward_s=t_f, cpu_update_s=c, gpu_update_s=g, numel=c)
-    hold = all((i - k) * c <= (i - 1) * (t_b + t_f) + k * g for i in range(k + 1, n + 1))
-    assert (not simulate(profile, lids(*range(k)), tile_numel=1).stalls_s) == hold
-
-
 @given(n=st.integers(1, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
-@settings(deadline=None)
 def test_deadline_k_is_the_least_without_stalls(n: int, t_b: int, t_f: int, c: int, g: int) -> None:
     profile = uniform(n, backward_s=t_b, forward_s=t_f, cpu_update_s=c, gpu_update_s=g, numel=c)
     free = [k for k in range(n + 1) if not simulate(profile, lids(*range(k)), tile_numel=1).stalls_s]
@@ -173,15 +150,9 @@ def test_formulas_by_hand() -> None:
     assert balance_k(profile) == 20 / 50
     assert deadline_k(profile) == pytest.approx((40 - 0.9 * 30) / 50)
     assert deadline_k(uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=6.0, h2d_s=6.0)) == 16 / 4 / 10
-
-
-def test_formulas_keep_within_bounds() -> None:
-    idle = uniform(3, cpu_update_s=0.0)
-    fast = uniform(3, cpu_update_s=0.1)
     hopeless = uniform(3, cpu_update_s=99.0, backward_s=0.0, forward_s=0.0, gpu_update_s=0.0)
-    assert cotrain_k(idle) == balance_k(idle) == deadline_k(idle) == 0
-    assert cotrain_k(fast) == balance_k(fast) == 0 < deadline_k(fast)
     assert (cotrain_k(hopeless), balance_k(hopeless), deadline_k(hopeless)) == (0.5, 1.0, 1.0)
+    assert cotrain_k(with_cpu(profile, 0.1)) == balance_k(with_cpu(profile, 0.1)) == 0
 
 
 def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
@@ -193,9 +164,6 @@ def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
     for k in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="k must be"):
             prefix_for(k, ten)
-
-
-# --- decide ---
 
 
 def test_policies_without_limits() -> None:
@@ -224,7 +192,6 @@ def test_what_decide_refuses(policy: str, changes: dict[str, Any], sentence: str
 
 
 @given(st.data(), st.sampled_from(["fixed", "cotrain", "balance", "deadline", "random"]))
-@settings(deadline=None)
 def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
     profile = data.draw(profiles)
     most_gpu, most_host = profile.gpu_state_bytes(profile.lids), profile.host_bytes(NONE)
@@ -256,14 +223,6 @@ def test_memory_bounds_k_from_both_sides_and_the_reason_says_so() -> None:
     assert "host memory needs k=0.90" in choose("fixed", slow, Limits(host_bytes=1400)).reason
 
 
-@given(profiles)
-@settings(deadline=None)
-def test_deadline_is_never_more_than_one_percent_behind(profile: Profile) -> None:
-    decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**9)
-    others = [choose(policy, profile, current=NONE).predicted_step_s for policy in ("cotrain", "balance")]
-    assert decision.predicted_step_s <= 1.0101 * min(others)
-
-
 def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
     """One large layer with a cheap update would take the room of five with a dear one."""
     large = layer(0, numel=500, cpu_update_s=1.0, forward_s=0.5)
@@ -273,15 +232,14 @@ def test_with_little_gpu_memory_a_large_layer_can_be_left_out() -> None:
     assert decision.predicted_step_s < 0.99 * simulate(profile, lids(0)).step_s
 
 
-# --- hysteresis ---
-
-
 def test_a_move_must_repay_its_cost_within_the_horizon() -> None:
     profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=1.0, h2d_s=1.0)
     brief = choose("deadline", profile, horizon_steps=1)
     assert not brief.changed and brief.gpu_lids == NONE and "k=0.00 stays" in brief.reason
     assert choose("deadline", profile, horizon_steps=100).changed
     assert not choose("deadline", profile, horizon_steps=100, min_gain=0.9).changed
+    too_many, room = lids(*range(9)), Limits(gpu_state_bytes=8000)
+    assert choose("deadline", profile, room, current=too_many, horizon_steps=0).changed, "there is no room to stay"
 
 
 def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
@@ -290,29 +248,14 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
     plenty: dict[str, Any] = {"current": lids(*range(least + 12)), "min_gain": 0.5}
     shrunk = choose("deadline", profile, horizon_steps=1000, **plenty)
     assert least < len(shrunk.gpu_lids) < least + 12 and "saves" in shrunk.reason
-    slower = Profile(layers=tuple(replace(x, cpu_update_s=1.1 * x.cpu_update_s) for x in profile.layers))
+    slower = with_cpu(profile, 1.1)
     assert simulate(slower, shrunk.gpu_lids).stall_s < 0.01 * simulate(slower, slower.lids).step_s
     assert not choose("deadline", profile, horizon_steps=0, **plenty).changed
     for little in (least + 1, len(shrunk.gpu_lids) + 1):
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 
 
-def test_what_a_slower_cpu_would_need_again_is_not_given_back_for_speed() -> None:
-    """The GPU's own updates take long, so fewer would be faster, as long as the CPU keeps its pace."""
-    profile = uniform(20, cpu_update_s=2.0, gpu_update_s=0.5)
-    steady, restless = (replace(profile, cpu_slack=slack) for slack in (0.03, 1.0))
-    current = choose("deadline", with_cpu(profile, 2.0), horizon_steps=10**6, min_gain=0.0).gpu_lids
-    assert len(choose("deadline", steady, current=current, horizon_steps=1000).gpu_lids) < len(current)
-    stays = choose("deadline", restless, current=current, horizon_steps=1000)
-    assert stays.gpu_lids == current and "with a CPU 100% slower" in stays.reason
-
-
-def with_cpu(profile: Profile, slowness: float) -> Profile:
-    return replace(profile, layers=tuple(replace(x, cpu_update_s=slowness * x.cpu_update_s) for x in profile.layers))
-
-
 @given(st.data(), st.sampled_from(["cotrain", "balance", "deadline"]))
-@settings(deadline=None)
 def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy: str) -> None:
     """From anywhere: at most one move for memory and one for speed."""
     profile = data.draw(profiles)
@@ -328,9 +271,6 @@ def test_a_formulas_k_has_to_change_clearly(policy: str) -> None:
     current = choose(policy, profile).gpu_lids
     assert current and not choose(policy, with_cpu(profile, 1.05), current=current).changed
     assert len(choose(policy, with_cpu(profile, 2.0), current=current).gpu_lids) >= len(current) + 2
-
-
-# --- random ---
 
 
 def test_random_moves_layers_at_every_call_and_is_the_seed_s_alone() -> None:
@@ -371,16 +311,7 @@ def test_ahead_of_the_verdict_updates_run_beside_backward_and_weights_come_after
     assert simulate(free, NONE).step_s <= timeline.step_s < simulate(waiting, NONE).step_s
 
 
-def test_a_clipped_step_is_as_if_its_updates_had_waited() -> None:
-    waiting = replace(uniform(10, cpu_update_s=2.0), awaits_verdict=True)
-    held_s, waited_s = simulate(ahead(waiting, 0.0), NONE).step_s, simulate(waiting, NONE).step_s
-    assert simulate(ahead(waiting, 0.25), NONE).step_s == pytest.approx(0.75 * held_s + 0.25 * waited_s)
-    assert simulate(ahead(waiting, 1.0), NONE).step_s == pytest.approx(waited_s)
-    assert ahead(uniform(2), 0.5) == replace(uniform(2), clipped=0.5), "without a verdict there is nothing ahead of it"
-
-
 @given(profiles, st.floats(0, 1))
-@settings(deadline=None)
 def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float) -> None:
     waiting = replace(profile, awaits_verdict=True)
     never, some = gain(waiting, NONE, 0.0), gain(waiting, NONE, clipped)
@@ -399,12 +330,9 @@ def test_the_share_of_clipped_steps_follows_what_happens() -> None:
     for clipped in (True, True, False):
         share.add(clipped=clipped)
     assert share.value == pytest.approx(2 / 4), "the first steps are averaged, with one that was not"
-    for _ in range(40):
-        share.add(clipped=True)
-        share.check()
-    assert share.value > 0.95
     for step in range(200):
         share.add(clipped=step % 4 == 0)
+        share.check()
     assert 0.15 < share.value < 0.35
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_layers import NONE, facts, made
 
@@ -18,25 +18,16 @@ def sized(*numels: int) -> Profile:
     return Profile(layers=tuple(made(position, numel=numel, **times) for position, numel in enumerate(numels)))
 
 
-def choose(objective: str, profile: Profile, limits: Limits, current: frozenset[int] = NONE) -> Decision:
-    return decide(
-        "deadline",
-        profile,
-        limits,
-        fixed_k=None,
-        current=current,
-        horizon_steps=10**6,
-        min_gain=0.01,
-        objective=objective,
-    )
+def choose(
+    objective: str, profile: Profile, limits: Limits, current: frozenset[int] = NONE, *, policy: str = "deadline"
+) -> Decision:
+    how = {"fixed_k": 0.5, "horizon_steps": 10**6, "min_gain": 0.01}
+    return decide(policy, profile, limits, current=current, objective=objective, **how)
 
 
 def blocks(count: int) -> list[LayerFacts]:
     """Lids run against positions."""
     return facts(made(position, lid=count - 1 - position, numel=10**8) for position in range(count))
-
-
-# --- objectives ---
 
 
 def test_each_objective_without_limits() -> None:
@@ -56,27 +47,27 @@ def test_memory_objectives_go_to_the_limits() -> None:
     assert most.gpu_lids == frozenset(range(7)) and "all that GPU memory has room for" in most.reason
 
 
-def test_layers_that_a_larger_one_makes_needless_go_back() -> None:
-    """The third brings the host below its limit by itself, and the first two are no longer needed."""
-    profile = sized(10, 20, 300, *[10] * 7)
-    assert choose("gpu-memory", profile, Limits(host_bytes=14 * 100)).gpu_lids == frozenset({2})
-
-
-def test_of_few_layers_the_least_of_all_sets_is_found() -> None:
-    """Three small ones will do, where the lowest positions would bring the large one along."""
-    assert choose("gpu-memory", sized(1, 1, 5, 1), Limits(host_bytes=14 * 5)).gpu_lids == frozenset({0, 1, 3})
-
-
-def test_large_layers_first_where_they_fill_the_gpu_better() -> None:
-    profile = sized(30, 60, 70, *[200] * 6)
-    assert choose("host-memory", profile, Limits(gpu_state_bytes=1000)).gpu_lids == frozenset({0, 2})
+@pytest.mark.parametrize(
+    ("objective", "numels", "limits", "gpu_lids"),
+    [
+        # The third brings the host below its limit by itself, and the first two are no longer needed.
+        ("gpu-memory", (10, 20, 300, *[10] * 7), Limits(host_bytes=14 * 100), {2}),
+        # Three small ones will do, where the lowest positions would bring the large one along.
+        ("gpu-memory", (1, 1, 5, 1), Limits(host_bytes=14 * 5), {0, 1, 3}),
+        # Large layers first, where they fill the GPU better.
+        ("host-memory", (30, 60, 70, *[200] * 6), Limits(gpu_state_bytes=1000), {0, 2}),
+    ],
+)
+def test_not_always_the_lowest_positions(
+    objective: str, numels: tuple[int, ...], limits: Limits, gpu_lids: set[int]
+) -> None:
+    assert choose(objective, sized(*numels), limits).gpu_lids == gpu_lids
 
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=7)
 
 
 @given(sizes, st.integers(0, 10**4), st.integers(0, 10**4), st.data())
-@settings(deadline=None)
 def test_objectives_respect_limits_and_settle(numels: list[int], gpu: int, host: int, data: st.DataObject) -> None:
     profile, limits = sized(*numels), Limits(gpu_state_bytes=gpu, host_bytes=host)
     current = data.draw(st.frozensets(st.sampled_from(range(len(numels)))))
@@ -111,27 +102,11 @@ def test_a_little_more_room_on_the_gpu_moves_nothing() -> None:
 @pytest.mark.parametrize("policy", ["fixed", "cotrain", "balance", "random"])
 def test_other_policies_say_that_they_do_not_heed_the_objective(policy: str) -> None:
     profile = sized(100, 100)
-
-    def by(objective: str) -> Decision:
-        return decide(
-            policy,
-            profile,
-            Limits(),
-            fixed_k=0.5,
-            current=NONE,
-            horizon_steps=100,
-            min_gain=0.01,
-            objective=objective,
-        )
-
-    assert by("host-memory").gpu_lids == by("speed").gpu_lids
-    assert 'only policy "deadline" heeds objective "host-memory"' in by("host-memory").reason
-    assert "objective" not in by("speed").reason
+    memory, speed = (choose(objective, profile, Limits(), policy=policy) for objective in ("host-memory", "speed"))
+    assert memory.gpu_lids == speed.gpu_lids and "objective" not in speed.reason
+    assert 'only policy "deadline" heeds objective "host-memory"' in memory.reason
     with pytest.raises(ValueError, match="unknown objective 'fun', choose one of speed, gpu-memory, host-memory"):
-        by("fun")
-
-
-# --- the first plan ---
+        choose("fun", profile, Limits(), policy=policy)
 
 
 @pytest.mark.parametrize("gpu_state_bytes", [None, 10**12])

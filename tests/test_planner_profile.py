@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from planner_layers import facts, made, profile_of
 
 from hytrain.planner import Ewma, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
@@ -56,18 +54,13 @@ def test_wide_noise_is_averaged_and_not_rejected() -> None:
     assert value is not None and 0.6 < value < 1.4
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1))
-@settings(deadline=None)
-def test_the_mean_stays_within_the_samples(samples: list[float]) -> None:
-    value = smoothed(*samples).value
-    assert value is not None
-    assert min(samples) * (1 - 1e-9) <= value <= max(samples) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("sample", [-1e-9, float("nan"), float("inf")])
-def test_impossible_times_are_refused(sample: float) -> None:
-    with pytest.raises(ValueError, match="measured time"):
-        Ewma().add(sample)
+@pytest.mark.parametrize("wrong", [-1e-9, float("nan"), float("inf")])
+def test_impossible_numbers_are_refused(wrong: float) -> None:
+    for call, name in ((Ewma().add, "measured time"), (book_of(1).cpu_changed, "ratio")):
+        with pytest.raises(ValueError, match=name):
+            call(wrong)
+    with pytest.raises(ValueError, match="h2d_s"):
+        book_of(1).calibrate(h2d_s=wrong)
 
 
 def test_no_profile_before_forward_and_backward_are_known() -> None:
@@ -102,9 +95,6 @@ def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None
     book.observe_optimizer(cpu_update_s={10: 10.0})
     book.calibrate(cpu_update_s=9.0)
     assert (profile_from(book)[10].cpu_update_s, profile_from(book)[11].cpu_update_s) == (10.0, 30.0)
-    for rate_s in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="h2d_s"):
-            book.calibrate(h2d_s=rate_s)
 
 
 def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once() -> None:
@@ -121,9 +111,6 @@ def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once
     book.cpu_changed(2.0)
     assert 1.0 < profile_from(book)[10].cpu_update_s < 1.5
     assert book.rates.cpu_update_s == pytest.approx(Rates().cpu_update_s)
-    for ratio in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="ratio"):
-            book.cpu_changed(ratio)
 
 
 def test_what_is_not_measured_any_more_goes_with_what_is() -> None:
@@ -160,10 +147,8 @@ def test_the_middle_of_a_step_with_several_backwards_hides_no_updates() -> None:
     book.observe_optimizer(cpu_update_s={10: 4.0, 11: 12.0})
     book.observe_step(step_s=106.0, stall_s=0.0, gpu_lids=(), middle_s=100.0)
     profile = profile_of(book)
-    assert (profile.middle_s, profile.other_s) == (100.0, 0.0)
-    without = replace(profile, middle_s=0.0)
-    here, there = simulate(profile, frozenset()), simulate(without, frozenset())
-    assert here.stalls_s == there.stalls_s and here.stall_s > 1.0
+    here, there = simulate(profile, frozenset()), simulate(replace(profile, middle_s=0.0), frozenset())
+    assert profile.other_s == 0.0 and here.stalls_s == there.stalls_s and here.stall_s > 1.0
     assert here.step_s == pytest.approx(there.step_s + 100.0)
 
 
@@ -192,27 +177,9 @@ def test_sums_and_limits() -> None:
     assert Limits(gpu_state_bytes=3000, host_bytes=1400).allow(profile, first)
     assert not Limits(gpu_state_bytes=2999).allow(profile, first)
     assert not Limits(host_bytes=1399).allow(profile, first)
-
-
-def test_a_profile_refuses_disorder() -> None:
-    book = book_of(1, 1)
-    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
-    layers = tuple(profile_from(book).values())
-    for wrong, sentence in (((), "at least one"), (layers[::-1], "ascending position")):
+    for wrong, sentence in (((), "at least one"), (profile.layers[::-1], "ascending position")):
         with pytest.raises(ValueError, match=sentence):
             Profile(layers=wrong)
-
-
-# --- how slow the CPU is now and then ---
-
-
-def test_a_steady_cpu_has_little_slack_whatever_it_is_at() -> None:
-    """Layers of all sizes, now some of them and now others: a small one takes the longest, by the parameter."""
-    book = book_of(1000, 1000, 3)
-    for step in range(30):
-        for update in ({12: 5.0}, {10: 20.0, 12: 5.0}, {10: 20.0, 11: 20.0, 12: 5.0})[step // 10 :][:1]:
-            book.observe_optimizer(cpu_update_s=update)
-    assert book.cpu_slack == pytest.approx(LEAST_SLACK)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -43,12 +43,9 @@ def refused(data: bytes) -> str:
     return reason
 
 
-# ---------------------------------------------------------------- what is a message
-
-
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
 @given(data=st.data(), sender=addresses, seq=st.integers(0, 2**63))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_round_trip(cls: type, data: st.DataObject, sender: Address, seq: int) -> None:
     message = data.draw(instances(cls))
     envelope = decode(encode(message, token=TOKEN, sender=sender, seq=seq), token=TOKEN)
@@ -76,22 +73,15 @@ def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
     assert decode(packed(m.Ready(detail="folder-\udcff")), token=TOKEN).message == m.Ready(detail="folder-\\udcff")
 
 
-# ---------------------------------------------------------------- what is not
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "not msgpack"),
-        (b"\xc1", "not msgpack: FormatError"),
         (packed(GRAD_READY)[:-1], "incomplete"),
         (packed(GRAD_READY) + b"\x00", "extra data"),
         (msgpack.packb("GradReady"), "not an array"),
-        (msgpack.packb([VERSION, "GradReady", TOKEN, ["trainer", 0], 0]), "not an array"),
         (b"\x91" * 5000, "not msgpack: StackError"),
         (b"\xdd\xff\xff\xff\xff", "exceeds max_array_len"),
-        (b"\xdf\xff\xff\xff\xff", "exceeds max_map_len"),
-        (b"\xc9\xff\xff\xff\xff\x01", "not msgpack"),
         (b"\xd4\xff\x00", "timestamp"),
         (pickle.dumps(GRAD_READY), "not msgpack"),
         (b"\x00" * (MAX_FRAME_BYTES + 1), f"frame of {MAX_FRAME_BYTES + 1} bytes"),
@@ -106,24 +96,18 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
     ("parts", "reason"),
     [
         ({"version": VERSION + 1}, f"version {VERSION + 1}, expected {VERSION}"),
-        ({"version": True}, "version"),
         ({"token": "another run's"}, "wrong run token"),
         ({"token": TOKEN.encode()}, "wrong run token"),
         ({"tag": "Shutdown"}, "unknown message 'Shutdown'"),
-        ({"tag": "Layer"}, "unknown message 'Layer'"),
         ({"tag": ["GradReady"]}, "unknown message"),
         ({"seq": -1}, "GradReady: sequence number -1"),
-        ({"seq": 0.0}, "sequence number"),
         ({"fields": None}, "GradReady: expected 4 fields"),
-        ({"fields": [3, 1]}, "GradReady: expected 4 fields"),
         ({"fields": [3, 1, [4], False, 0]}, "GradReady: expected 4 fields"),
         ({"fields": [3, "1", [4], False]}, "GradReady.lid: expected int, got str"),
         ({"fields": [3, 1, 4, False]}, "GradReady.counts: expected an array"),
         ({"fields": [3, 1, [4.0], False]}, "GradReady.counts: expected int, got float"),
         ({"fields": [-3, 1, [4], False]}, "GradReady: steps and layer IDs cannot be negative"),
         ({"fields": [3, 1, [0], False]}, "GradReady: step counts cannot be negative"),
-        ({"fields": [3, 1, [-1, 4], False]}, "GradReady: step counts cannot be negative"),
-        ({"fields": [3, msgpack.ExtType(5, b"x"), [4], False]}, "GradReady.lid: expected int, got ExtType"),
         ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
         ({"sender": ["trainer"]}, "GradReady: sender: expected 2 fields"),
@@ -132,7 +116,6 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"sender": ["trainer", -1]}, "GradReady: sender: rank -1 is negative"),
         ({"tag": "Hello", "fields": [0, "trainer-0"]}, "Hello: pid must be positive"),
         ({"tag": "Hello", "fields": [1, "../trainer-0"]}, "Hello: '../trainer-0' is not an inbox name"),
-        ({"tag": "Hello", "fields": [1, ""]}, "Hello: '' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),
         ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None]}, "Plan: unknown placements ['disk']"),
@@ -148,37 +131,28 @@ def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
 
 
 def layer_table(**changes: Any) -> list[Any]:
-    table = {
-        "layers": [[0, 0, "a", [["w", 128, "bfloat16", "bfloat16", 0]]]],
-        "inbox": "trainer-0-1f",
-        "device": "cpu",
-        "policy": "fixed",
-        "objective": "speed",
-        "awaits_verdict": False,
-        "speculate": False,
-        "k": None,
-        "backend": "auto",
-        "gpu_bytes": None,
-        "host_bytes": None,
-        "continues": False,
-        "threads": None,
-    }
+    table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
+    table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
+    table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None}
     return list((table | changes).values())
+
+
+def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32", group: int = 0) -> list[Any]:
+    return [["w", numel, dtype, grads_dtype, group]]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"layers": []}, "needs a layer"),
-        ({"layers": [[1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "layer IDs must be 0, 1, 2"),
-        ({"layers": [[0, 1, "a", [["w", 1, "float32", "float32", 0]]]]}, "positions must be a permutation"),
+        ({"layers": [[1, 0, "a", segment()]]}, "layer IDs must be 0, 1, 2"),
+        ({"layers": [[0, 1, "a", segment()]]}, "positions must be a permutation"),
         ({"layers": [[0, 0, "a", []]]}, "layer 0 has no segments"),
-        ({"layers": [[-1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "cannot be negative"),
-        ({"layers": [[0, 0, "a", [["w", 0, "float32", "float32", 0]]]]}, "'w' has no elements"),
-        ({"layers": [[0, 0, "a", [["w", 1, "float64", "float32", 0]]]]}, "has dtype 'float64'"),
-        ({"layers": [[0, 0, "a", [["w", 1, "bfloat16", "float32", 0]]]]}, "cannot have 'float32' gradients"),
-        ({"layers": [[0, 0, "a", [["w", 1, "float32", "int8", 0]]]]}, "cannot have 'int8' gradients"),
-        ({"layers": [[0, 0, "a", [["w", 1, "float32", "float32", -1]]]]}, "parameter group cannot be negative"),
+        ({"layers": [[-1, 0, "a", segment()]]}, "cannot be negative"),
+        ({"layers": [[0, 0, "a", segment(0)]]}, "'w' has no elements"),
+        ({"layers": [[0, 0, "a", segment(dtype="float64")]]}, "has dtype 'float64'"),
+        ({"layers": [[0, 0, "a", segment(grads_dtype="int8")]]}, "cannot have 'int8' gradients"),
+        ({"layers": [[0, 0, "a", segment(group=-1)]]}, "parameter group cannot be negative"),
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"threads": 0}, "0 threads"),
@@ -196,8 +170,6 @@ def test_a_message_that_no_receiver_would_take_is_not_sent() -> None:
         packed(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES))
 
 
-# ---------------------------------------------------------------- anything at all
-
 junk = st.recursive(
     st.none()
     | st.booleans()
@@ -208,7 +180,6 @@ junk = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=10,
 )
-TAGS = st.sampled_from([cls.__name__ for cls in MESSAGES])
 
 
 def survives(data: bytes) -> None:
@@ -221,22 +192,8 @@ def survives(data: bytes) -> None:
         assert type(envelope.message) in MESSAGES
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=400, deadline=None)
-def test_any_bytes(data: bytes) -> None:
-    survives(data)
-
-
-@given(tag=TAGS, fields=st.lists(junk, max_size=9), sender=junk, seq=junk)
-@settings(max_examples=400, deadline=None)
-def test_any_fields(tag: str, fields: list[Any], sender: Any, seq: Any) -> None:
-    survives(frame(tag=tag, fields=fields))
-    survives(frame(tag=tag, fields=fields, sender=sender))
-    survives(frame(tag=tag, fields=fields, seq=seq))
-
-
 @given(message=any_message, data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_message_with_a_value_exchanged(message: m.Message, data: st.DataObject) -> None:
     """Close to a message, which reaches deeper than junk."""
     parts = msgpack.unpackb(packed(message, seq=1), strict_map_key=False)
@@ -251,7 +208,7 @@ def test_a_message_with_a_value_exchanged(message: m.Message, data: st.DataObjec
 
 
 @given(message=any_message, data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(message=GRAD_READY, data=None)
 def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | None) -> None:
     whole = bytearray(packed(message, seq=1))
@@ -260,12 +217,3 @@ def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | No
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     survives(bytes(whole))
     survives(bytes(whole[: len(whole) // 2]))
-
-
-# ---------------------------------------------------------------- addresses
-
-
-@given(addresses, addresses)
-@settings(deadline=None)
-def test_names_of_addresses_differ(one: Address, other: Address) -> None:
-    assert (str(one) == str(other)) == (one == other)

@@ -7,13 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from message_strategies import segments
 
 from protocol.handles import (
     ALIGN_ELEMENTS,
-    BANKED_PLANES,
     DTYPE_BYTES,
     PAGE_BYTES,
     PLANES,
@@ -46,7 +45,6 @@ def arrays(arena: ArenaLayout) -> list[TensorHandle]:
 
 
 @given(some_layers, st.sampled_from([1, 2]))
-@settings(deadline=None)
 def test_arrays_are_disjoint_aligned_and_inside(spec: Layer, banks: int) -> None:
     arena = layout(spec, banks)
     assert tuple(arena.handles) == planes_of(banks)
@@ -71,14 +69,7 @@ def test_arrays_are_disjoint_aligned_and_inside(spec: Layer, banks: int) -> None
     assert start == arena.nbytes == sum(arena.plane_nbytes.values())
 
 
-def test_one_bank_has_the_planes_and_two_have_what_an_update_writes_twice() -> None:
-    assert planes_of(1) == PLANES
-    doubled = [plane.removesuffix("'") for plane in planes_of(2)]
-    assert sorted(doubled) == sorted((*PLANES, *BANKED_PLANES)) and len(set(planes_of(2))) == len(doubled)
-
-
 @given(some_layers)
-@settings(deadline=None)
 def test_every_segment_has_its_arrays(spec: Layer) -> None:
     arena = layout(spec)
     for index, part in enumerate(spec.segments):
@@ -103,11 +94,7 @@ def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None
     assert layout(layer(segment(numel, dtype)), banks).nbytes == expected * numel
 
 
-# ---------------------------------------------------------------- refusals
-
-
 @given(st.data(), some_layers)
-@settings(deadline=None)
 def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> None:
     arena = layout(spec)
     handle = data.draw(st.sampled_from(arrays(arena)))
@@ -119,22 +106,6 @@ def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> 
     tampered = replace(handle, **{name: data.draw(other.filter(lambda value: value != getattr(handle, name)))})
     with pytest.raises(HandleError):
         check_handle(tampered, arena)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"lid": 8}, "no plane 'weights' of layer 8"),
-        ({"segment": 3}, "does not match the layer table"),
-        ({"numel": 131}, "does not match the layer table"),
-    ],
-    ids=str,
-)
-def test_refusals_say_why(change: dict[str, Any], reason: str) -> None:
-    handle = layout(MIXED).handles["weights"][0]
-    assert handle is not None
-    with pytest.raises(HandleError, match=reason):
-        check_handle(replace(handle, **change), layout(MIXED))
 
 
 def test_a_layout_that_reaches_beyond_its_arena_is_refused() -> None:

@@ -25,6 +25,8 @@ def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
 def test_what_a_run_left_steps_aside_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     assert set_aside(folder) is None
+    (folder / "logs").mkdir(parents=True)
+    assert set_aside(folder) is None and (folder / "logs").is_dir(), "nothing has run in it"
     for number in (1, 2):
         (folder / "checkpoints" / "step-5").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(f"run {number}")
@@ -33,11 +35,6 @@ def test_what_a_run_left_steps_aside_and_nothing_else(tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == ["my notes"]
     assert (tmp_path / "demo.1" / "metrics.jsonl").read_text() == "run 1"
     assert (tmp_path / "demo.2" / "checkpoints" / "step-5").is_dir()
-
-
-def test_a_folder_in_which_nothing_ran_stays_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "demo" / "logs").mkdir(parents=True)
-    assert set_aside(tmp_path / "demo") is None and (tmp_path / "demo" / "logs").is_dir()
 
 
 def test_what_was_set_aside_comes_back_if_nothing_was_trained(tmp_path: Path) -> None:
