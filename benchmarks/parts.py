@@ -84,8 +84,9 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
-        given = ({**each, "commands": tuple(map(tuple, each["commands"]))} for each in fields.pop("segments"))
-        return cls(segments=tuple(Segment(**each) for each in given), **fields)
+        for each in fields["segments"]:
+            each["commands"] = tuple(map(tuple, each["commands"]))
+        return cls(**fields | {"segments": tuple(Segment(**each) for each in fields["segments"])})
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,6 @@ UNKNOWN: Final = Known(20, 1.0, "–")
 TIMEOUT_S: Final = 240.0
 #: The first steps are slow, and the planner takes GPU memory for them. After so many steps it has given that back.
 AT_REST_STEPS: Final = 40
-STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
-BATCHES: Final = (8, 16, 4, 2, 1)
-NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 
 
 def about(system: str) -> Known:

@@ -26,6 +26,8 @@ from benchmarks.parts import SHAPES, Job
 
 #: Seconds kept back from a budget: for ending processes, and for writing.
 MARGIN_S: Final = 5.0
+#: A system that leaves less host memory is stopped.
+FLOOR_BYTES: Final = 8 * 10**9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,15 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--clip", type=float, default=0.0, help="clip gradients at this norm; 0 does not")
     parser.add_argument("--threads", type=int, help="torch's threads in the trainer")
-    parser.add_argument("--memory-floor-gb", type=float, default=8.0, help="stop a system that leaves less host memory")
     parser.add_argument("--host-memory-gb", type=float, help="the machine's, where MemTotal grows with use")
     return parser
 
 
 def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
-    given = ("shape", "sequence", "device", "dtype", "clip", "threads")
+    given = ("shape", "sequence", "device", "dtype", "threads")
     template = Job(**{name: getattr(arguments, name) for name in given})
     if not part:
         sizes = arguments.batch or [8]
@@ -112,7 +112,6 @@ class Run:
             "versions": host.versions(),
         }
         total_gb = arguments.host_memory_gb
-        self._floor_bytes = int(arguments.memory_floor_gb * 1e9)
         self._total = None if total_gb is None else int(total_gb * 1e9)
         known = rows.Rows.read(arguments.results)
         self._done: dict[tuple[Any, ...], list[rows.Row]] = {}
@@ -154,7 +153,7 @@ class Run:
         command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
         if self._arguments.runs:
             command += ["--run-dir", str((self._arguments.runs / job.system).resolve())]
-        outcome = guard.watch(command, guard.Bounds(timeout_s, self._floor_bytes, self._total), log, on_line)
+        outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log, on_line)
         for segment in job.segments[len(got) :]:
             failed = {"batch": segment.batch, "label": segment.label, "error": outcome.error or "ended without a word"}
             self._add(self._row(part, job, failed, base_bytes, outcome.host_peak_bytes))
