@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import made_up, row
 
-from benchmarks import guard, host, idle, parts, report, rows, suite
+from benchmarks import guard, host, idle, parts, report, suite
 from benchmarks.columns import NOTHING
 from benchmarks.parts import Job, Segment
 from benchmarks.report import GOALS, Goal, Verdict
@@ -27,11 +27,6 @@ UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
 
 
 # ---------------------------------------------------------------- idle
-
-
-def test_union_joins_what_touches_or_overlaps() -> None:
-    assert idle.union([(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == [(0, 4), (5, 6)]
-    assert idle.gaps([(0, 4), (5, 6), (9, 10)]) == [(4, 5), (6, 9)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1))
@@ -145,29 +140,6 @@ def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
     assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
 
 
-@pytest.mark.spawns
-def test_a_child_cannot_start_another_while_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts one after the other; the look at its tree takes as long as on a busy machine."""
-    children = psutil.Process.children
-
-    def slowly(self: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
-        seen = children(self, recursive=recursive)
-        time.sleep(0.3)
-        return seen
-
-    def stop(line: str, peak_bytes: int) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(psutil.Process, "children", slowly)
-    spawn = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
-    program = f"for n in range(100): print({spawn}.pid, flush=True); time.sleep(0.02); n or say('begun\\n')"
-    log = tmp_path / "log.txt"
-    with pytest.raises(InterruptedError):
-        guard.watch(child(program), guard.Bounds(timeout_s=100.0, floor_bytes=0), log, stop)
-    pids = log.read_text().split()
-    assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids)
-
-
 def test_last_meaningful_line() -> None:
     told = guard.last_meaningful_line
     assert told("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n[W] cleaning up\n\n") == (
@@ -181,33 +153,21 @@ def test_last_meaningful_line() -> None:
 # ---------------------------------------------------------------- host
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "left", "left_of_200"),
-    [
-        ("", {}, 80, 180),
-        ("0::/a/b", {"memory.max": "max", "memory.current": "5"}, 80, 180),
-        ("0::/a/b", {"a/memory.max": "51200", "a/memory.current": "30720"}, 20, 20),
-        (
-            "0::/a/b",
-            {"a/b/memory.max": "1024", "a/b/memory.current": "0", "memory.max": "9", "memory.current": "9"},
-            0,
-            0,
-        ),
-        ("0::/", {"memory.max": "9", "memory.current": "9", "memory.stat": "anon 1\ninactive_file 1024"}, 1, 1),
-        ("3:cpu,memory:/a", {"memory/memory.limit_in_bytes": "2048", "memory/memory.usage_in_bytes": "0"}, 2, 2),
-        ("4:cpu:/a", {"memory/memory.limit_in_bytes": "2048", "memory/memory.usage_in_bytes": "0"}, 80, 180),
-    ],
-)
-def test_what_is_left_is_what_machine_and_control_groups_leave(
-    membership: str, files: dict[str, str], left: int, left_of_200: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In KiB, of a machine with 100, or in truth 200; in control groups of version 2 and 1."""
-    texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
-    texts |= {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 80 kB\n", "/proc/self/cgroup": membership}
-    monkeypatch.setattr(host, "_text", lambda path: texts.get(str(path), ""))
-    assert host.used_bytes() == 20 * 1024
-    assert host.left_bytes() == left * 1024
-    assert host.left_bytes(total=200 * 1024) == left_of_200 * 1024
+def test_what_is_left_is_what_machine_and_control_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine with 100 bytes, or in truth 200; each group on the way up may have a limit."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100, available=80))
+    monkeypatch.setattr(host, "GROUPS", tmp_path)
+    text = host._text
+    monkeypatch.setattr(host, "_text", lambda path: "0::/a/b\n" if path == "/proc/self/cgroup" else text(path))
+    assert (host.used_bytes(), host.left_bytes(), host.left_bytes(total=200)) == (20, 80, 180)
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    for folder, limit, used in ((inner, "max", 5), (inner.parent, "50", 40)):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(used))
+    assert (host.left_bytes(), host.left_bytes(total=200)) == (10, 10)
+    (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 7\n")
+    assert host.left_bytes() == 17
 
 
 def test_a_machine_knows_itself_until_its_mark_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,14 +199,6 @@ def test_options_of_hytrain() -> None:
     assert parse_options("auto") == {"k": "auto"}
     assert parse_options("0.2,serial") == {"k": 0.2, "overlap": False}
     assert parse_options("policy=balance,threads=7,k=1") == {"policy": "balance", "threads": 7, "k": 1.0}
-
-
-def test_rows_are_read_once_and_in_order(tmp_path: Path) -> None:
-    for folder in ("one", "copy"):
-        (tmp_path / folder).mkdir()
-        for found in made_up("main"):
-            rows.append(tmp_path / folder, found)
-    assert list(Rows.read(tmp_path / "one", tmp_path / "copy")) == list(made_up("main"))
 
 
 def test_hosts_are_never_mixed() -> None:
@@ -329,13 +281,6 @@ def test_where_hosts_differ_all_of_them_count() -> None:
     assert goal.verdict(quick)[1:] == (True, "yes") and goal.verdict(slow)[1:] == (False, "**no**")
     both = goal.verdict(Rows([*slow, *quick]))
     assert both == ("0.833 at 32.5 %; 2.500 at 32.5 %", False, "on 1 of 2 hosts"), "the newest first"
-
-
-def test_each_host_has_a_line_with_the_rate_of_its_cpu() -> None:
-    found = [*made_up("main", host="here"), *made_up("main", host="there"), *made_up("sweep", host="elsewhere")]
-    lines = report.hosts(Rows(found)).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["here", "there"]
-    assert report.hosts(Rows([])) == NOTHING
 
 
 def test_a_prediction_where_steps_were_not_steady_is_told_and_does_not_count() -> None:
