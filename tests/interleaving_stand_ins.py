@@ -143,7 +143,7 @@ class Streams:
 
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state)
-        self._world.scheduler.wait_until(lambda: all(stream.is_empty for stream in streams))
+        self._world.scheduler.wait_until(lambda: not any(stream.operations for stream in streams))
 
 
 class Device:
@@ -334,12 +334,7 @@ class Inbox:
 
 
 class Planner:
-    """A coordinator that proposes anything for any step: the real ledger without the real planner.
-
-    `choices[lid % len(choices)]` are the placements that a layer may have.
-    """
-
-    choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu"),)
+    """A coordinator that proposes anything for any step: the real ledger without the real planner."""
 
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))
@@ -364,8 +359,7 @@ class Planner:
                     self.propose(step + self.world.rng.choice((0, 1, 2, 3)))
 
     def propose(self, step: int) -> None:
-        lids = range(len(self.world.layers))
-        placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
+        placements = tuple(self.world.rng.choice(("cpu", "gpu")) for _ in self.world.layers)
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
         plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
         for role in ("trainer", "optimizer"):

@@ -192,31 +192,22 @@ class Stream:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._operations: deque[tuple[Mark | None, Callable[[], None] | None]] = deque()
+        self.operations: deque[Mark | Callable[[], None]] = deque()
         scheduler.add(Actor(self._is_ready, self._act))
-
-    def run(self, operation: Callable[[], None]) -> None:
-        self._operations.append((None, operation))
-
-    def wait(self, mark: Mark) -> None:
-        self._operations.append((mark, None))
+        self.run = self.wait = self.operations.append
 
     def mark(self) -> Mark:
         mark = Mark(self)
         self.run(lambda: setattr(mark, "passed", True))
         return mark
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._operations
-
     def _is_ready(self) -> bool:
-        mark = self._operations[0][0] if self._operations else None
-        return bool(self._operations) and (mark is None or mark.passed)
+        first = self.operations[0] if self.operations else None
+        return first is not None and (not isinstance(first, Mark) or first.passed)
 
     def _act(self) -> None:
-        _, operation = self._operations.popleft()
-        if operation is not None:
+        operation = self.operations.popleft()
+        if not isinstance(operation, Mark):
             operation()
 
 
