@@ -16,9 +16,7 @@ from benchmarks.rows import Rows  # noqa: E402
 
 pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
-OURS: Final = "#c8553d"
-THEIRS: Final = "#8d99ae"
-LIMIT: Final = "#2b2d42"
+OURS, THEIRS, LIMIT = "#c8553d", "#8d99ae", "#2b2d42"
 POLICY_COLOURS: Final = {"deadline": OURS, "balance": "#588b8b", "cotrain": "#e0a458", "fixed": THEIRS}
 WIDTH_IN: Final = 9.0
 
@@ -51,14 +49,10 @@ def systems(rows: Rows) -> Any:
     names = sorted(bars, key=lambda name: -bars[name][0])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH_IN, 0.6 + 0.34 * len(names)), sharey=True)
     colours = [_colour(name) for name in names]
-    for axes, index, title, form in (
-        (left, 0, "step time, no offload = 1", "{:.2f}"),
-        (right, 1, "GPU peak, GB", "{:.0f}"),
-    ):
+    titles = ("step time, no offload = 1", "{:.2f}"), ("GPU peak, GB", "{:.0f}")
+    for index, (axes, (title, form)) in enumerate(zip((left, right), titles, strict=True)):
         found = axes.barh(names, [bars[name][index] for name in names], color=colours)
-        labels = axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
-        for label in labels:
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
         axes.set_title(title, loc="left")
         axes.margins(x=0.12)
     left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":", zorder=0)
@@ -94,15 +88,10 @@ def sweep(rows: Rows) -> Any:
     return figure
 
 
-def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
+def _points(rows: Rows, labels: list[str]) -> list[tuple[float, ...]]:
     """(k, seconds, GB) of each label."""
-    found = []
-    for label in labels:
-        mine = rows.where(label=label)
-        point = (mine.median("k"), mine.median("step_s"), mine.median("gpu_peak_gb"))
-        if point[0] is not None and point[1] is not None and point[2] is not None:
-            found.append((point[0], point[1], point[2]))
-    return found
+    found = [[rows.where(label=label).median(field) for field in ("k", "step_s", "gpu_peak_gb")] for label in labels]
+    return [tuple(value for value in point if value is not None) for point in found if None not in point]
 
 
 def policies(rows: Rows) -> Any:

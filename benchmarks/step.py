@@ -7,8 +7,7 @@
 A step's time is the device's: from one step's end to the next, by CUDA events (on a CPU by the wall clock), without a
 synchronisation in between. Each row is written at once, so a process that is stopped keeps its rows.
 
-All systems share the model, the batches and the loss: same seed, same shapes, same random tokens; parameters are made
-on the device in their dtype.
+All systems share the model, the batches and the loss: same seed, same shapes, same random tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +75,8 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
     running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir))
     start_s = round(time.perf_counter() - began_s, 2)
-    facts = {"parameters": parameters, "start_s": start_s, "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    facts = {"parameters": parameters, "start_s": start_s, "versions": versions}
     for index, segment in enumerate(job.segments):
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:

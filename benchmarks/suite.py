@@ -5,8 +5,7 @@
 
     parts ─▶ jobs ─▶ guard: python -m benchmarks.step JOB ─▶ rows ─▶ DIR/rows.jsonl, a table on the terminal
 
-Results add up: what this host has measured at this commit is not measured again, unless asked for with --again. With
---budget-s, no system is started that would not end in time; the same command later goes on with what is left.
+Results add up: what this host has measured at this commit is not measured again without --again.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 for arguments that cannot be. A system that fails is a row, not a failure of the suite."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    unknown = [part for part in arguments.parts if part not in parts.PARTS]
-    if unknown:
+    if unknown := [part for part in arguments.parts if part not in parts.PARTS]:
         parser.error(f"no part is called {unknown[0]!r}; parts: {', '.join(parts.PARTS)}")
     plan = _plan(arguments)
     if arguments.list or not plan:
@@ -161,14 +159,13 @@ class Run:
 
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
         """What the child measured, with what makes it a row of the result set."""
-        used = measured.pop("host_used_bytes", None)
-        what = {"shape": job.shape, "sequence": job.sequence, "dtype": job.dtype, "clip": job.clip}
+        used, own = measured.pop("host_used_bytes", None), measured.pop("versions", {})
+        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip")}
         what["exact"] = parts.about(job.system).exact
-        row = {"part": part, "system": job.system, **what, **measured, "at": _now(), **self._common}
+        row = {"part": part, **what, **measured, "at": _now(), **self._common}
         row["host_peak_gb"] = round(peak_bytes / 1e9, 2)
         if used is not None:
             row["host_gb"] = round((used - base_bytes) / 1e9, 2)
-        own = {name: row.pop(name) for name in ("torch", "cuda") if name in row}
         row["versions"] = {**self._common["versions"], **own}
         return row
 

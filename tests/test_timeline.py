@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import parts, suite
+from benchmarks.rows import Rows
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
@@ -100,7 +101,11 @@ def test_recorded_runs_differ_by_their_overlap(tmp_path: Path, monkeypatch: pyte
     folders = ["--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--commit", "c0ffee"]
     # a k of its own: on a busy machine the planner may keep every layer of so small a model in the trainer
     systems = ("hytrain:0.2", "hytrain:0.2,serial")
-    assert suite.main([*small, *folders, "--systems", *systems]) == 0
+    assert suite.main([*small, *folders, "--systems", "torchao-fp32", *systems]) == 0
+    bad, good, _ = Rows.read(tmp_path)
+    assert bad["error"].startswith("torchao-fp32 needs a CUDA device")
+    assert len(good["steps_s"]) == 4 and good["parameters"] > 10**6
+    assert good["versions"]["torch"] and good["hardware"]["cores"] and good["command"].startswith("python -m")
     for system in systems:
         run = timeline.Timeline.read(tmp_path / "runs" / system / "trace.json")
         assert len(run.steps) == 4 and run.of_kind("CPU update")
