@@ -37,7 +37,8 @@ RECIPE: Final = ROOT / "examples" / "demo.yaml"
 PLAIN: Final = "torch"
 #: System -> what it changes in the recipe.
 SYSTEMS: Final[dict[str, list[str]]] = {PLAIN: [], "HyTrain": [], "HyTrain bf16": ["model.dtype=bfloat16"]}
-COLOURS: Final = {PLAIN: "#2b2d42", "HyTrain": "#c8553d", "HyTrain bf16": "#588b8b"}
+#: Colour and style of its lines.
+STYLES: Final = {PLAIN: ("#2b2d42", "-"), "HyTrain": ("#c8553d", "--"), "HyTrain bf16": ("#588b8b", ":")}
 SMOOTHING: Final = 50
 
 
@@ -151,21 +152,19 @@ def draw(found: dict[str, dict[int, History]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
-    styles = {PLAIN: "-", "HyTrain": "--", "HyTrain bf16": ":"}
     for system, runs in found.items():
+        colour, style = STYLES[system]
         for index, history in enumerate(runs.values()):
             name = system if index == 0 else None
             steps, losses = zip(*((step, loss) for step, loss, _ in history.training), strict=True)
-            whole.plot(steps, smoothed(losses), styles[system], color=COLOURS[system], label=name, linewidth=1.6)
-            end.plot(*zip(*history.validation, strict=True), styles[system], color=COLOURS[system], linewidth=1.6)
+            whole.plot(steps, smoothed(losses), style, color=colour, label=name)
+            end.plot(*zip(*history.validation, strict=True), style, color=colour)
     whole.set(xlabel="step", ylabel="nats per token", title=f"training loss, mean of {SMOOTHING} steps")
     end.set(xlabel="step", title="validation loss")
     whole.legend(frameon=False)
     for axes in (whole, end):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    lowest = min(loss for runs in found.values() for history in runs.values() for _, loss in history.validation)
-    end.set_ylim(lowest - 0.05, lowest + 0.8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

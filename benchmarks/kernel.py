@@ -3,7 +3,7 @@
     python -m benchmarks.kernel --threads 14 --numel 268435456 --json kernel.json
 
 Each system runs in processes of its own, in alternation, pinned as the optimizer process is: torch brings an OpenMP
-runtime of its own, and two of them fight over the cores. Medians are taken over the rounds of all its processes.
+runtime of its own, and two of them fight over the cores.
 
     main ─▶ gpu, native, deepspeed, torch, native, deepspeed, torch, threads ─▶ medians ─▶ table
                └─ one process: pin ─▶ load a backend ─▶ arena ─▶ fill ─▶ rounds of every case ─▶ rows, a JSON line each
