@@ -27,6 +27,7 @@ def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
     for name, (make, shows) in PICTURES.items():
         figure = make(rows)
         if figure is not None:
+            figure.tight_layout()
             figure.savefig(folder / f"bench-{name}.png", dpi=130, bbox_inches="tight")
             pyplot.close(figure)
             yield name, shows
@@ -56,7 +57,6 @@ def systems(rows: Rows) -> Any:
         axes.set_title(title, loc="left")
         axes.margins(x=0.12)
     left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":", zorder=0)
-    figure.tight_layout()
     return figure
 
 
@@ -84,7 +84,6 @@ def sweep(rows: Rows) -> Any:
             top.axhline(step_s, color=THEIRS, linestyle=style, label=name)
     bottom.set_xlabel("k, the fraction of the parameters that the GPU owns")
     top.legend(frameon=False)
-    figure.tight_layout()
     return figure
 
 
@@ -120,7 +119,6 @@ def policies(rows: Rows) -> Any:
     bottom.set_title("GPU peak, GB", loc="left")
     bottom.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     top.legend(frameon=False, ncols=len(labels), loc="lower right", bbox_to_anchor=(1, 1.0))
-    figure.tight_layout()
     return figure
 
 
@@ -146,7 +144,6 @@ def threads(rows: Rows) -> Any:
     bottom.set_xlabel("step")
     top.set_ylim(bottom=0)
     bottom.set_ylim(0, 1)
-    figure.tight_layout()
     return figure
 
 

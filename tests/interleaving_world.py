@@ -27,16 +27,9 @@ from protocol.address import Address
 from protocol.channel import MemoryNetwork
 
 TILE = 128
-#: Weights before the first update, beside which the state is zero.
-INITIAL = 999.0
-#: A gradient that has not been made.
-NEVER = -1.0
-#: Memory that was never written, or whose content is used up.
-BLANK = -2.0
-#: What an update leaves that was made ahead of another verdict.
-WRONG = -3.0
-#: Memory that is being written.
-TORN = -4.0
+#: What memory holds: weights before the first update (their state is zero), a gradient that has not been made, memory
+#: never written or used up, an update made ahead of another verdict, memory that is being written.
+INITIAL, NEVER, BLANK, WRONG, TORN = 999.0, -1.0, -2.0, -3.0, -4.0
 
 
 class Violation(AssertionError):
@@ -273,9 +266,7 @@ class World:
         """What an update must find: its gradient, and what the update before has left."""
         require(holds(gradient, written_in(step)), "I1: an update without its gradient")
         left = holds(weights, before) and all(holds(plane, 0.0 if before == INITIAL else before) for plane in state)
-        require(
-            left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}"
-        )
+        require(left, f"I1: an update on another's leftovers: {weights[0]}, not {before}")
 
     def judged(self, step: int) -> None:
         """The verdict is known. A skipped step is as if it had not been."""

@@ -97,15 +97,9 @@ def test_command(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
     result = json.loads((tmp_path / "kernel.json").read_text())
     cases = {(r["system"], r["dtype"], r["threads"]) for r in result["rows"]}
-    assert cases >= {
-        ("copy", "float32", 2),
-        ("native", "float32", 2),
-        ("native", "bfloat16", 1),
-        ("stream", "bfloat16", 1),
-        ("native without prefetch", "bfloat16", 2),
-        ("native into a second bank", "bfloat16", 2),
-        ("stream without prefetch", "bfloat16", 2),
-    }
+    assert cases >= {("copy", "float32", 2), ("native", "float32", 2), ("native", "bfloat16", 1)}
+    assert cases >= {("stream", "bfloat16", 1), ("native into a second bank", "bfloat16", 2)}
+    assert cases >= {(f"{system} without prefetch", "bfloat16", 2) for system in ("native", "stream")}
     assert all(r["gparam_s"] > 0 for r in result["rows"])
     assert result["machine"]["cpu"] in done.stdout and "| native | bfloat16 |" in done.stdout
 
