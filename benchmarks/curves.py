@@ -1,13 +1,13 @@
 """Whether HyTrain learns as torch.optim.AdamW does: the same recipe with several seeds, losses in one picture.
 
-    python -m benchmarks.curves DIR [--recipe R.yaml] [--seeds 1 2 3] [--set a.b=v …] [--picture OUT.png]
+    python -m benchmarks.curves DIR [--seeds 1 2 3] [--set a.b=v …] [--picture OUT.png]
 
     torch        the recipe's loop in one process, fp32, clip_grad_norm_ and torch.optim.AdamW(fused=True)
     HyTrain      the same through three processes
     HyTrain bf16 the same with bf16 weights over fp32 masters
-        └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ DIR/curves.json, a table, a picture
+        └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ a table, a picture
 
-A run that is there already, whole, is not done again.
+The recipe is examples/demo.yaml; `--set` changes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -33,55 +33,51 @@ from hytrain.recipe.model import decay_groups
 from hytrain.statistics import Statistics
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+RECIPE: Final = ROOT / "examples" / "demo.yaml"
 PLAIN: Final = "torch"
 #: System -> what it changes in the recipe.
 SYSTEMS: Final[dict[str, list[str]]] = {PLAIN: [], "HyTrain": [], "HyTrain bf16": ["model.dtype=bfloat16"]}
-COLOURS: Final = {PLAIN: "#2b2d42", "HyTrain": "#c8553d", "HyTrain bf16": "#588b8b"}
+#: Colour and style of its lines.
+STYLES: Final = {PLAIN: ("#2b2d42", "-"), "HyTrain": ("#c8553d", "--"), "HyTrain bf16": ("#588b8b", ":")}
 SMOOTHING: Final = 50
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--recipe", type=Path, default=ROOT / "examples" / "demo.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=v")
     parser.add_argument("--picture", type=Path, metavar="OUT.png")
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
     arguments = parser.parse_args(argv)
     if arguments.plain:
-        train_plainly(config.load(arguments.recipe, arguments.overrides), arguments.folder)
-        return 0
+        recipe, folder = config.load(RECIPE, arguments.overrides), arguments.folder
+        loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
+        return
     found: dict[str, dict[int, History]] = {system: {} for system in SYSTEMS}
     for seed in arguments.seeds:
         for system, changes in SYSTEMS.items():
             overrides = [*arguments.overrides, *changes, f"run.seed={seed}"]
             folder = arguments.folder / f"{system.replace(' ', '-')}-{seed}"
-            found[system][seed] = run(system, arguments.recipe, overrides, folder)
-    (arguments.folder / "curves.json").write_text(json.dumps(numbers(found), indent=1) + "\n")
+            found[system][seed] = run(system, overrides, folder)
     print(table(found))
     if arguments.picture is not None:
         draw(found, arguments.picture)
-    return 0
 
 
-def run(system: str, recipe: Path, overrides: list[str], folder: Path) -> History:
-    """One run, unless its folder has all steps. Raises `CalledProcessError` if it fails."""
-    steps = config.load(recipe, overrides).train.steps
-    history = History.read(folder / "metrics.jsonl", steps)
-    if len(history.training) == steps:
-        return history
+def run(system: str, overrides: list[str], folder: Path) -> History:
+    """One run. Raises `CalledProcessError` if it fails."""
     sets = [word for override in overrides for word in ("--set", override)]
     if system == PLAIN:
-        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", "--recipe", str(recipe), *sets]
+        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", *sets]
     else:
         launcher = str(ROOT / "bin" / "hytrain-cluster")
-        command = [sys.executable, launcher, str(recipe), "--run-dir", str(folder), *sets]
+        command = [sys.executable, launcher, str(RECIPE), "--run-dir", str(folder), *sets]
     print(f"{system}: {' '.join(overrides)} …", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as output:
         subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-    return History.read(folder / "metrics.jsonl", steps)
+    return History.read(folder / "metrics.jsonl", config.load(RECIPE, overrides).train.steps)
 
 
 # ---------------------------------------------------------------- torch's side
@@ -128,41 +124,22 @@ class Plain(torch.optim.AdamW):
         return [("trainer", os.getpid(), sorted(os.sched_getaffinity(0)))]
 
 
-def train_plainly(recipe: Recipe, folder: Path) -> None:
-    """The recipe's loop in this process."""
-    loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
-
-
 # ---------------------------------------------------------------- what came of it
 
 
-def numbers(found: dict[str, dict[int, History]]) -> dict[str, Any]:
+def table(found: dict[str, dict[int, History]]) -> str:
     """Final validation losses by seed, their mean and spread; how far each system's losses are from torch's."""
-    result = {}
+    body = []
     for system, runs in found.items():
-        final = {seed: history.validation[-1][1] for seed, history in runs.items()}
+        final = [history.validation[-1][1] for history in runs.values()]
         apart = max(
             abs(mine[1] - theirs[1])
             for seed, history in runs.items()
             for mine, theirs in zip(history.training, found[PLAIN][seed].training, strict=True)
         )
-        result[system] = {
-            "steps": len(next(iter(runs.values())).training),
-            "final_validation": final,
-            "mean": statistics.mean(final.values()),
-            "stdev": statistics.stdev(final.values()) if len(final) > 1 else 0.0,
-            "largest_distance_of_a_step": apart,
-        }
-    return result
-
-
-def table(found: dict[str, dict[int, History]]) -> str:
-    """The same as Markdown."""
-    body = []
-    for system, result in numbers(found).items():
-        final = ", ".join(number(value, 4) for value in result["final_validation"].values())
-        apart = f"{result['largest_distance_of_a_step']:.4g}"
-        body.append([system, final, number(result["mean"], 4), number(result["stdev"], 4), apart])
+        spread = statistics.stdev(final) if len(final) > 1 else 0.0
+        each = ", ".join(number(value, 4) for value in final)
+        body.append([system, each, number(statistics.mean(final), 4), number(spread, 4), f"{apart:.4g}"])
     head = ("system", "final validation loss, by seed", "mean", "standard deviation", "largest distance of a step")
     return markdown(head, body)
 
@@ -175,21 +152,19 @@ def draw(found: dict[str, dict[int, History]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (whole, end) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2))
-    styles = {PLAIN: "-", "HyTrain": "--", "HyTrain bf16": ":"}
     for system, runs in found.items():
+        colour, style = STYLES[system]
         for index, history in enumerate(runs.values()):
             name = system if index == 0 else None
             steps, losses = zip(*((step, loss) for step, loss, _ in history.training), strict=True)
-            whole.plot(steps, smoothed(losses), styles[system], color=COLOURS[system], label=name, linewidth=1.6)
-            end.plot(*zip(*history.validation, strict=True), styles[system], color=COLOURS[system], linewidth=1.6)
+            whole.plot(steps, smoothed(losses), style, color=colour, label=name)
+            end.plot(*zip(*history.validation, strict=True), style, color=colour)
     whole.set(xlabel="step", ylabel="nats per token", title=f"training loss, mean of {SMOOTHING} steps")
     end.set(xlabel="step", title="validation loss")
     whole.legend(frameon=False)
     for axes in (whole, end):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    lowest = min(loss for runs in found.values() for history in runs.values() for _, loss in history.validation)
-    end.set_ylim(lowest - 0.05, lowest + 0.8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -202,4 +177,4 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

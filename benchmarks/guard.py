@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import psutil
 
@@ -55,13 +55,8 @@ def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) ->
     base, began_s, began_at = host.used_bytes(), time.monotonic(), log.stat().st_size if log.exists() else 0
     peak, stopped = base, None
     with tempfile.NamedTemporaryFile() as rows, log.open("ab") as output:
-        child = subprocess.Popen(
-            [*command, "--rows-to", rows.name],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen([*command, "--rows-to", rows.name], start_new_session=True, **streams)
         try:
             while child.poll() is None and stopped is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,7 +70,8 @@ def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) ->
             _hand_out(rows, peak - base, on_line)
     error = stopped
     if stopped is None and child.returncode:
-        error = last_meaningful_line(_tail(log, began_at)) or f"exit status {child.returncode}"
+        told = log.read_bytes()[began_at:].decode(errors="replace")
+        error = last_meaningful_line(told) or f"exit status {child.returncode}"
     return Outcome(error, peak - base, took_s)
 
 
@@ -110,12 +106,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(alive, timeout=END_S)
-
-
-def _tail(log: Path, start: int, most: int = 200_000) -> str:
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - most))
-        return file.read().decode(errors="replace")
 
 
 def last_meaningful_line(text: str) -> str:

@@ -19,8 +19,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
+GROUPS: Final = Path("/sys/fs/cgroup")
 PACKAGES: Final = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
-_QUERY: Final = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
+_QUERY: Final = "name,uuid,driver_version,memory.total"
 
 
 def identity() -> str:
@@ -41,11 +44,9 @@ def hardware() -> dict[str, Any]:
     return {
         "gpu": cards.get("name", "none"),
         "gpu_memory": cards.get("memory.total", ""),
-        "pcie": f"gen {cards['pcie.link.gen.max']} x{cards['pcie.link.width.max']}" if cards else "",
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "host_memory_gb": round(_meminfo()["MemTotal"] / 1e9),
-        "kernel": platform.release(),
+        "host_memory_gb": round(psutil.virtual_memory().total / 1e9),
     }
 
 
@@ -96,8 +97,8 @@ def optimizer_threads() -> int:
 
 def used_bytes() -> int:
     """Host memory in use: what is not available. Shared and pinned memory count, the file cache does not."""
-    known = _meminfo()
-    return known["MemTotal"] - known["MemAvailable"]
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
 
 
 def left_bytes(total: int | None = None) -> int:
@@ -105,31 +106,18 @@ def left_bytes(total: int | None = None) -> int:
 
     `total`: the machine's real memory, where MemTotal grows with use.
     """
-    known = _meminfo()
-    left = known["MemAvailable"] if total is None else total - used_bytes()
+    left = psutil.virtual_memory().available if total is None else total - used_bytes()
     return min([left, *_left_in_groups()])
-
-
-def _meminfo() -> dict[str, int]:
-    lines = (line.split() for line in _text("/proc/meminfo").splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 2}
 
 
 def _left_in_groups() -> Iterator[int]:
     """Bytes below each memory limit of this process's control groups; cached files count as left."""
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
-        limit, usage = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
-        inner = Path(path.lstrip("/"))
-        for group in dict.fromkeys((top / inner, *(top / each for each in inner.parents))):
-            sizes = [_text(group / f"memory.{name}").strip() for name in (limit, usage)]
-            if all(size.isdigit() for size in sizes):
-                stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
-                cached = stat.get("total_inactive_file") or stat.get("inactive_file") or 0
-                yield int(sizes[0]) - int(sizes[1]) + int(cached)
+    inner = Path(_text("/proc/self/cgroup").strip().removeprefix("0::/"))
+    for group in (inner, *inner.parents):
+        limit, usage, stat = (_text(GROUPS / group / f"memory.{name}").split() for name in ("max", "current", "stat"))
+        if limit and usage and limit != ["max"]:
+            cached = stat[stat.index("inactive_file") + 1] if "inactive_file" in stat else 0
+            yield int(limit[0]) - int(usage[0]) + int(cached)
 
 
 def _text(path: str | Path) -> str:

@@ -42,38 +42,24 @@ class Trace:
     @classmethod
     def read(cls, events: Iterable[dict[str, Any]]) -> Self:
         """Out of a Chrome trace's events. A kernel whose launch is unknown counts as launched in time."""
-        events = [event for event in events if event.get("ph") == "X"]
-        launches = {
-            event["args"]["correlation"]: _end(event)
-            for event in events
-            if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-        }
-        trace = cls()
+        trace, launches, works = cls(), dict[Any, float](), list[tuple[float, float, Any]]()
         for event in events:
-            start, end = event["ts"], _end(event)
-            if _computes(event):
-                launched = launches.get(event.get("args", {}).get("correlation"), -math.inf)
-                trace.kernels.append((start, end, launched))
-            elif event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]:
+            if event.get("ph") != "X":
+                continue
+            start, category, of = event["ts"], event.get("cat"), event.get("args", {}).get("correlation")
+            end = float(start) + float(event.get("dur", 0.0))
+            if category in ("cuda_runtime", "cuda_driver"):
+                launches[of] = end
+            elif category in ("kernel", "gpu_memset") or (category == "gpu_memcpy" and "DtoD" in event["name"]):
+                works.append((start, end, of))
+            elif category == "gpu_memcpy" and "HtoD" in event["name"]:
                 trace.copies_in.append((start, end))
-            elif event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:
+            elif category == "gpu_memcpy" and "DtoH" in event["name"]:
                 trace.copies_out.append((start, end))
+        launches.pop(None, None)
+        trace.kernels += [(start, end, launches.get(of, -math.inf)) for start, end, of in works]
         trace.kernels.sort()
         return trace
-
-    def after(self, moment: float) -> Trace:
-        """Without the kernels that began before."""
-        return replace(self, kernels=[kernel for kernel in self.kernels if kernel[0] >= moment])
-
-
-def _computes(event: dict[str, Any]) -> bool:
-    """Whether the GPU itself is at work."""
-    within = event.get("cat") == "gpu_memcpy" and "DtoD" in event["name"]
-    return event.get("cat") in ("kernel", "gpu_memset") or within
-
-
-def _end(event: dict[str, Any]) -> float:
-    return float(event["ts"]) + float(event.get("dur", 0.0))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -172,5 +158,6 @@ class Profile:
         if not trace.kernels:
             return {}
         first, last = trace.kernels[0][0], max(end for _, end, _ in trace.kernels)
-        shares = idle_shares(trace.after(first + (last - first) / self._steps))
+        later = [kernel for kernel in trace.kernels if kernel[0] >= first + (last - first) / self._steps]
+        shares = idle_shares(replace(trace, kernels=later))
         return {**{name: round(value, 5) for name, value in shares.items()}, "steps": self._steps - 1}

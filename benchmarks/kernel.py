@@ -3,7 +3,7 @@
     python -m benchmarks.kernel --threads 14 --numel 268435456 --json kernel.json
 
 Each system runs in processes of its own, in alternation, pinned as the optimizer process is: torch brings an OpenMP
-runtime of its own, and two of them fight over the cores. Medians are taken over the rounds of all its processes.
+runtime of its own, and two of them fight over the cores.
 
     main ─▶ gpu, native, deepspeed, torch, native, deepspeed, torch, threads ─▶ medians ─▶ table
                └─ one process: pin ─▶ load a backend ─▶ arena ─▶ fill ─▶ rounds of every case ─▶ rows, a JSON line each
@@ -26,14 +26,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import host
 from benchmarks.columns import markdown, number
-from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import Backend, Into
-from hytrain.kernels.build import FLAGS, build, find_compiler
+from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.arena import HostArena
@@ -61,20 +61,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel", description=__doc__.splitlines()[0])
     parser.add_argument("--one", choices=SYSTEMS, help="measure this system in this process, print JSON lines")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cores", default="auto", help='as the optimizer process takes them: "auto", "node:0", "2-15"')
     parser.add_argument("--numel", type=int, default=256 * MI)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--passes", type=int, default=2, help="processes for each system")
     parser.add_argument("--skip", nargs="*", default=[], choices=SYSTEMS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.one:
-        affinity.pin(affinity.choose(arguments.cores, arguments.threads))
+        affinity.pin(affinity.choose("auto", arguments.threads))
         for row in SYSTEMS[arguments.one](arguments.threads, arguments.numel, arguments.rounds):
             print(json.dumps(row), flush=True)
         return 0
     found: list[dict[str, Any]] = []
-    for system in ("gpu", *COMPARED * arguments.passes, "threads"):
+    for system in ("gpu", *COMPARED, *COMPARED, "threads"):
         if system not in arguments.skip:
             print(f"{system} …", file=sys.stderr, flush=True)
             found += _run_one(system, arguments)
@@ -89,7 +87,7 @@ def main() -> int:
 def _run_one(system: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One process's rows; a system that fails is a row with its error."""
     command = [sys.executable, "-m", "benchmarks.kernel", "--one", system]
-    for name in ("threads", "cores", "numel", "rounds"):
+    for name in ("threads", "numel", "rounds"):
         command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -100,12 +98,10 @@ def _run_one(system: str, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 def medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each case, over the rounds of all processes; errors at the end, each once."""
+    errors = {row["system"]: row for row in found if "error" in row}
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    errors: dict[str, dict[str, Any]] = {}
     for row in found:
-        if "error" in row:
-            errors[row["system"]] = row
-        else:
+        if "error" not in row:
             case = cases.setdefault(tuple(row[name] for name in KEY), row | {"seconds": []})
             case["seconds"] += row["seconds"]
     for row in cases.values():
@@ -142,12 +138,9 @@ def summary(rows: list[dict[str, Any]], threads: int) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on and a reader can compare, without the machine's name."""
-    try:
-        command = [*find_compiler(os.environ), "--version"]
-        compiler = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
-    except BackendUnavailable as reason:
-        compiler = str(reason)
-    return {**host.hardware(), "compiler": compiler, "compiler flags": " ".join(FLAGS)}
+    command = [*find_compiler(os.environ), "--version"]
+    compiler = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+    return {**host.hardware(), "compiler": compiler}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -205,8 +198,7 @@ class Planes:
         self.numel, self.dtype = numel, dtype
         self.arena = HostArena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
         backend.touch(self.arena.address, self.arena.layout.nbytes)
-        self.base: dict[str, int] = {}
-        self.itemsize: dict[str, int] = {}
+        self.base, self.itemsize = dict[str, int](), dict[str, int]()
         for plane in PLANES:
             if handle := self.arena.layout.handles[plane][0]:
                 self.base[plane] = self.arena.address_of(handle)
@@ -221,9 +213,8 @@ class Planes:
         """Those of the second bank."""
         handles = {plane: self.arena.layout.handles[bank_plane(plane, 1)][0] for plane in BANKED_PLANES}
         starts = {plane: start * self.itemsize.get(plane, 0) for plane in handles}
-        return Into(
-            **{plane: self.arena.address_of(each) + starts[plane] if each else 0 for plane, each in handles.items()}
-        )
+        found = {plane: self.arena.address_of(each) + starts[plane] for plane, each in handles.items() if each}
+        return Into(**dict.fromkeys(handles, 0) | found)
 
     def buffer(self, plane: str) -> ctypes.Array[ctypes.c_char]:
         return (ctypes.c_char * (self.numel * self.itemsize[plane])).from_address(self.base[plane])
@@ -306,19 +297,15 @@ def thread_sweep(threads: int, numel: int, rounds: int) -> Iterator[dict[str, An
         yield from rows(cases, min(rounds, 3))
 
 
-def other(name: str) -> Callable[[int, int, int], Iterator[dict[str, Any]]]:
+def other(threads: int, numel: int, rounds: int, *, name: str) -> Iterator[dict[str, Any]]:
     """Another kernel: on an fp32 master with the casts that a bf16 trainer needs, without them, and as a backend."""
-
-    def measured(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
-        backend, _ = load(name, threads)
-        master = Planes(numel, "float32", backend)
-        cases = [with_casts(backend, master, tile, threads) for tile in CAST_TILES]
-        yield from rows([*cases, master.update(backend, TILE_NUMEL, threads)], rounds)
-        del cases
-        master.arena.close()
-        yield from rows([Planes(numel // 4, "bfloat16", backend).update(backend, TILE_NUMEL, threads)], rounds)
-
-    return measured
+    backend, _ = load(name, threads)
+    master = Planes(numel, "float32", backend)
+    cases = [with_casts(backend, master, tile, threads) for tile in CAST_TILES]
+    yield from rows([*cases, master.update(backend, TILE_NUMEL, threads)], rounds)
+    del cases
+    master.arena.close()
+    yield from rows([Planes(numel // 4, "bfloat16", backend).update(backend, TILE_NUMEL, threads)], rounds)
 
 
 def with_casts(backend: Backend, planes: Planes, tile: int, threads: int) -> Case:
@@ -351,13 +338,10 @@ def gpu(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
     numel, sets, repeats = min(numel // 4, 64 * MI), 4, 5
 
     def planes() -> dict[str, torch.Tensor]:
-        return {
-            "weights": torch.randn(numel, device="cuda").mul_(0.02).bfloat16(),
-            "grads": torch.randn(numel, device="cuda").mul_(1e-3).bfloat16(),
-            "remainder": torch.randint(-(2**15), 2**15, (numel,), dtype=torch.int16, device="cuda"),
-            "exp_avg": torch.zeros(numel, device="cuda"),
-            "exp_avg_sq": torch.zeros(numel, device="cuda"),
-        }
+        weights, grads = (torch.randn(numel, device="cuda").mul_(sigma).bfloat16() for sigma in (0.02, 1e-3))
+        exp_avg, exp_avg_sq = (torch.zeros(numel, device="cuda") for _ in range(2))
+        remainder = torch.randint(-(2**15), 2**15, (numel,), dtype=torch.int16, device="cuda")
+        return dict(weights=weights, grads=grads, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
     total = repeats * sets * numel
     case = Case(system="gpu", dtype="bfloat16", tile=numel, threads=0, numel=total, bytes_each=26, run=lambda: None)
@@ -376,8 +360,8 @@ def gpu(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 SYSTEMS: Final[dict[str, Callable[[int, int, int], Iterator[dict[str, Any]]]]] = {
     "native": native,
-    "deepspeed": other("deepspeed"),
-    "torch": other("torch"),
+    "deepspeed": partial(other, name="deepspeed"),
+    "torch": partial(other, name="torch"),
     "threads": thread_sweep,
     "gpu": gpu,
 }

@@ -6,8 +6,8 @@ A job is one system in one process. Building a model takes longer than twenty of
 several batch sizes, k or policies in turn: it sends a segment's commands to the coordinator, as `hytrain-monitor` does,
 and lets the steps settle.
 
-A part fits into a few minutes on an H200. A machine may be available for minutes at a time, and the next one differs.
-So each part that compares includes the systems that it compares with; what this machine has measured is not repeated.
+A part fits into a few minutes on an H200. The next machine differs, so each part that compares includes the systems
+that it compares with.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
-        given = ({**each, "commands": tuple(map(tuple, each["commands"]))} for each in fields.pop("segments"))
-        return cls(segments=tuple(Segment(**each) for each in given), **fields)
+        for each in fields["segments"]:
+            each["commands"] = tuple(map(tuple, each["commands"]))
+        return cls(**fields | {"segments": tuple(Segment(**each) for each in fields["segments"])})
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,11 @@ KNOWN: Final = {
     "fsdp2": Known(40, 2.2),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
+PEERS: Final = ("torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16")
 #: DeepSpeed compiles its kernel at first use, so its first system starts slowly.
 TIMEOUT_S: Final = 240.0
 #: The first steps are slow, and the planner takes GPU memory for them. After so many steps it has given that back.
 AT_REST_STEPS: Final = 40
-STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
-BATCHES: Final = (8, 16, 4, 2, 1)
-NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 
 
 def about(system: str) -> Known:
@@ -238,9 +237,7 @@ def identical(template: Job) -> list[Job]:
 
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
-    "peers": _plain(
-        "no-offload", AUTO, "torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16"
-    ),
+    "peers": _plain("no-offload", AUTO, *PEERS),
     "sweep": sweep,
     "policies": policies,
     "objectives": objectives,

@@ -1,17 +1,8 @@
-"""All pictures, with matplotlib: of a result set, and of one or two timelines.
-
-    python -m benchmarks.pictures OUT.png --steps A:B TITLE=trace.json [TITLE=trace.json]
-
-`report` calls `draw`; a picture whose part was not measured is not drawn. A timeline has a track for each part of the
-machine that works at the same time: the GPU (or the trainer's cores), the copies out, the CPU, the copies in. The kind
-of work is a colour, and the layer a shade of it: the layers that forward needs first are the darkest.
-"""
+"""The pictures of a result set, with matplotlib. `report` calls `draw`; a part that was not measured has none."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,41 +10,15 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
-from matplotlib.colors import to_rgb  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
 
 from benchmarks.parts import AUTO  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
-from benchmarks.timeline import Span, Timeline, read_titled, steps_range  # noqa: E402
 
 pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
-OURS: Final = "#c8553d"
-THEIRS: Final = "#8d99ae"
-LIMIT: Final = "#2b2d42"
+OURS, THEIRS, LIMIT = "#c8553d", "#8d99ae", "#2b2d42"
 POLICY_COLOURS: Final = {"deadline": OURS, "balance": "#588b8b", "cotrain": "#e0a458", "fixed": THEIRS}
 WIDTH_IN: Final = 9.0
-BAR: Final = 0.8
-#: From top to bottom: a track's name, and its kinds of work.
-TRACKS: Final = (
-    ("compute", ("forward", "backward", "update", "stall")),
-    ("D2H", ("D2H",)),
-    ("CPU update", ("CPU update",)),
-    ("H2D", ("H2D",)),
-)
-KINDS: Final = {
-    "forward": "#2f6690",
-    "backward": "#588b8b",
-    "update": "#7b4b94",
-    "stall": "#d7263d",
-    "D2H": "#8a6f3c",
-    "CPU update": "#c8553d",
-    "H2D": "#4a7c3a",
-}
-WORDS: Final = {"update": "GPU update", "D2H": "D2H (gradients)", "H2D": "H2D (weights)"}
-#: How far the last layer's shade is on the way to white.
-PALEST: Final = 0.62
-EDGE: Final = "#2b2d42"
 
 
 def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
@@ -62,6 +27,7 @@ def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
     for name, (make, shows) in PICTURES.items():
         figure = make(rows)
         if figure is not None:
+            figure.tight_layout()
             figure.savefig(folder / f"bench-{name}.png", dpi=130, bbox_inches="tight")
             pyplot.close(figure)
             yield name, shows
@@ -84,18 +50,13 @@ def systems(rows: Rows) -> Any:
     names = sorted(bars, key=lambda name: -bars[name][0])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH_IN, 0.6 + 0.34 * len(names)), sharey=True)
     colours = [_colour(name) for name in names]
-    for axes, index, title, form in (
-        (left, 0, "step time, no offload = 1", "{:.2f}"),
-        (right, 1, "GPU peak, GB", "{:.0f}"),
-    ):
+    titles = ("step time, no offload = 1", "{:.2f}"), ("GPU peak, GB", "{:.0f}")
+    for index, (axes, (title, form)) in enumerate(zip((left, right), titles, strict=True)):
         found = axes.barh(names, [bars[name][index] for name in names], color=colours)
-        labels = axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
-        for label in labels:
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axes.bar_label(found, [form.format(bars[name][index]) for name in names], padding=3)
         axes.set_title(title, loc="left")
         axes.margins(x=0.12)
     left.axvline(1.0, color=LIMIT, linewidth=0.8, linestyle=":", zorder=0)
-    figure.tight_layout()
     return figure
 
 
@@ -123,19 +84,13 @@ def sweep(rows: Rows) -> Any:
             top.axhline(step_s, color=THEIRS, linestyle=style, label=name)
     bottom.set_xlabel("k, the fraction of the parameters that the GPU owns")
     top.legend(frameon=False)
-    figure.tight_layout()
     return figure
 
 
-def _points(rows: Rows, labels: list[str]) -> list[tuple[float, float, float]]:
+def _points(rows: Rows, labels: list[str]) -> list[tuple[float, ...]]:
     """(k, seconds, GB) of each label."""
-    found = []
-    for label in labels:
-        mine = rows.where(label=label)
-        point = (mine.median("k"), mine.median("step_s"), mine.median("gpu_peak_gb"))
-        if point[0] is not None and point[1] is not None and point[2] is not None:
-            found.append((point[0], point[1], point[2]))
-    return found
+    found = [[rows.where(label=label).median(field) for field in ("k", "step_s", "gpu_peak_gb")] for label in labels]
+    return [tuple(value for value in point if value is not None) for point in found if None not in point]
 
 
 def policies(rows: Rows) -> Any:
@@ -164,7 +119,6 @@ def policies(rows: Rows) -> Any:
     bottom.set_title("GPU peak, GB", loc="left")
     bottom.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     top.legend(frameon=False, ncols=len(labels), loc="lower right", bbox_to_anchor=(1, 1.0))
-    figure.tight_layout()
     return figure
 
 
@@ -190,7 +144,6 @@ def threads(rows: Rows) -> Any:
     bottom.set_xlabel("step")
     top.set_ylim(bottom=0)
     bottom.set_ylim(0, 1)
-    figure.tight_layout()
     return figure
 
 
@@ -201,80 +154,3 @@ PICTURES: Final[dict[str, tuple[Callable[[Rows], Any], str]]] = {
     "policies": (policies, "step time and GPU memory of the policies at each batch size"),
     "threads": (threads, "step time and k while threads are taken and given back"),
 }
-
-
-# ---------------------------------------------------------------- timelines
-
-
-def draw_timelines(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
-    """Write the picture of these steps. Raises `ValueError` if a timeline has none of them."""
-    height_in = 0.9 + 1.75 * len(timelines)
-    figure, panels = pyplot.subplots(len(timelines), 1, figsize=(WIDTH_IN, height_in), sharex=True, squeeze=False)
-    longest_ms = 0.0
-    for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-        longest_ms = max(longest_ms, _panel(axes, title, timeline, steps))
-    panels[0, 0].set_xlim(0.0, longest_ms)
-    panels[-1, 0].set_xlabel("ms (dark shades: layers that forward needs first)")
-    shown = {span.kind for timeline in timelines.values() for span in timeline.spans}
-    patches = [Patch(color=colour, label=WORDS.get(kind, kind)) for kind, colour in KINDS.items() if kind in shown]
-    figure.tight_layout(rect=(0, 0.28 / height_in, 1, 1), h_pad=1.2)
-    spacing = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.5}
-    figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False, fontsize=9, **spacing)
-    figure.savefig(path, dpi=200)
-    pyplot.close(figure)
-
-
-def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
-    """One run's tracks; how many ms its steps take."""
-    began_ms, ended_ms = timeline.within(steps)
-    positions = timeline.positions()
-    for row, (_, kinds) in enumerate(TRACKS):
-        for kind in kinds:
-            _bars(axes, row, timeline.of_kind(kind), positions, (began_ms, ended_ms))
-    for step in steps:
-        if step in timeline.steps:
-            at_ms = timeline.steps[step][0] - began_ms
-            axes.axvline(at_ms, color=EDGE, linewidth=0.8, linestyle=":")
-            axes.text(at_ms, -0.52, f" step {step}", fontsize=8, color=EDGE, va="bottom")
-    axes.axvline(ended_ms - began_ms, color=EDGE, linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(TRACKS)), [name for name, _ in TRACKS])
-    axes.set_ylim(len(TRACKS) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    count = sum(step in timeline.steps for step in steps)
-    axes.set_title(f"{title}: {(ended_ms - began_ms) / count:.1f} ms per step", loc="left", fontsize=11, pad=14)
-    return ended_ms - began_ms
-
-
-def _bars(axes: Any, row: int, spans: Sequence[Span], positions: dict[int, int], window: tuple[float, float]) -> None:
-    """Spans of one kind, as far as they are in the window."""
-    bars, colours = [], []
-    for span in spans:
-        began_ms, ended_ms = max(span.began_ms, window[0]), min(span.ended_ms, window[1])
-        if began_ms < ended_ms:
-            bars.append((began_ms - window[0], ended_ms - began_ms))
-            colours.append(_shade(span.kind, positions[span.lid] / max(len(positions) - 1, 1)))
-    axes.broken_barh(bars, (row - BAR / 2, BAR), facecolors=colours, linewidth=0)
-
-
-def _shade(kind: str, depth: float) -> tuple[float, ...]:
-    """The colour of a kind, paler the later the layer is in forward; a stall is a stall."""
-    white = 0.0 if kind == "stall" else PALEST * depth
-    return tuple(part + (1.0 - part) * white for part in to_rgb(KINDS[kind]))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description="Draw one or two timelines.")
-    parser.add_argument("picture", type=Path, metavar="OUT.png")
-    parser.add_argument("timelines", nargs="+", metavar="[TITLE=]trace.json")
-    parser.add_argument("--steps", type=steps_range, metavar="A:B", required=True, help="from step A up to B")
-    arguments = parser.parse_args(argv)
-    try:
-        draw_timelines(read_titled(arguments.timelines), arguments.steps, arguments.picture)
-    except (OSError, ValueError) as error:
-        print(f"benchmarks.pictures: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -240,13 +239,12 @@ def hosts(rows: Rows) -> str:
         rate = ratio(*(here.named("hytrain:0").median(field) for field in ("parameters", "cpu_busy_s")))
         return number(None if rate is None else rate / 1e9, 1)
 
-    lines = [here for here in rows.where(part="main").by_host() if here.ratio(AUTO, "no-offload")]
+    def relative(here: Rows, field: str = "step_s") -> float | None:
+        return here.ratio(AUTO, "no-offload", field=field)
 
-    def relative(field: str) -> Callable[[Rows], float | None]:
-        return lambda here: here.ratio(AUTO, "no-offload", field=field)
-
-    time = computed("s/step relative to no offload", relative("step_s"))
-    memory = computed("GPU memory relative to no offload", relative("gpu_peak_gb"), share)
+    lines = [here for here in rows.where(part="main").by_host() if relative(here)]
+    time = computed("s/step relative to no offload", relative)
+    memory = computed("GPU memory relative to no offload", lambda here: relative(here, "gpu_peak_gb"), share)
     return table(lines, *col.HOST, ("CPU, Gparam/s", rate), of("k", AUTO, "k", 2), time, memory)
 
 
@@ -321,16 +319,14 @@ def idle(rows: Rows) -> str:
     def in_all(mine: Rows) -> str:
         return f"failed: {mine.error()}" if mine.error() else of_cause("share")(mine)
 
+    def stalls(mine: Rows) -> str:
+        return share(ratio(mine.last("stall_s"), mine.last("step_s")), 2)
+
     columns = (*col.HOST, col.SYSTEM, col.K, ("idle", in_all), *((cause, of_cause(cause)) for cause in CAUSES))
-    stalls = (
-        "stalls as HyTrain measures them",
-        lambda mine: share(ratio(mine.last("stall_s"), mine.last("step_s")), 2),
-    )
-    return table(rows.where(part="idle").each(), *columns, stalls)
+    return table(rows.where(part="idle").each(), *columns, ("stalls as HyTrain measures them", stalls))
 
 
 def clipping(rows: Rows) -> str:
-    """The global norm clipped or not, compared with HyTrain's step without it."""
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
     to_base = computed("relative to no clipping", lambda mine: ratio(mine.median("step_s"), base))
@@ -363,23 +359,19 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 if there is nothing to report."""
+    from benchmarks import pictures  # needs matplotlib, as nothing else here does
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, nargs="+", default=[RESULTS], help="folders with rows*.jsonl")
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--pictures", type=Path, default=PAGE.with_name("pictures"), help="folder")
-    parser.add_argument("--no-pictures", action="store_true", help="where matplotlib is missing")
     arguments = parser.parse_args(argv)
     rows = Rows.read(*arguments.results)
     if not rows:
         parser.error(f"no rows*.jsonl with anything in it in {', '.join(map(str, arguments.results))}")
     kernels = sorted(path for folder in arguments.results for path in folder.glob("kernel*.json"))
     texts = blocks(rows, json.loads(kernels[-1].read_text()) if kernels else {})
-    if not arguments.no_pictures:
-        from benchmarks import pictures  # needs matplotlib
-
-        for name, shows in pictures.draw(rows, arguments.pictures):
-            path = os.path.relpath(arguments.pictures / f"bench-{name}.png", arguments.page.parent)
-            texts[name] = f"![{shows}]({path})\n\n{texts[name]}"
+    for name, shows in pictures.draw(rows, arguments.page.with_name("pictures")):
+        texts[name] = f"![{shows}](pictures/bench-{name}.png)\n\n{texts[name]}"
     arguments.page.write_text(fill(arguments.page.read_text(), texts))
     return 0
 

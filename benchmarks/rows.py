@@ -34,12 +34,10 @@ class Rows(list[Row]):
 
     @classmethod
     def read(cls, *folders: Path) -> Rows:
-        """All rows of these folders, each once, however often the same file was copied."""
-        lines: dict[str, None] = {}
-        for folder in folders:
-            for path in sorted(folder.glob("rows*.jsonl")):
-                lines.update(dict.fromkeys(filter(None, path.read_text().splitlines())))
-        return cls(sorted((json.loads(line) for line in lines), key=lambda row: str(row["at"])))
+        """All rows of these folders."""
+        paths = [path for folder in folders for path in sorted(folder.glob("rows*.jsonl"))]
+        found = (json.loads(line) for path in paths for line in path.read_text().splitlines())
+        return cls(sorted(found, key=lambda row: str(row["at"])))
 
     def where(self, **fields: Any) -> Rows:
         """Those with these values; a value may be a tuple of several."""

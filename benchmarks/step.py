@@ -7,14 +7,12 @@
 A step's time is the device's: from one step's end to the next, by CUDA events (on a CPU by the wall clock), without a
 synchronisation in between. Each row is written at once, so a process that is stopped keeps its rows.
 
-All systems share the model, the batches and the loss: same seed, same shapes, same random tokens; parameters are made
-on the device in their dtype.
+All systems share the model, the batches and the loss: same seed, same shapes, same random tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -26,7 +24,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import copy
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +74,9 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     model = build_model(job, system.dtype or job.dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
     running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir))
-    facts = {
-        "parameters": parameters,
-        "start_s": round(time.perf_counter() - began_s, 2),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+    start_s = round(time.perf_counter() - began_s, 2)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    facts = {"parameters": parameters, "start_s": start_s, "versions": versions}
     for index, segment in enumerate(job.segments):
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
@@ -142,16 +137,15 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     for name, value in segment.commands:
         running.command(name, value)
     steps = Steps(job, segment, running)
-    with GarbagePauses() as pauses:
-        while not steps.settled():
+    while not steps.settled():
+        steps.run()
+    if job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with idle.Profile(segment.measure) if segment.profile else nullcontext() as profile:
+        for _ in range(segment.measure + (profile.warm_up if profile else 0)):
             steps.run()
-        if job.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        with idle.Profile(segment.measure) if segment.profile else nullcontext() as profile:
-            for _ in range(segment.measure + (profile.warm_up if profile else 0)):
-                steps.run()
-                if profile:
-                    profile.step()
+            if profile:
+                profile.step()
     times = steps.times()
     settling_s, steps_s = times[: -segment.measure], times[-segment.measure :]
     median_s = statistics.median(steps_s)
@@ -162,7 +156,6 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),
-        "gc_pauses_ms": pauses.long_ms,
         **own_account(running, steps, segment),
     }
     if profile:
@@ -199,10 +192,8 @@ class Steps:
         if self.count < segment.settle:
             return False
         last = self.statistics[-STILL_STEPS:]
-        still = (
-            self.count >= STILL_STEPS and len({each.k for each in last}) <= 1 and not any(each.moving for each in last)
-        )
-        return still or self.count >= segment.settle + segment.patience
+        still = self.count >= STILL_STEPS and len({each.k for each in last}) <= 1
+        return still and not any(each.moving for each in last) or self.count >= segment.settle + segment.patience
 
     def times(self) -> list[float]:
         """Seconds of each step. Waits for the device."""
@@ -250,24 +241,6 @@ def digest(model: nn.Module, running: Running) -> str:
     for parameter in model.parameters():
         total.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return total.hexdigest()[:16]
-
-
-class GarbagePauses:
-    """Pauses of Python's garbage collector above 5 ms, in milliseconds: outliers among steps that are nobody's."""
-
-    def __enter__(self) -> Self:
-        self.long_ms: list[float] = []
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        gc.callbacks.remove(self._note)
-
-    def _note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began_s = time.perf_counter()
-        elif (took_ms := (time.perf_counter() - self._began_s) * 1e3) > 5:
-            self.long_ms.append(round(took_ms, 1))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 
     parts ─▶ jobs ─▶ guard: python -m benchmarks.step JOB ─▶ rows ─▶ DIR/rows.jsonl, a table on the terminal
 
-Results add up: what this host has measured at this commit is not measured again, unless asked for with --again. With
---budget-s, no system is started that would not end in time; the same command later goes on with what is left.
+Results add up: what this host has measured at this commit is not measured again without --again.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from benchmarks.parts import SHAPES, Job
 
 #: Seconds kept back from a budget: for ending processes, and for writing.
 MARGIN_S: Final = 5.0
+#: A system that leaves less host memory is stopped.
+FLOOR_BYTES: Final = 8 * 10**9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 for arguments that cannot be. A system that fails is a row, not a failure of the suite."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    unknown = [part for part in arguments.parts if part not in parts.PARTS]
-    if unknown:
+    if unknown := [part for part in arguments.parts if part not in parts.PARTS]:
         parser.error(f"no part is called {unknown[0]!r}; parts: {', '.join(parts.PARTS)}")
     plan = _plan(arguments)
     if arguments.list or not plan:
@@ -64,15 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--clip", type=float, default=0.0, help="clip gradients at this norm; 0 does not")
     parser.add_argument("--threads", type=int, help="torch's threads in the trainer")
-    parser.add_argument("--memory-floor-gb", type=float, default=8.0, help="stop a system that leaves less host memory")
     parser.add_argument("--host-memory-gb", type=float, help="the machine's, where MemTotal grows with use")
     return parser
 
 
 def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
-    given = ("shape", "sequence", "device", "dtype", "clip", "threads")
+    given = ("shape", "sequence", "device", "dtype", "threads")
     template = Job(**{name: getattr(arguments, name) for name in given})
     if not part:
         sizes = arguments.batch or [8]
@@ -112,7 +110,6 @@ class Run:
             "versions": host.versions(),
         }
         total_gb = arguments.host_memory_gb
-        self._floor_bytes = int(arguments.memory_floor_gb * 1e9)
         self._total = None if total_gb is None else int(total_gb * 1e9)
         known = rows.Rows.read(arguments.results)
         self._done: dict[tuple[Any, ...], list[rows.Row]] = {}
@@ -154,7 +151,7 @@ class Run:
         command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
         if self._arguments.runs:
             command += ["--run-dir", str((self._arguments.runs / job.system).resolve())]
-        outcome = guard.watch(command, guard.Bounds(timeout_s, self._floor_bytes, self._total), log, on_line)
+        outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log, on_line)
         for segment in job.segments[len(got) :]:
             failed = {"batch": segment.batch, "label": segment.label, "error": outcome.error or "ended without a word"}
             self._add(self._row(part, job, failed, base_bytes, outcome.host_peak_bytes))
@@ -162,14 +159,13 @@ class Run:
 
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
         """What the child measured, with what makes it a row of the result set."""
-        used = measured.pop("host_used_bytes", None)
-        what = {"shape": job.shape, "sequence": job.sequence, "dtype": job.dtype, "clip": job.clip}
+        used, own = measured.pop("host_used_bytes", None), measured.pop("versions", {})
+        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip")}
         what["exact"] = parts.about(job.system).exact
-        row = {"part": part, "system": job.system, **what, **measured, "at": _now(), **self._common}
+        row = {"part": part, **what, **measured, "at": _now(), **self._common}
         row["host_peak_gb"] = round(peak_bytes / 1e9, 2)
         if used is not None:
             row["host_gb"] = round((used - base_bytes) / 1e9, 2)
-        own = {name: row.pop(name) for name in ("torch", "cuda") if name in row}
         row["versions"] = {**self._common["versions"], **own}
         return row
 

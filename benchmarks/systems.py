@@ -1,16 +1,5 @@
 """The systems that are timed, by name. Each builds its optimizer and returns the function of one step.
 
-forward-backward   no update at all: the limit
-no-offload         bfloat16 parameters, fp32 masters and moments on the device, torch's fused AdamW
-torch              torch's fused AdamW on the parameters themselves (float32, the CPU's plain loop)
-hytrain            `hytrain.AdamW`: "hytrain:auto", "hytrain:0.2", "hytrain:policy=balance,threads=7"
-
-Other ways to keep optimizer state in host memory, each set up as its own documentation recommends:
-
-torchao            CPUOffloadOptimizer over torch's fused AdamW; float32 weights under autocast, or all in bfloat16
-deepspeed          ZeRO-2 offload, Twin-Flow (ZeRO-3, half of the update on the GPU)
-fsdp2              fully_shard with CPUOffloadPolicy on one rank, float32 masters, torch's fused AdamW on the CPU
-
 Packages are imported where they are needed: a missing one costs its own row and no other.
 """
 
@@ -18,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,8 +55,9 @@ class Running:
         found: dict[int, dict[str, Any]] = {}
         while last not in found and time.monotonic() < deadline:
             time.sleep(0.02)
-            lines = path.read_text().splitlines() if path.exists() else []
-            found = {record["step"]: record for line in lines if "step_s" in (record := _whole(line))}
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            whole = (json.loads(line) for line in lines if line.endswith("\n"))
+            found = {record["step"]: record for record in whole if "step_s" in record}
         return [found[number] for number in range(first, last + 1) if number in found]
 
     def command(self, name: str, value: str) -> None:
@@ -83,34 +73,22 @@ class Running:
             raise Unavailable(f"{name}={value}: {reply.text}")
 
 
-def _whole(line: str) -> dict[str, Any]:
-    """The record of a line; nothing while its end is still being written."""
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {}
-    return record
-
-
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=batch, labels=batch).loss
     return loss
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float) -> None:
-    if max_norm:
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
 def plain_step(
-    model: nn.Module, optimizer: Any, max_norm: float = 0.0, loss_of: Callable[..., Tensor] = loss_of
+    model: nn.Module, optimizer: Any, max_norm: float = 0.0, *, autocast: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """The usual loop's step; gradients are clipped at `max_norm`, 0 does not."""
 
     def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
+        with torch.autocast("cuda", dtype=torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(model, batch)
         loss.backward()
-        clip(model.parameters(), max_norm)
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -146,7 +124,8 @@ def no_offload(model: nn.Module, setting: Setting) -> Running:
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
-        clip(masters, setting.clip)
+        if setting.clip:
+            nn.utils.clip_grad_norm_(masters, setting.clip)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(list[Tensor](parameters), masters)
@@ -197,12 +176,7 @@ def torchao(model: nn.Module, setting: Setting) -> Running:
         raise Unavailable("torchao's CPUOffloadOptimizer has sent the gradients off before they could be clipped")
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     autocast = next(model.parameters()).dtype == torch.float32
-
-    def loss_under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-            return loss_of(model, batch)
-
-    return Running(plain_step(model, optimizer, loss_of=loss_under_autocast))
+    return Running(plain_step(model, optimizer, autocast=autocast))
 
 
 _PINNED: Final = {"device": "cpu", "pin_memory": True}
@@ -245,10 +219,8 @@ def fsdp2(model: nn.Module, setting: Setting) -> Running:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
-    options: dict[str, Any] = {
-        "offload_policy": CPUOffloadPolicy(pin_memory=True),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=True), "mp_policy": precision}
     model = model.float()
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer, **options)
@@ -258,11 +230,8 @@ def fsdp2(model: nn.Module, setting: Setting) -> Running:
 
 def _be_rank_zero_of_one() -> None:
     """What torch.distributed reads. This process measures one system and ends, so nobody else sees it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29501", **rank)
 
 
 @dataclass(frozen=True)

@@ -102,15 +102,10 @@ class Run:
         return self.world
 
     def _make_engine(self) -> engine.Engine:
-        parts: Any = {
-            "link": self.link,
-            "plans": self.book,
-            "transfers": self.streams,
-            "host": Device(self.world, self.streams.compute),
-            "options": random_options(self.rng),
-        }
-        now: Any = {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
-        return engine.Engine(self.layers, self.parameters, accumulation=Accumulation(1), **parts, **now)
+        parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
+        parts |= {"host": Device(self.world, self.streams.compute), "options": random_options(self.rng)}
+        parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
+        return engine.Engine(self.layers, self.parameters, accumulation=Accumulation(1), **parts)
 
     def check(self) -> None:
         """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""
@@ -185,32 +180,29 @@ class Run:
                     engine.reads.read(segment.owner)
             self.streams.compute.run(self.world.reading(layer))
         for layer in reversed(entered):
-            read = self.world.reading(layer)
+            read: Callable[[], None] | None = self.world.reading(layer)
             for segment in reversed(layer.segments):
                 if rng.random() < 0.9:
                     self.gradient(segment.owner, read)
-                    read = _look_away  # what it reads may be changing now
+                    read = None  # what it reads may be changing now
         engine.step()
         for known in self.parameters:
             known.parameter.grad = None
 
-    def gradient(self, known: TrainedParameter, read: Callable[[], None]) -> None:
+    def gradient(self, known: TrainedParameter, read: Callable[[], None] | None) -> None:
         """Backward reaches a parameter: its gradient is made when the device comes to it."""
         step, expected = self.engine.steps, self.world.by_address[known.address]
         made = known.parameter.grad = torch.full_like(known.parameter, NEVER)
         self.world.kept.append(made)
 
         def backward() -> None:
-            read()
+            if read is not None:
+                read()
             made.numpy()[:] = written_in(step)
 
         self.streams.compute.run(backward)
         expected.before[step], expected.due = expected.due, written_in(step)
         self.engine.backward.on_gradient(known)
-
-
-def _look_away() -> None:
-    pass
 
 
 def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], list[TrainedParameter]]:

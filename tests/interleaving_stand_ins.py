@@ -1,10 +1,7 @@
 """What replaces clocks, devices and processes in a run of the real step code.
 
-Streams, Device       compute, gradients out, weights in, state: operations in order, a tile at a time
-Host                  the optimizer's update: a tile, with a beginning and an end
-Link, Inbox           first in, first out from each party; between parties in any order
-Health, Verdicts      as the real ones, but waits give the turn back, and chance decides
-Planner, Coordinator  who proposes plans
+Operations of a stream come in order, a tile at a time. Messages are first in, first out from each party, and in any
+order between parties. Waits give the turn back, and chance decides verdicts.
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
 
-TRAINER = m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
 TOKEN = "token"
 
 
@@ -143,7 +139,7 @@ class Streams:
 
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state)
-        self._world.scheduler.wait_until(lambda: all(stream.is_empty for stream in streams))
+        self._world.scheduler.wait_until(lambda: not any(stream.operations for stream in streams))
 
 
 class Device:
@@ -187,8 +183,8 @@ class Link:
             self._world.scheduler.wait_until(lambda: self._world.waits("trainer", "coordinator"))
             return self._world.take("trainer", "coordinator")
 
-        for message in (table, TRAINER):
-            self.post("coordinator", message)
+        self.post("coordinator", table)
+        self.post("coordinator", m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9))
         plan: m.Plan = expect()
         self.post("coordinator", book.on_plan(plan))
         book.on_reassign(expect())
@@ -316,15 +312,11 @@ class Inbox:
         self._world, self._late = world, ""
 
     def receive(self, timeout_s: float | None) -> Any:
-        rng, senders = self._world.rng, ("trainer", "coordinator")
-
-        def waiting() -> list[str]:
-            return [sender for sender in senders if self._world.waits("optimizer", sender)]
-
-        self._world.scheduler.wait_until(lambda: timeout_s is not None or bool(waiting()))
+        rng, senders, waits = self._world.rng, ("trainer", "coordinator"), partial(self._world.waits, "optimizer")
+        self._world.scheduler.wait_until(lambda: timeout_s is not None or any(map(waits, senders)))
         if rng.random() < 0.05:
             self._late = rng.choice(("", *senders))
-        here = [sender for sender in waiting() if sender != self._late]
+        here = [sender for sender in senders if waits(sender) and sender != self._late]
         if not here or (timeout_s is not None and rng.random() < 0.3):
             return None
         message = self._world.take("optimizer", rng.choice(here))
@@ -334,12 +326,7 @@ class Inbox:
 
 
 class Planner:
-    """A coordinator that proposes anything for any step: the real ledger without the real planner.
-
-    `choices[lid % len(choices)]` are the placements that a layer may have.
-    """
-
-    choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu"),)
+    """A coordinator that proposes anything for any step: the real ledger without the real planner."""
 
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))
@@ -364,8 +351,7 @@ class Planner:
                     self.propose(step + self.world.rng.choice((0, 1, 2, 3)))
 
     def propose(self, step: int) -> None:
-        lids = range(len(self.world.layers))
-        placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
+        placements = tuple(self.world.rng.choice(("cpu", "gpu")) for _ in self.world.layers)
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
         plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
         for role in ("trainer", "optimizer"):

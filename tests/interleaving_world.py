@@ -27,16 +27,9 @@ from protocol import messages as m
 from protocol.address import Address
 
 TILE = 128
-#: Weights before the first update, beside which the state is zero.
-INITIAL = 999.0
-#: A gradient that has not been made.
-NEVER = -1.0
-#: Memory that was never written, or whose content is used up.
-BLANK = -2.0
-#: What an update leaves that was made ahead of another verdict.
-WRONG = -3.0
-#: Memory that is being written.
-TORN = -4.0
+#: What memory holds: weights before the first update (their state is zero), a gradient that has not been made, memory
+#: never written or used up, an update made ahead of another verdict, memory that is being written.
+INITIAL, NEVER, BLANK, WRONG, TORN = 999.0, -1.0, -2.0, -3.0, -4.0
 
 
 class Violation(AssertionError):
@@ -192,31 +185,22 @@ class Stream:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._operations: deque[tuple[Mark | None, Callable[[], None] | None]] = deque()
+        self.operations: deque[Mark | Callable[[], None]] = deque()
         scheduler.add(Actor(self._is_ready, self._act))
-
-    def run(self, operation: Callable[[], None]) -> None:
-        self._operations.append((None, operation))
-
-    def wait(self, mark: Mark) -> None:
-        self._operations.append((mark, None))
+        self.run = self.wait = self.operations.append
 
     def mark(self) -> Mark:
         mark = Mark(self)
         self.run(lambda: setattr(mark, "passed", True))
         return mark
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._operations
-
     def _is_ready(self) -> bool:
-        mark = self._operations[0][0] if self._operations else None
-        return bool(self._operations) and (mark is None or mark.passed)
+        first = self.operations[0] if self.operations else None
+        return first is not None and (not isinstance(first, Mark) or first.passed)
 
     def _act(self) -> None:
-        _, operation = self._operations.popleft()
-        if operation is not None:
+        operation = self.operations.popleft()
+        if not isinstance(operation, Mark):
             operation()
 
 
@@ -282,9 +266,7 @@ class World:
         """What an update must find: its gradient, and what the update before has left."""
         require(holds(gradient, written_in(step)), "I1: an update without its gradient")
         left = holds(weights, before) and all(holds(plane, 0.0 if before == INITIAL else before) for plane in state)
-        require(
-            left, f"I1: an update on another's leftovers: {weights[0], *(plane[0] for plane in state)}, not {before}"
-        )
+        require(left, f"I1: an update on another's leftovers: {weights[0]}, not {before}")
 
     def judged(self, step: int) -> None:
         """The verdict is known. A skipped step is as if it had not been."""
