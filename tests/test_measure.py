@@ -198,7 +198,7 @@ def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, m
     meter.span("d2h_s", 2, 3, clock.span(56.0, 99.0))  # a copy that is late
     clock.passed_s = 56.0
     assert end(meter, clock, 3, 56.0)[0].stall_s == 1.0 and meter.measured == 2
-    assert end(meter, clock, 4, 57.0) == {} and meter.measured == 2
+    assert end(meter, clock, 4, 57.0) == {}
 
 
 def test_weights_that_come_back_late_belong_to_their_own_step(
@@ -298,15 +298,19 @@ def test_a_new_anchor_does_not_draw_one_span_into_the_other(
 
 
 def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    """Two marks without work between them are no stall."""
     clock.passed_s = -1.0
-    record(timeline, clock)
-    end(timeline, clock, 0, 16.0)
+    meter_forward(timeline, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
+    meter_forward(timeline, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
+    end(timeline, clock, 0, 2.0)
     record(timeline, clock, 20.0)
     end(timeline, clock, 1, 36.0)
     timeline.span("h2d_s", 0, 0, clock.span(36.5, 37.0))
     clock.passed_s = 35.0
     timeline.close()
-    assert {span["args"]["step"] for span in spans(tmp_path)} == {0}
+    drawn = spans(tmp_path)
+    assert {span["args"]["step"] for span in drawn} == {0}
+    assert [span["name"] for span in drawn if span["args"].get("kind") == "stall"] == ["stall b"]
 
 
 def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
