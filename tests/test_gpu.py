@@ -51,11 +51,13 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
     """Weights and optimizer state after STEPS steps, on the CPU; and how many handovers there were."""
     optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(run_dir), **options)
     generator = torch.Generator().manual_seed(0)
+    parts = options.get("grad_accumulation", 1)
     for _ in range(STEPS):
-        batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=batch, labels=batch).loss
-        optimizer.scale(loss).backward()
+        for _ in range(parts):
+            batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=batch, labels=batch).loss / parts
+            optimizer.scale(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer._engine._handover.wait()
@@ -105,31 +107,35 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
     assert_same(results)
 
 
-def poisoned(model: nn.Module, poison: dict[int, float]) -> nn.Module:
-    """The third parameter's gradient is made inf or NaN in some steps."""
-    steps = iter(range(10**6))
+POISON = {4: float("inf"), 5: float("nan"), 20: float("-inf")}
 
-    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-        value = poison.get(next(steps))
-        return None if value is None else gradient.index_fill(0, torch.tensor([1], device="cuda"), value)
 
-    list(model.parameters())[2].register_hook(hook)
-    return model
+def train_poisoned(dtype: torch.dtype, run_dir: Path, runs: list[dict[str, Any]], **common: Any) -> dict[str, Any]:
+    """The state that all runs end with; the third parameter's gradient is inf or NaN in some steps."""
+    results = []
+    for options in runs:
+        steps, model = iter(range(10**6)), llama(dtype)
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+            value = POISON.get(next(steps))  # noqa: B023
+            return None if value is None else gradient.index_fill(0, torch.tensor([1], device="cuda"), value)
+
+        list(model.parameters())[2].register_hook(hook)
+        results.append(train(model, run_dir, **common, **options)[0])
+    assert_same(results)
+    assert all(tensor.isfinite().all() for tensor in results[0].values())
+    return results[0]
 
 
 @pytest.mark.parametrize("max_norm", [0.7, 3.0, 100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, max_norm: float, tmp_path: Path) -> None:
     """Ahead of the verdict or behind it; in most steps, in some and in none."""
-    results = []
     ahead, behind = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
-    for options in ({"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}):
-        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
-        results.append(train(model, tmp_path, max_grad_norm=max_norm, on_nonfinite="skip", **options)[0])
-    unclipped, _ = train(poisoned(llama(dtype), {}), tmp_path, k=0.0)
-    assert_same(results)
-    assert all(tensor.isfinite().all() for tensor in results[0].values())
-    assert not torch.equal(results[0]["lm_head.weight"], unclipped["lm_head.weight"])
+    runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}]
+    state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, on_nonfinite="skip")
+    unclipped, _ = train(llama(dtype), tmp_path, k=0.0)
+    assert not torch.equal(state["lm_head.weight"], unclipped["lm_head.weight"])
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.7])
@@ -138,15 +144,12 @@ def test_scaled_losses_give_the_same_bits_whoever_owns_a_layer(
     dtype: torch.dtype, max_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hytrain.step.scaling.GROWTH_STEPS", 6)
-    results = []
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
-        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
-        results.append(train(model, tmp_path, max_grad_norm=max_norm, loss_scale="dynamic", **options)[0])
-    assert_same(results)
-    assert all(tensor.isfinite().all() for tensor in results[0].values()) and int(results[0]["skipped"]) >= 3
+    runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}]
+    state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, loss_scale="dynamic")
+    assert int(state["skipped"]) >= 3
     if dtype is torch.float16:
-        halves = [name for name in results[0] if name.endswith(".remainder")]
-        assert len(halves) == len(list(model.parameters()))
+        halves = [name for name in state if name.endswith(".remainder")]
+        assert len(halves) == len(list(llama(dtype).parameters()))
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -178,9 +181,7 @@ def test_replayed_float16_gradients_give_torchs_gradscaler(k: float, tmp_path: P
     optimizer.close()
 
 
-@pytest.mark.parametrize(
-    "options", [{"autocast": True}, {"gradient_dtype": torch.bfloat16}], ids=lambda known: [*known][0]
-)
+@pytest.mark.parametrize("options", [{"autocast": True}, {"gradient_dtype": torch.bfloat16}], ids=str)
 def test_float32_parameters_with_less_than_float32_elsewhere(options: dict[str, Any], tmp_path: Path) -> None:
     assert_same([train(llama(torch.float32), tmp_path, k=k, **options)[0] for k in (0.0, 1.0)])
 
@@ -226,21 +227,9 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
-    results = []
     host = {"accumulate_on": "host"}
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}):
-        model = llama(dtype)
-        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), grad_accumulation=3, **options)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(10):
-            for _ in range(3):
-                batch = torch.randint(0, 1024, (2, 64), generator=generator).cuda()
-                (model(input_ids=batch, labels=batch).loss / 3).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(state_of(model, optimizer))
-        optimizer.close()
-    assert_same(results)
+    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}
+    assert_same([train(llama(dtype), tmp_path, grad_accumulation=3, **options)[0] for options in runs])
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])

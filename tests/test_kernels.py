@@ -411,24 +411,6 @@ def test_split_inside_the_kernel(name: str, ranges: list[tuple[int, int, int]]) 
 
 
 @pytest.mark.gpu
-def test_gpu_compiles_once_for_all_steps() -> None:
-    """No scalar is specialised: not a learning rate of 1, not a length that divides by 16."""
-    from hytrain.kernels.triton_adamw import adamw_kernel
-
-    def compiled() -> int:
-        return sum(len(caches[0]) for caches in adamw_kernel.device_caches.values())
-
-    on_device(Planes.of(torch.ones(1), "bfloat16"), torch.ones(1).bfloat16(), scalars(HYPER, 1))
-    before = compiled()
-    assert before > 0
-    for step, numel in enumerate((1, 16, 1000, 1024, 4096), 1):
-        hyper = dataclasses.replace(HYPERS["no momentum"], lr=1.0, maximize=step % 2 == 0)
-        planes = Planes.of(torch.ones(numel), "bfloat16")
-        on_device(planes, torch.ones(numel).bfloat16(), scalars(hyper, step))
-    assert compiled() == before
-
-
-@pytest.mark.gpu
 @pytest.mark.slow
 def test_gpu_reaches_beyond_two_to_the_31() -> None:
     from hytrain.kernels import gpu
@@ -593,7 +575,7 @@ def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pyt
     generator = torch.Generator().manual_seed(11)
     native = open_update("native")
     ones = torch.ones((), device="cuda")
-    places = [(3000, 0), (3001, 1), (2000, 8), (70, 1), (5 * 1024, 0), (3000, 3)]
+    places = [(5 * 1024, 0), (3000, 0), (3001, 1), (2000, 8), (70, 1), (3000, 3)]
     launches = [(place, pair, verdict) for place in places for pair in DTYPES for verdict in (None, ones)]
     for step, ((numel, offset), pair, verdict) in enumerate(launches, 1):
         grads = some_grads(numel, generator).to(getattr(torch, pair[1]))

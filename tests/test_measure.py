@@ -284,19 +284,6 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock
     assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
 
 
-@pytest.mark.parametrize(("jump_s", "lanes"), [(measure.MAX_JUMP_S / 2, {"D2H"}), (0.5, {"D2H", "D2H 2"})])
-def test_a_new_anchor_does_not_draw_one_span_into_the_other(
-    tmp_path: Path, clock: FakeClock, timeline: Meter, jump_s: float, lanes: set[str]
-) -> None:
-    """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
-    timeline.span("d2h_s", 0, 0, clock.span(0.0, 1.0))
-    timeline.span("d2h_s", 1, 0, clock.span(1.0 - jump_s, 2.0))
-    end(timeline, clock, 0, 3.0)
-    timeline.close()
-    drawn = [span for span in spans(tmp_path) if span["args"].get("kind") == "D2H"]
-    assert {span["track"] for span in drawn} == lanes
-
-
 def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
     """Two marks without work between them are no stall."""
     clock.passed_s = -1.0
@@ -311,16 +298,6 @@ def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock
     drawn = spans(tmp_path)
     assert {span["args"]["step"] for span in drawn} == {0}
     assert [span["name"] for span in drawn if span["args"].get("kind") == "stall"] == ["stall b"]
-
-
-def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
-    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, Address("trainer", 0)), 3)):
-        clock = FakeClock()
-        meter = Meter(clock, NUMELS, trace=writer, names="abc")
-        for step in range(2):
-            record(meter, clock, 20.0 * step)
-            end(meter, clock, step, 20.0 * step + 16.0)
-        assert clock.anchored == anchored
 
 
 def test_copies_are_noted_by_another_thread() -> None:

@@ -238,30 +238,12 @@ def test_sample_and_summary(runs: Runs) -> None:
     page = first.render()
     assert "0.5000 nats per byte (2.0000 per token), top-1 accuracy 41.0%" in str(Validation(2.0, 0.5, 0.41))
     assert str(first.validation) in page
+    assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
     assert [report.ranges(cores) for cores in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2,5,7-8"]
     for word in ("trainer", str(os.getpid()), "0-1", first.sample, "step-4", "loss.png"):
         assert word in page
     with Image.open(first.curve) as picture:
         assert picture.size == (1200, 675)
-
-
-def test_curve_shows_every_part(tmp_path: Path) -> None:
-    """A picture with training, validation and k differs from each with one part left out."""
-    training = [(step, 5 / step, 0.3) for step in range(1, 101)]
-    pictures = [
-        History(training, [(50, 0.5), (100, 0.2)]),
-        History(training, []),
-        History([(step, loss, 0.9) for step, loss, _ in training], [(50, 0.5), (100, 0.2)]),
-        History(training[:60], [(50, 0.5), (100, 0.2)]),
-    ]
-    drawn = set()
-    for number, history in enumerate(pictures):
-        path = tmp_path / f"{number}.png"
-        report.draw_curve(history, path, "a title")
-        with Image.open(path) as picture:
-            drawn.add(picture.tobytes())
-    assert len(drawn) == len(pictures)
-    assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
 
 
 def test_history_is_read_back_up_to_the_checkpoint(tmp_path: Path) -> None:

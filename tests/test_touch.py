@@ -61,29 +61,6 @@ def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> Non
     assert [index for index, asks in enumerate(asked) if asks] == [0, *range(SMALL_CALLS + 1, SMALL_CALLS + 4)]
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_refusal_is_told(refuses: bool) -> None:
-    """A mapping whose addresses do not go with the file's offsets gets none."""
-    native, asked = NativeBackend(2), []
-    inner = native._touch
-
-    def touch(*arguments: int) -> int:
-        asked.append(inner(*arguments))
-        return asked[-1]
-
-    native._touch = touch
-    with memory_file(4 * HUGE_PAGE_BYTES) as (_, descriptor):
-        odd = mmap.mmap(-1, 6 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(odd))
-        start = base + -base % HUGE_PAGE_BYTES + (mmap.PAGESIZE if refuses else 0)
-        libc.mmap.restype = ctypes.c_void_p
-        where, nbytes = ctypes.c_void_p(start), ctypes.c_size_t(4 * HUGE_PAGE_BYTES)
-        assert libc.mmap(where, nbytes, 3, mmap.MAP_SHARED | 0x10, descriptor, ctypes.c_long(0)) == start
-        native.touch(start, 4 * HUGE_PAGE_BYTES)
-        assert asked == [int(refuses or not has_huge_pages())]
-        assert os.pread(descriptor, 8, 0) == bytes(8)
-
-
 def has_huge_pages() -> bool:
     """Whether this kernel gives shared memory huge pages to a process that asks for them."""
     with memory_file(TRIES * HUGE_PAGE_BYTES) as (mapping, _):
