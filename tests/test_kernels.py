@@ -33,9 +33,8 @@ from hytrain.kernels.split import join, nearest_half, split
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 HYPERS = {
     "usual": HYPER,
-    "no decay": dataclasses.replace(HYPER, weight_decay=0.0),
     "maximize": dataclasses.replace(HYPER, maximize=True),
-    "language model": dataclasses.replace(HYPER, lr=6e-4, beta2=0.95, eps=1e-5),
+    "no decay": dataclasses.replace(HYPER, lr=6e-4, beta2=0.95, eps=1e-5, weight_decay=0.0),
     "beta1 of a half": dataclasses.replace(HYPER, lr=0.1, beta1=0.5),
     "beta1 below a half": dataclasses.replace(HYPER, beta1=0.3),
     "no momentum": dataclasses.replace(HYPER, beta1=0.0, beta2=0.0),

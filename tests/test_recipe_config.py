@@ -77,7 +77,6 @@ SCALE = 'the loss\'s scale must be "dynamic" or a number'
         ("train.grad_accumulation=5", "multiple of train.grad_accumulation"),
         ("train.steps=many", '"train.steps" is'),
         ("train.steps=0", "greater than or equal to 1"),
-        ("train.lr=-1", "greater than 0"),
         ("train.lr=.inf", "finite"),
         ("train.betas=[0.9]", '"train.betas'),
         ("train.warmup_steps=10", "smaller than train.steps"),
