@@ -57,6 +57,7 @@ def test_defaults_and_overrides(recipe_file: Path) -> None:
         ("trian.steps", "train"),
         ("lr", "train.lr"),
         ("optimizer.learning", None),
+        ("sample.token", "sample.tokens"),
     ],
 )
 def test_unknown_key_comes_with_a_suggestion(recipe_file: Path, key: str, meant: str | None) -> None:
