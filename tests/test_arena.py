@@ -7,8 +7,6 @@ import mmap
 import os
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +17,6 @@ import pytest
 from hytrain.memory import arena as arena_module
 from hytrain.memory.arena import (
     HUGE_PAGE_BYTES,
-    ArenaFile,
     HostArena,
     Mapping,
     allow_descriptors,
@@ -87,37 +84,30 @@ def read(buffer: memoryview, plane: str, segment: int) -> bytes:
     return bytes(buffer[handle.offset : handle.offset + handle.nbytes])
 
 
-@pytest.fixture
-def few_descriptors() -> Iterator[int]:
-    """A soft limit of 600 open files; gives the hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
-    yield hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_more_layers_may_have_more_descriptors(few_descriptors: int) -> None:
+def test_more_layers_may_have_more_descriptors() -> None:
     def soft_limit(layers: int) -> int:
         allow_descriptors(layers)
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
-    assert soft_limit(10) == 600, "as it was, where it suffices"
-    assert soft_limit(200) > 600, "two for each, and some"
-    assert soft_limit(10) > 600, "never less again"
-    assert few_descriptors == resource.RLIM_INFINITY or soft_limit(10**9) == few_descriptors
-
-
-def test_an_arena_begins_as_zeros_of_its_layouts_size(arena: HostArena) -> None:
-    assert os.fstat(arena.descriptor).st_size == LAYOUT.nbytes
-    assert os.pread(arena.descriptor, LAYOUT.nbytes, 0) == bytes(LAYOUT.nbytes)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        assert soft_limit(10) == 600, "as it was, where it suffices"
+        assert soft_limit(200) > 600, "two for each, and some"
+        assert soft_limit(10) > 600, "never less again"
+        assert hard == resource.RLIM_INFINITY or soft_limit(10**9) == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.socket, socket.socket]) -> None:
     here, there = connection
+    assert os.pread(arena.descriptor, LAYOUT.nbytes + 1, 0) == bytes(LAYOUT.nbytes), "zeros at first"
     send_arena(here, arena, token=TOKEN, sender=SENDER)
     file = receive_arena(there, {3: layout_of(3), 4: LAYOUT}, token=TOKEN)
     assert file.layout == LAYOUT and file.descriptor != arena.descriptor
     assert not os.get_inheritable(file.descriptor)
+    assert peer_pid(there) == os.getpid()
     shared, everything = file.map_shared(), file.map_all()
     file.close()  # mappings live on without it
     assert (shared.nbytes, everything.nbytes) == (LAYOUT.shared_nbytes, LAYOUT.nbytes)
@@ -153,11 +143,13 @@ def test_what_cannot_be_mapped(arena: HostArena, tmp_path: Path) -> None:
         for _ in range(20):
             with pytest.raises(OSError, match="cannot be mapped"):
                 Mapping(file.fileno(), LAYOUT.nbytes)  # only to be read
-    huge = os.memfd_create("huge")
-    os.ftruncate(huge, 1 << 50)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        Mapping(huge, 1 << 50)
-    os.close(huge)
+    for nbytes in (0, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1):  # one that shrank would end its users with SIGBUS
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.descriptor, nbytes)
+    other = layout_of(lid=5).handles["weights"][0]
+    assert other is not None
+    with pytest.raises(HandleError, match="layer 5"):
+        arena.address_of(other)
     gc.collect()
     assert mapped_bytes() < before + 10 * HUGE_PAGE_BYTES, "nothing stays mapped"
 
@@ -177,31 +169,6 @@ def test_what_is_reserved_around_a_mapping_is_not_charged_as_memory(arena: HostA
     assert "nr" in after.splitlines()[0].split()
 
 
-def test_the_trainers_view_outlives_the_optimizers_arena(connection: tuple[socket.socket, socket.socket]) -> None:
-    here, there = connection
-    arena = HostArena(LAYOUT)
-    write(arena, "weights", 1, b"w" * 28)
-    send_arena(here, arena, token=TOKEN, sender=SENDER)
-    arena.close()
-    with closing(receive_arena(there, {4: LAYOUT}, token=TOKEN)) as file:
-        assert read(file.map_shared().buffer, "weights", 1) == b"w" * 28
-
-
-def test_handles_of_another_arena_have_no_address(arena: HostArena) -> None:
-    other = layout_of(lid=5).handles["weights"][0]
-    assert other is not None
-    with pytest.raises(HandleError, match="layer 5"):
-        arena.address_of(other)
-
-
-@pytest.mark.parametrize("nbytes", [0, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1, 2 * LAYOUT.nbytes])
-def test_a_sealed_file_keeps_its_size(arena: HostArena, nbytes: int) -> None:
-    """A file that shrank would end whoever touches the lost pages with SIGBUS."""
-    with pytest.raises(PermissionError):
-        os.ftruncate(arena.descriptor, nbytes)
-    assert os.fstat(arena.descriptor).st_size == LAYOUT.nbytes
-
-
 def test_an_arena_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(descriptor: int, nbytes: int) -> None:
         raise OSError("Cannot allocate memory")
@@ -212,11 +179,6 @@ def test_an_arena_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def announce(to: socket.socket, message: Message | bytes, *descriptors: int, token: str = TOKEN) -> None:
-    frame = message if isinstance(message, bytes) else encode(message, token=token, sender=SENDER, seq=0)
-    socket.send_fds(to, [frame], list(descriptors))
 
 
 READY = PlanesReady(lid=4, nbytes=LAYOUT.nbytes)
@@ -232,7 +194,7 @@ READY = PlanesReady(lid=4, nbytes=LAYOUT.nbytes)
         (replace(READY, lid=3), TOKEN, HandleError, "arena of layer 3"),
         (replace(READY, nbytes=LAYOUT.nbytes + 1), TOKEN, HandleError, "bytes announced"),
         (b"\x00" * 8000, TOKEN, WireError, "extra data"),
-        (b"", TOKEN, EOFError, "closed the socket"),
+        (b"", TOKEN, EOFError, "the optimizer closed the socket"),
     ],
     ids=["token", "junk", "another message", "unknown layer", "another layer", "size", "too long", "empty"],
 )
@@ -246,7 +208,8 @@ def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
 ) -> None:
     here, there = connection
     before = open_descriptors()
-    announce(here, message, arena.descriptor, token=token)
+    frame = message if isinstance(message, bytes) else encode(message, token=token, sender=SENDER, seq=0)
+    socket.send_fds(here, [frame], [arena.descriptor])
     with pytest.raises(error, match=reason):
         receive_arena(there, {3: layout_of(3, numel=5000), 4: LAYOUT}, token=TOKEN)
     assert open_descriptors() == before
@@ -254,78 +217,24 @@ def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
     receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
 
 
-def test_a_message_without_a_descriptor_is_refused(connection: tuple[socket.socket, socket.socket]) -> None:
-    here, there = connection
-    announce(here, READY)
-    with pytest.raises(ValueError, match="and 0 descriptors"):
-        receive_arena(there, {4: LAYOUT}, token=TOKEN)
-
-
-@pytest.mark.parametrize("kind", ["short file", "pipe"])
-def test_a_descriptor_of_something_else_is_refused(connection: tuple[socket.socket, socket.socket], kind: str) -> None:
-    here, there = connection
-    opened = list(os.pipe()) if kind == "pipe" else [os.memfd_create("short")]
-    if kind == "short file":
-        os.ftruncate(opened[0], LAYOUT.nbytes - 4096)
-    announce(here, READY, opened[0])
-    with pytest.raises(HandleError, match="in the file"):
-        receive_arena(there, {4: LAYOUT}, token=TOKEN)
-    for descriptor in opened:
-        os.close(descriptor)
-
-
-def test_descriptors_beyond_the_first_are_not_kept(
+def test_descriptors_of_something_else_and_too_many_are_refused(
     arena: HostArena, connection: tuple[socket.socket, socket.socket]
 ) -> None:
     here, there = connection
     before = open_descriptors()
-    announce(here, READY, arena.descriptor, arena.descriptor, arena.descriptor)
+    with open(os.memfd_create("short"), "wb") as short, socket.socket() as other:
+        short.truncate(LAYOUT.nbytes - 4096)
+        for descriptors, error, reason in (
+            ([], ValueError, "and 0 descriptors"),
+            ([short.fileno()], HandleError, "in the file"),
+            ([other.fileno()], HandleError, "in the file"),
+        ):
+            socket.send_fds(here, [encode(READY, token=TOKEN, sender=SENDER, seq=0)], descriptors)
+            with pytest.raises(error, match=reason):
+                receive_arena(there, {4: LAYOUT}, token=TOKEN)
+    socket.send_fds(here, [encode(READY, token=TOKEN, sender=SENDER, seq=0)], [arena.descriptor] * 3)
     receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
     assert open_descriptors() == before
-
-
-def test_the_other_sides_end_is_told(connection: tuple[socket.socket, socket.socket]) -> None:
-    here, there = connection
-    here.close()
-    with pytest.raises(EOFError, match="the optimizer closed the socket"):
-        receive_arena(there, {4: LAYOUT}, token=TOKEN)
-
-
-def test_silence_ends_at_the_deadline(connection: tuple[socket.socket, socket.socket]) -> None:
-    _, there = connection
     there.settimeout(0.01)
     with pytest.raises(TimeoutError):
         receive_arena(there, {4: LAYOUT}, token=TOKEN)
-
-
-# ---------------------------------------------------------------- two processes
-
-OPTIMIZER = """
-import os, socket, sys
-sys.path.insert(0, sys.argv[2])
-from test_arena import LAYOUT, SENDER, TOKEN
-from hytrain.memory.arena import HostArena, send_arena
-arena = HostArena(LAYOUT)
-os.pwrite(arena.descriptor, b"w" * 28, LAYOUT.handles["weights"][1].offset)
-connection = socket.socket(fileno=int(sys.argv[1]))
-send_arena(connection, arena, token=TOKEN, sender=SENDER)
-connection.recv(1)  # the trainer has written
-assert os.pread(arena.descriptor, 4, LAYOUT.handles["grads"][0].offset) == b"grad"
-"""
-
-
-def test_an_arena_of_another_process(connection: tuple[socket.socket, socket.socket]) -> None:
-    here, there = connection
-    command = [sys.executable, "-c", OPTIMIZER, str(here.fileno()), str(Path(__file__).parent)]
-    with subprocess.Popen(command, pass_fds=[here.fileno()]) as optimizer:
-        file = receive_arena(there, {4: LAYOUT}, token=TOKEN)
-        assert isinstance(file, ArenaFile)
-        with closing(file):
-            shared = file.map_shared()
-            assert read(shared.buffer, "weights", 1) == b"w" * 28
-            handle = LAYOUT.handles["grads"][0]
-            assert handle is not None
-            shared.buffer[handle.offset : handle.offset + 4] = b"grad"
-            there.send(b"!")
-            assert optimizer.wait(240) == 0
-            assert read(shared.buffer, "weights", 1) == b"w" * 28  # its memory has outlived it

@@ -239,7 +239,7 @@ def test_the_first_plan_waits_for_both_calibrations(
     plan = driver.plan(*last)
     assert (plan.plan_id, plan.step, on_gpu(plan.placements), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
     driver.hold(plan)
-    assert driver.notes == "plan 0 holds from step 0 on: 2 layers, the loop waited 250.0 ms"
+    assert driver.notes == "plan 0 in effect from step 0 on: moved 2 layers, the loop waited 250.0 ms"
     assert driver.owned == gpu_lids and driver.status().layer_names == tuple(f"block {lid}" for lid in ALL)
 
 

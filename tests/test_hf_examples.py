@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -17,17 +18,13 @@ pytestmark = pytest.mark.spawns
 
 def run(example: str, folder: Path) -> str:
     """What the example prints, started in an empty folder, where it keeps its runs."""
+    pytest.importorskip("accelerate")
     environment = {**os.environ, "HYTRAIN_RUN_DIR": str(folder / "run"), "HYTRAIN_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / example), "--small"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.run(command, cwd=folder, env=environment, stdout=PIPE, text=True, timeout=240, check=True).stdout
 
 
 def test_a_language_model_learns(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     printed = run("hf_causal_lm.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+), norm [\d.]+, k [\d.]+$", printed, re.M)]
     assert len(losses) == 20 and losses[0] > 5.4 and losses[-1] < 3.2
@@ -37,7 +34,6 @@ def test_a_language_model_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     pytest.importorskip("sklearn")
     accuracies = re.findall(r"^epoch \d: .* accuracy ([\d.]+)%$", run("hf_vit_digits.py", tmp_path), re.M)
     assert len(accuracies) == 3 and float(accuracies[-1]) > 70
@@ -45,6 +41,5 @@ def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bert_answers_questions(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     [exact] = re.findall(r"^(\d+) of 24 answers are exact$", run("bert_squad.py", tmp_path), re.M)
     assert int(exact) >= 16

@@ -29,32 +29,19 @@ def group(tree: Path, path: str, names: tuple[str, str], limit: str, in_use: int
         (folder / name).write_text(text + "\n")
 
 
-def test_without_groups_there_is_no_limit(tree: Path) -> None:
-    assert host_memory.left_in_groups() is None
-    (tree / "membership").write_text("0::/a\n")
-    assert host_memory.left_in_groups() is None
-    group(tree, "a", V2, "max", 100)
-    assert host_memory.left_in_groups() is None
-
-
-def test_cached_files_are_left(tree: Path) -> None:
-    (tree / "membership").write_text("0::/a/b\n")
-    group(tree, "a/b", V2, "1000", 700, "anon 500\nfile 200\ninactive_file 150\nactive_file 50")
-    assert host_memory.left_in_groups() == 450
-
-
 def test_the_tightest_of_the_groups_above_counts(tree: Path) -> None:
+    assert host_memory.left_in_groups() is None
     (tree / "membership").write_text("0::/a/b/c\n")
-    group(tree, "a", V2, "1000", 900)
-    group(tree, "a/b", V2, "2000", 700)
+    assert host_memory.left_in_groups() is None
     group(tree, "a/b/c", V2, "max", 700)
+    assert host_memory.left_in_groups() is None
+    group(tree, "a/b", V2, "1000", 700, "anon 500\nfile 200\ninactive_file 150\nactive_file 50")
+    assert host_memory.left_in_groups() == 450, "cached files are left"
+    group(tree, "a", V2, "1000", 900)
     assert host_memory.left_in_groups() == 100
-
-
-def test_a_path_of_the_host_s_leads_to_the_container_s_group(tree: Path) -> None:
+    group(tree, "", V2, "1000", 950)
     (tree / "membership").write_text("0::/system.slice/docker-1234.scope\n")
-    group(tree, "", V2, "1000", 400)
-    assert host_memory.left_in_groups() == 600
+    assert host_memory.left_in_groups() == 50, "a path of the host's leads to the container's group"
 
 
 def test_version_1_beside_version_2(tree: Path) -> None:
@@ -72,7 +59,3 @@ def test_machine_and_groups_both_bound_it(
     group(tree, "", V2, limit, 400)
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     assert host_memory.available_bytes() == available
-
-
-def test_this_process_has_some() -> None:
-    assert 0 < host_memory.available_bytes()

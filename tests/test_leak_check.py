@@ -72,7 +72,7 @@ def test_each_kind_of_leak_is_found_in_marked_tests_and_clean_ones_pass_after_it
         result.stdout.fnmatch_lines([f"*ERROR at teardown of test_{kind} *", "left behind:", f"  {said}"])
 
 
-@pytest.mark.parametrize("asked", [["-m", "slow"], ["--run-slow"]], ids=" ".join)
-def test_slow_tests_run_when_asked_for(asked: list[str], inner: pytest.Pytester) -> None:
+def test_slow_tests_run_when_asked_for(inner: pytest.Pytester) -> None:
     inner.makepyfile("import pytest\n@pytest.mark.slow\ndef test_slow():\n    pass\n")
-    inner.runpytest_subprocess(*asked).assert_outcomes(passed=1)
+    for asked in (["-m", "slow"], ["--run-slow"]):
+        inner.runpytest_subprocess(*asked).assert_outcomes(passed=1)

@@ -22,9 +22,7 @@ from protocol.messages import LayerTimes
 ANCHOR_S = 1000.0
 
 
-class Mark:
-    """A mark of `FakeClock`, which knows whether somebody may still ask about it."""
-
+class Mark:  # knows whether somebody may still ask about it
     at_s: float
     in_use = False
 
@@ -189,22 +187,18 @@ def test_without_overlap_updates_follow_the_whole_backward(clock: FakeClock, met
 
 
 def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, meter: Meter) -> None:
+    assert end(meter, clock, 0, 1.0) == {}, "a step without marks has no times"
     clock.passed_s = 15.9  # the step's own end is still ahead
     record(meter, clock)
-    assert end(meter, clock, 0, 16.0) == {} and meter.measured is None
+    assert end(meter, clock, 1, 16.0) == {} and meter.measured is None
     record(meter, clock, 20.0)
-    clock.passed_s = 30.0  # in the middle of step 1
-    assert end(meter, clock, 1, 36.0).keys() == {0, 1, 2} and meter.measured == 0
+    clock.passed_s = 30.0  # in the middle of step 2
+    assert end(meter, clock, 2, 36.0).keys() == {0, 1, 2} and meter.measured == 1
     record(meter, clock, 40.0)
+    meter.span("d2h_s", 2, 3, clock.span(56.0, 99.0))  # a copy that is late
     clock.passed_s = 56.0
-    assert end(meter, clock, 2, 56.0)[0].stall_s == 1.0 and meter.measured == 1
-
-
-def test_a_step_whose_copy_is_late_waits_for_it(clock: FakeClock, meter: Meter) -> None:
-    record(meter, clock)
-    meter.span("d2h_s", 2, 0, clock.span(16.0, 99.0))
-    clock.passed_s = 50.0
-    assert end(meter, clock, 0, 17.0) == {}
+    assert end(meter, clock, 3, 56.0)[0].stall_s == 1.0 and meter.measured == 2
+    assert end(meter, clock, 4, 57.0) == {}
 
 
 def test_weights_that_come_back_late_belong_to_their_own_step(
@@ -218,11 +212,8 @@ def test_weights_that_come_back_late_belong_to_their_own_step(
     timeline.span("h2d_s", 2, 1, clock.span(33.0, 34.0))
     assert end(timeline, clock, 1, 36.0)[0].h2d_s == 0.5
     timeline.close()
-    assert [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")] == [
-        (2, 0),
-        (0, 0),
-        (2, 1),
-    ]
+    drawn = [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")]
+    assert drawn == [(2, 0), (0, 0), (2, 1)]
 
 
 def test_a_forward_without_backward_is_no_part_of_the_step(clock: FakeClock, meter: Meter) -> None:
@@ -232,11 +223,6 @@ def test_a_forward_without_backward_is_no_part_of_the_step(clock: FakeClock, met
     record(meter, clock, 10.0)
     meter.restart()  # a forward inside of backward, by checkpointing
     assert end(meter, clock, 0, 30.0)[0].stall_s == 1.0
-
-
-def test_a_step_without_marks_has_no_times() -> None:
-    clock = FakeClock()
-    assert end(Meter(clock, NUMELS), clock, 0, 1.0) == {}
 
 
 def test_marks_are_used_again_and_never_twice_at_a_time(clock: FakeClock, meter: Meter) -> None:
@@ -252,6 +238,7 @@ def test_marks_are_used_again_and_never_twice_at_a_time(clock: FakeClock, meter:
 
 
 def test_a_device_that_never_passes_anything_is_given_up(clock: FakeClock, meter: Meter) -> None:
+    """The oldest steps are dropped."""
     clock.passed_s = -1.0
     for step in range(measure.MAX_OPEN_STEPS + 5):
         record(meter, clock, 20.0 * step)
@@ -297,47 +284,20 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock
     assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
 
 
-def test_two_marks_without_work_between_are_no_stall(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    """Two marks without work between them are no stall."""
+    clock.passed_s = -1.0
     meter_forward(timeline, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
     meter_forward(timeline, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
     end(timeline, clock, 0, 2.0)
-    timeline.close()
-    assert [span["name"] for span in spans(tmp_path) if span["args"].get("kind") == "stall"] == ["stall b"]
-
-
-@pytest.mark.parametrize(("jump_s", "lanes"), [(measure.MAX_JUMP_S / 2, {"D2H"}), (0.5, {"D2H", "D2H 2"})])
-def test_a_new_anchor_does_not_draw_one_span_into_the_other(
-    tmp_path: Path, clock: FakeClock, timeline: Meter, jump_s: float, lanes: set[str]
-) -> None:
-    """Copies follow each other on one stream. What overlaps by more than an anchor's error did overlap."""
-    timeline.span("d2h_s", 0, 0, clock.span(0.0, 1.0))
-    timeline.span("d2h_s", 1, 0, clock.span(1.0 - jump_s, 2.0))
-    end(timeline, clock, 0, 3.0)
-    timeline.close()
-    drawn = [span for span in spans(tmp_path) if span["args"].get("kind") == "D2H"]
-    assert {span["track"] for span in drawn} == lanes
-
-
-def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
-    clock.passed_s = -1.0
-    record(timeline, clock)
-    end(timeline, clock, 0, 16.0)
     record(timeline, clock, 20.0)
     end(timeline, clock, 1, 36.0)
     timeline.span("h2d_s", 0, 0, clock.span(36.5, 37.0))
     clock.passed_s = 35.0
     timeline.close()
-    assert {span["args"]["step"] for span in spans(tmp_path)} == {0}
-
-
-def test_the_anchor_is_renewed_only_for_a_timeline(tmp_path: Path) -> None:
-    for writer, anchored in ((None, 0), (TraceWriter(tmp_path, Address("trainer", 0)), 3)):
-        clock = FakeClock()
-        meter = Meter(clock, NUMELS, trace=writer, names="abc")
-        for step in range(2):
-            record(meter, clock, 20.0 * step)
-            end(meter, clock, step, 20.0 * step + 16.0)
-        assert clock.anchored == anchored
+    drawn = spans(tmp_path)
+    assert {span["args"]["step"] for span in drawn} == {0}
+    assert [span["name"] for span in drawn if span["args"].get("kind") == "stall"] == ["stall b"]
 
 
 def test_copies_are_noted_by_another_thread() -> None:
@@ -359,9 +319,3 @@ def test_copies_are_noted_by_another_thread() -> None:
     thread.join()
     total_s += sum(times.h2d_s or 0.0 for times in meter.end_step(step))
     assert total_s == pytest.approx(2000.0)
-
-
-def test_the_hosts_marks_are_the_monotonic_clocks() -> None:
-    clock = HostClock()
-    first, second = clock.mark(), clock.mark()
-    assert clock.passed(second) and clock.seconds((first, second)) == clock.at(second) - clock.at(first) >= 0.0

@@ -28,7 +28,7 @@ def test_files_folders_and_compression_are_one_text(tmp_path: Path) -> None:
     assert text.read([tmp_path / "folder", tmp_path / "last.gz"]) == b"one\n\ntwo\n\nthree\n\nfour"
 
 
-def test_unusable_text_is_one_sentence(tmp_path: Path) -> None:
+def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n\n")
     (tmp_path / "torn.xz").write_bytes(lzma.compress(b"word " * 1000)[:-20])
     (tmp_path / "torn.gz").write_bytes(gzip.compress(b"word " * 1000)[:-20])
@@ -36,24 +36,23 @@ def test_unusable_text_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     for name, part in (
         ("empty.txt", "no text in"),
-        ("torn.xz", "can't be read"),
-        ("torn.gz", "can't be read"),
-        ("wrong.gz", "can't be read"),
+        *((name, "can't be read") for name in ("torn.xz", "torn.gz", "wrong.gz")),
         ("bare", "holds no text file"),
         ("missing.txt", "does not exist"),
     ):
         with pytest.raises(ConfigError, match=part) as caught:
             text.read([tmp_path / name])
         assert "\n" not in str(caught.value)
+    for name, part in (("missing", "does not exist"), ("bare", "no usable tokenizer")):
+        with pytest.raises(ConfigError, match=part) as caught:
+            tokenizer.load(tmp_path / name)
+        assert "\n" not in str(caught.value)
 
 
-def test_split_prefers_the_end_of_a_document() -> None:
+def test_split_prefers_the_end_of_a_document_and_keeps_characters_whole() -> None:
     documents = [letter * 30 for letter in (b"a", b"b", b"c", b"d")]
     parts = text.split(b"\n\n".join(documents), validation=0.4)
     assert parts.train == b"\n\n".join(documents[:3]) and parts.validation == documents[3]
-
-
-def test_split_without_documents_keeps_characters_whole() -> None:
     whole = ("\N{SNOWMAN}" * 101).encode()
     for validation in (0.1, 0.33, 0.5, 0.77):
         parts = text.split(whole, validation)
@@ -85,14 +84,6 @@ def test_bpe_is_trained_lossless_and_repeatable(tmp_path: Path, monkeypatch: pyt
     assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens.tolist()) == PROSE
 
 
-def test_missing_tokenizer_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        tokenizer.load(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="no usable tokenizer") as caught:
-        tokenizer.load(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 def test_batch_depends_on_seed_and_step_alone() -> None:
     tokens = torch.arange(1000, dtype=torch.int32)
     source = TextBatches(tokens, seed=3, batch_size=4, sequence_length=16)
@@ -103,18 +94,11 @@ def test_batch_depends_on_seed_and_step_alone() -> None:
     assert not torch.equal(batch, source.at(8))
     assert not torch.equal(batch, TextBatches(tokens, 4, 4, 16).at(7))
     assert batch.dtype == torch.int64 and torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, 16))
-
-
-def test_every_window_can_be_drawn() -> None:
-    tokens = torch.arange(6, dtype=torch.uint8)
-    source = TextBatches(tokens, seed=0, batch_size=64, sequence_length=4)
-    assert set(source.at(0)[:, 0].tolist()) == {0, 1, 2}
-
-
-def test_random_tokens_cover_the_vocabulary() -> None:
-    source = RandomBatches(vocab_size=5, seed=1, batch_size=8, sequence_length=32)
-    assert source.at(0).unique().tolist() == [0, 1, 2, 3, 4] and source.at(0).shape == (8, 32)
-    assert torch.equal(source.at(3), source.at(3)) and not torch.equal(source.at(3), source.at(4))
+    every = TextBatches(tokens[:6], seed=0, batch_size=64, sequence_length=4).at(0)
+    assert set(every[:, 0].tolist()) == {0, 1, 2}, "each window can be drawn"
+    random = RandomBatches(vocab_size=5, seed=1, batch_size=8, sequence_length=32)
+    assert random.at(0).unique().tolist() == [0, 1, 2, 3, 4] and random.at(0).shape == (8, 32)
+    assert torch.equal(random.at(3), random.at(3)) and not torch.equal(random.at(3), random.at(4))
 
 
 def test_validation_windows_are_fixed_and_spread() -> None:
@@ -123,10 +107,7 @@ def test_validation_windows_are_fixed_and_spread() -> None:
     assert starts == [[0, 18, 36], [54, 72, 90]]
     short = [batch[:, 0].tolist() for batch in validation_batches(tokens[:25], 2, 3, 10)]
     assert short == [[0, 15]]
-
-
-def test_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="less than one window of 16"):
-        TextBatches(torch.arange(15), 0, 1, 16)
+        TextBatches(tokens[:15], 0, 1, 16)
     with pytest.raises(ConfigError, match="validation text"):
-        list(validation_batches(torch.arange(15), 1, 1, 16))
+        list(validation_batches(tokens[:15], 1, 1, 16))

@@ -31,24 +31,10 @@ from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation
 from workers import trainer
 
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 32,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.0,
-}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, **DROPOUT}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 32, **SIZES}
 
 
 @dataclass
@@ -198,26 +184,26 @@ def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
 
 def test_resume_from_an_earlier_step_replaces_the_later_ones(runs: Runs) -> None:
     runs.train("run", "train.checkpoint_every=4")
-    before = runs.weights("run", 12)
-    runs.train("run", f"train.resume={runs.folder}/run/checkpoints/step-4", "train.checkpoint_every=4")
+    before, folders = runs.weights("run", 12), runs.folder / "run" / "checkpoints"
+    runs.train("run", f"train.resume={folders}/step-4", "train.checkpoint_every=4")
     assert [step for step, _ in runs.optimizers[-1].records] == list(range(5, 13))
     after = runs.weights("run", 12)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not [path for path in (runs.folder / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert not [path for path in folders.iterdir() if path.name.startswith(".")]
 
 
-def test_interrupted_checkpoint_does_not_count(runs: Runs) -> None:
-    runs.train("run", "train.stop_at=4")
-
+def test_interrupted_checkpoint_does_not_count(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     def break_off(self: StandIn, folder: Path) -> None:
         raise OSError("disk full")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="disk full"):
+    runs.train("run", "train.stop_at=4")
+    folders = runs.folder / "run" / "checkpoints"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr(StandIn, "save", break_off)
         runs.train("run", "train.resume=latest", "train.stop_at=8")
-    assert checkpoint.latest(runs.folder / "run") == runs.folder / "run" / "checkpoints" / "step-4"
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
     runs.train("run", "train.resume=latest", "train.stop_at=8")
-    assert checkpoint.latest(runs.folder / "run") == runs.folder / "run" / "checkpoints" / "step-8"
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
 
 
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
@@ -232,17 +218,16 @@ def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
         runs.train("run", "train.resume=latest")
 
 
-def test_random_tokens_in_bfloat16_need_no_text(runs: Runs) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_random_tokens_need_no_text(runs: Runs, autocast: bool) -> None:
+    """With parameters in bfloat16; or in float32, where autocast leaves them."""
     override = "{kind: random, paths: [], sequence_length: 16}"
-    model = json.dumps({"dtype": "bfloat16", "gradient_checkpointing": True, "config": {"vocab_size": 64}})
-    summary = runs.train("run", f"data={override}", f"model={model}")
+    dtype = {"autocast": True} if autocast else {"dtype": "bfloat16", "gradient_checkpointing": True}
+    model = json.dumps({**dtype, "config": {"vocab_size": 64}})
+    summary = runs.train("run", f"data={override}", f"model={model}", "train.steps=4")
     assert summary.validation is None and summary.sample is None
-    assert {weight.dtype for weight in runs.weights("run", 12).values()} == {torch.bfloat16}
-
-
-def test_autocast_keeps_float32_parameters(runs: Runs) -> None:
-    runs.train("run", "model.autocast=true", "train.steps=4")
-    assert {weight.dtype for weight in runs.weights("run", 4).values()} == {torch.float32}
+    [found] = {weight.dtype for weight in runs.weights("run", 4).values()}
+    assert found is (torch.float32 if autocast else torch.bfloat16)
 
 
 def test_sample_and_summary(runs: Runs) -> None:
@@ -251,34 +236,14 @@ def test_sample_and_summary(runs: Runs) -> None:
     assert first.sample is not None and first.sample.startswith("the people") and len(first.sample) > 20
     assert first.sample == second.sample
     page = first.render()
-    assert first.validation is not None and f"{first.validation.nats_per_byte:.4f} nats per byte" in page
+    assert "0.5000 nats per byte (2.0000 per token), top-1 accuracy 41.0%" in str(Validation(2.0, 0.5, 0.41))
+    assert str(first.validation) in page
+    assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
+    assert [report.ranges(cores) for cores in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2,5,7-8"]
     for word in ("trainer", str(os.getpid()), "0-1", first.sample, "step-4", "loss.png"):
         assert word in page
     with Image.open(first.curve) as picture:
         assert picture.size == (1200, 675)
-
-
-def test_curve_shows_every_part(tmp_path: Path) -> None:
-    """A picture with training, validation and k differs from each with one part left out."""
-    training = [(step, 5 / step, 0.3) for step in range(1, 101)]
-    pictures = [
-        History(training, [(50, 0.5), (100, 0.2)]),
-        History(training, []),
-        History([(step, loss, 0.9) for step, loss, _ in training], [(50, 0.5), (100, 0.2)]),
-        History(training[:60], [(50, 0.5), (100, 0.2)]),
-    ]
-    drawn = set()
-    for number, history in enumerate(pictures):
-        path = tmp_path / f"{number}.png"
-        report.draw_curve(history, path, "a title")
-        with Image.open(path) as picture:
-            drawn.add(picture.tobytes())
-    assert len(drawn) == len(pictures)
-
-
-def test_smoothing_keeps_a_constant() -> None:
-    assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
-    assert report.smoothed([1.0, 2.0]) == [1.0, 2.0]
 
 
 def test_history_is_read_back_up_to_the_checkpoint(tmp_path: Path) -> None:
@@ -326,19 +291,17 @@ def test_an_interrupted_recipe_says_how_to_go_on(
         raise KeyboardInterrupt
 
     folder = runs.folder / "run"
-    command = ["trainer", str(runs.recipe_file), "--run-dir", str(folder)]
-    monkeypatch.setattr(sys, "argv", command)
-    for steps in (0, 4):
-        if steps:
-            runs.train("run", f"train.steps={steps}")
-            said = f"--set train.resume=latest resumes from {folder / 'checkpoints' / 'step-4'}"
-        else:
-            said = "no checkpoint to resume from: train.checkpoint_every=N"
+    monkeypatch.setattr(sys, "argv", ["trainer", str(runs.recipe_file), "--run-dir", str(folder)])
+    for said in (
+        "no checkpoint to resume from: train.checkpoint_every=N",
+        f"--set train.resume=latest resumes from {folder / 'checkpoints' / 'step-4'}",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(loop, "train", interrupt)
             assert trainer.main() == 130
         error = capsys.readouterr().err
         assert said in error and "Traceback" not in error
+        runs.train("run", "train.steps=4")
 
 
 def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,11 +315,3 @@ def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(part in shown for part in ("a line", "12,346 tok/s", "1.25 TFLOP/s", "MFU 31%", "k 0.40", "2.1 ms"))
         assert ("step 40/40: loss 1.5000" in shown) is not terminal
         assert shown.count("loss 1.5") == 20 or terminal
-
-
-def test_ranges_of_cores() -> None:
-    assert [report.ranges(cores) for cores in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2,5,7-8"]
-
-
-def test_validation_units() -> None:
-    assert "0.5000 nats per byte (2.0000 per token), top-1 accuracy 41.0%" in str(Validation(2.0, 0.5, 0.41))

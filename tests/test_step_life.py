@@ -76,33 +76,15 @@ def test_a_refusal_is_a_whole_sentence_and_changes_nothing_unless_it_is_fatal(st
 @settings(deadline=None)
 def test_any_walk_counts_steps_and_backwards(events: list[Event]) -> None:
     life = StepLife()
-    steps = backwards = 0
+    steps = backwards = ended = 0
     for event in events:
         after = TRANSITIONS.get((life.state, event))
         if not isinstance(after, State):
             continue
         steps += event is Event.STEP and life.state is State.COMMITTED
         backwards += event in (Event.BEGIN, Event.BEGIN_LAST)
+        ended = 0 if event in (Event.STEP, Event.DROP) else ended + (event is Event.END)
         life.on(event)
         life.check()
-        assert (life.step, life.backward) == (steps, backwards)
+        assert (life.step, life.backward, life.ended) == (steps, backwards, ended)
         assert life.state not in IN_BACKWARD or life.backward
-
-
-def test_a_step_of_several_backwards() -> None:
-    life = StepLife()
-    for event, state, ended in (
-        (Event.BEGIN, State.SUMMING, 0),
-        (Event.END, State.SUMMED, 1),
-        (Event.BEGIN_LAST, State.COMMITTING, 1),
-        (Event.END, State.COMMITTED, 2),
-        (Event.STEP, State.IDLE, 0),
-    ):
-        assert (life.on(event), life.ended) == (state, ended)
-    assert (life.step, life.backward) == (1, 2)
-
-
-def test_dropped_sums_begin_the_step_anew() -> None:
-    life = life_in(State.SUMMED)
-    assert life.on(Event.DROP) is State.IDLE
-    assert (life.step, life.ended, life.backward) == (0, 0, 1)

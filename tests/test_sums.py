@@ -65,7 +65,7 @@ def numbers(seed: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("window", [1, 4 * NUMEL, 10 * NUMEL, 1 << 20])
+@pytest.mark.parametrize("window", [1, 10 * NUMEL, 1 << 20])
 @pytest.mark.parametrize("backward", [False, True], ids=["same order", "other order"])
 def test_they_are_those_that_the_device_keeps(window: int, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever room there is for copies, and in whatever order they are needed."""

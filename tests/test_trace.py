@@ -24,31 +24,27 @@ def merged(run_dir: Path) -> list[dict[str, Any]]:
     return events
 
 
-def named(events: list[dict[str, Any]], name: str) -> list[Any]:
-    """The arguments of all metadata of this name."""
-    return [event["args"] for event in events if event["ph"] == "M" and event["name"] == name]
-
-
 def test_every_event_is_one_that_a_viewer_takes(tmp_path: Path) -> None:
     for role in trace.ROLES:
         writer = TraceWriter(tmp_path, Address(role, 0))
         writer.span("step", "step 0", 1.0, 1.5, step=0)
+        writer.span("step", "backwards", 2.0, 1.0)
         writer.instant("plans", "plan 0", 1.25, k=0.5)
         writer.counter("k", 1.5, k=0.5)
         writer.close()
     events = merged(tmp_path)
-    assert {(event["ph"], event["name"]) for event in events if event["ph"] != "M"} == {
-        ("X", "step 0"),
-        ("i", "plan 0"),
-        ("C", "k"),
-    }
+    told = {(event["ph"], event["name"]) for event in events if event["ph"] != "M"}
+    assert told == {("X", "step 0"), ("X", "backwards"), ("i", "plan 0"), ("C", "k")}
     for event in events:
         assert {"ph", "pid", "tid", "name"} <= event.keys(), event
         if event["ph"] != "M":
             assert event["ts"] >= 1e6, "microseconds"
-    [span, *_] = [event for event in events if event["ph"] == "X"]
-    assert (span["ts"], span["dur"], span["args"]) == (1e6, 5e5, {"step": 0})
+    [span, backwards, *_] = [event for event in events if event["ph"] == "X"]
+    assert (span["ts"], span["dur"], span["args"], backwards["dur"]) == (1e6, 5e5, {"step": 0}, 0.0)
     assert all(event["s"] == "t" for event in events if event["ph"] == "i")
+    trace.clear(tmp_path)
+    assert merged(tmp_path) == [] and not list(tmp_path.glob("*.tmp"))
+    trace.clear(tmp_path / "nowhere")
 
 
 def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
@@ -58,50 +54,27 @@ def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
             writer.span(track, "work", 0.0, 1.0)
         writer.close()
     events = merged(tmp_path)
-    assert {name["name"] for name in named(events, "process_name")} == {f"{role}-0" for role in trace.ROLES}
-    assert sorted(order["sort_index"] for order in named(events, "process_sort_index")) == [0, 1, 2]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {f"{role}-0" for role in trace.ROLES}
+    assert sorted(e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index") == [0, 1, 2]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert [threads[tid] for tid in sorted(threads, key=order.__getitem__)] == list(trace.TRACKS)
     assert {e["tid"] for e in events if e["ph"] == "X"} == threads.keys()
 
 
-def test_spans_that_overlap_get_lanes_and_others_share_one(tmp_path: Path) -> None:
+def test_spans_that_overlap_get_lanes_and_instants_take_none(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, Address("optimizer", 0))
     for name, began_s, ended_s in (("a", 0, 4), ("b", 1, 5), ("c", 2, 6), ("d", 4, 7), ("e", 7, 8), ("f", 7, 9)):
         writer.span("waiting", name, began_s, ended_s)
+        writer.instant("waiting", "instant", began_s)
     writer.span("H2D", "elsewhere", 0, 9)
     writer.close()
     events = written(tmp_path, "optimizer")
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     by_name = {e["name"]: lanes[e["tid"]] for e in events if e["ph"] == "X"}
-    assert by_name == {
-        "a": "waiting",
-        "b": "waiting 2",
-        "c": "waiting 3",
-        "d": "waiting",
-        "e": "waiting",
-        "f": "waiting 2",
-        "elsewhere": "H2D",
-    }
-
-
-def test_an_instant_takes_no_lane_and_frees_none(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, Address("coordinator", 0))
-    writer.span("plans", "long", 0.0, 9.0)
-    for at_s in (1.0, 2.0):
-        writer.instant("plans", "plan", at_s)
-    writer.span("plans", "beside it", 3.0, 9.0)
-    writer.close()
-    lane = {event["name"]: event["tid"] for event in written(tmp_path, "coordinator") if event["ph"] in "iX"}
-    assert lane["plan"] == lane["long"] != lane["beside it"]
-
-
-def test_a_span_never_takes_less_than_nothing(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, Address("trainer", 0))
-    writer.span("D2H", "backwards", 2.0, 1.0)
-    writer.close()
-    assert [event["dur"] for event in written(tmp_path) if event["ph"] == "X"] == [0.0]
+    assert by_name.pop("elsewhere") == "H2D"
+    assert list(by_name.values()) == ["waiting", "waiting 2", "waiting 3", "waiting", "waiting", "waiting 2"]
+    assert {lanes[e["tid"]] for e in events if e["ph"] == "i"} == {"waiting"}
 
 
 def test_events_are_written_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +101,3 @@ def test_a_line_that_was_never_finished_is_left_out(tmp_path: Path) -> None:
     second.counter("k", 3.0, k=0.75)
     second.close()
     assert [event["args"]["k"] for event in merged(tmp_path) if event["ph"] == "C"] == [0.25, 0.75]
-
-
-def test_without_events_there_is_a_file_without_events(tmp_path: Path) -> None:
-    assert merged(tmp_path) == []
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_an_earlier_runs_events_are_cleared(tmp_path: Path) -> None:
-    for role in trace.ROLES:
-        TraceWriter(tmp_path, Address(role, 0)).close()
-    assert len(named(merged(tmp_path), "process_name")) == 3
-    trace.clear(tmp_path)
-    assert merged(tmp_path) == []
-    trace.clear(tmp_path / "nowhere")
