@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,46 @@ def perceptron(width: int = 32, depth: int = 4, dtype: torch.dtype = torch.float
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]).to(dtype)
 
 
+class Poisoned(nn.Module):
+    """A perceptron, or another model, with gradients that are inf or NaN in chosen steps. The loop sets `step`.
+
+    `poison` has for each such step the number of the parameter, and the value.
+    """
+
+    def __init__(self, body: nn.Module, poison: dict[int, tuple[int, float]]) -> None:
+        super().__init__()
+        self.body, self.poison, self.step = body, poison, 0
+        for index, parameter in enumerate(body.parameters()):
+            parameter.register_hook(partial(self._poison, index))
+
+    def _poison(self, index: int, gradient: Tensor) -> Tensor | None:
+        where, value = self.poison.get(self.step, (-1, 0.0))
+        return gradient.index_fill(0, torch.tensor([1]), value) if where == index else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+def in_parts(model: nn.Module, step: int) -> Tensor:
+    """As `square_loss`, but the model itself is never called, only its children."""
+    x = vectors(step)
+    for block in model.children():
+        x = block(x)
+    loss: Tensor = (x - vectors(step).sin()).square().mean()
+    return loss
+
+
+def scale_by_hand(model: nn.Module, opt: Any, factor: float = 0.5) -> None:
+    """Write weights as `import_weights` wants it announced."""
+    if isinstance(opt, hytrain.AdamW):
+        opt.synchronize()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    opt.import_weights()
+
+
 def tokens(step: int, batch: int = 4, length: int = 16) -> Tensor:
     """The batch of one step, int64 (batch, length)."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -110,9 +151,7 @@ class Reference(torch.optim.AdamW):
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]] | None = None, **options: Any) -> None:
         groups = groups or [{"params": list(model.parameters())}]
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
-        copies = [
-            {**group, "params": [self._master(p) for p in group["params"] if p.requires_grad]} for group in groups
-        ]
+        copies = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
         super().__init__(copies, **options, fused=True)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -121,13 +160,19 @@ class Reference(torch.optim.AdamW):
         self.master_of[parameter] = nn.Parameter(parameter.detach().float())
         return self.master_of[parameter]
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for parameter, master in self.master_of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        super().step()
+        result = super().step(closure)
         with torch.no_grad():
             for parameter, master in self.master_of.items():
                 parameter.copy_(split(master.detach())[0])
+        return result
+
+    def import_weights(self) -> None:
+        """Make written weights the masters."""
+        for parameter, master in self.master_of.items():
+            master.data.copy_(parameter.data)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad()
@@ -157,14 +202,17 @@ def train(
 
 
 def same_as_torch(
-    run: Callable[[Any, Any], object], make: Callable[[], nn.Module] = perceptron, **options: Any
+    run: Callable[[Any, Any], object],
+    make: Callable[[], nn.Module] = perceptron,
+    groups_of: Callable[[nn.Module], list[dict[str, Any]] | None] = lambda model: None,
+    **options: Any,
 ) -> None:
     """`run(model, optimizer)` returns the same as with torch's fused AdamW, and leaves the same weights."""
     ours, theirs = make(), make()
     names = ("lr", "betas", "eps", "weight_decay", "maximize")
     numbers = {"lr": LR, **{name: options[name] for name in names if name in options}}
-    expected = run(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **numbers))
-    with adamw(ours, **options) as opt:
+    expected = run(theirs, Reference(theirs, groups_of(theirs), **numbers))
+    with adamw(ours, groups_of(ours), **options) as opt:
         assert run(ours, opt) == expected
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
