@@ -412,7 +412,8 @@ def refused(ran: subprocess.CompletedProcess[str], sentence: str) -> None:
 def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     """Recipes, programs and settings; before it starts anything, and when its processes do."""
     recipe, script, listed = write_recipe(tmp_path), tmp_path / "script.py", tmp_path / "list.yaml"
-    without_compiler = environment(CXX="no-such-compiler", HYTRAIN_CACHE=str(tmp_path / "cache"))
+    places = {"HYTRAIN_CACHE": str(tmp_path / "cache"), "HYTRAIN_RUN_DIR": str(tmp_path / "without-compiler")}
+    without_compiler = environment(CXX="no-such-compiler", **places)
     refused(cluster(recipe, "--set=optimizer.backend=native", env=without_compiler), "no-such-compiler.*='torch'")
     script.touch()
     listed.write_text("- a\n- list\n")
