@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, differing, gpt2, llama, perceptron, square_loss, tokens, weights
+from helpers import LR, differing, weights
+from small_models import gpt2, llama, perceptron, square_loss, tokens
 from torch import nn
 
 pytest.importorskip("accelerate")

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, language_loss, llama, perceptron, same_as_torch, square_loss, state, weights
+from helpers import adamw, differing, same_as_torch, state, weights
+from small_models import language_loss, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import UsageError
-from hytrain.memory.capacity import GpuMemory
 from hytrain.step.backward import Departure
-from hytrain.step.sums import DeviceSums, HostSums
 
 STEPS, MICRO = 12, 3
 
@@ -110,22 +109,6 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         model.zero_grad()
         with pytest.raises(UsageError, match="call opt.step"):
             square_loss(model, 2).backward()
-
-
-@pytest.mark.parametrize(
-    ("place", "free", "kind"),
-    [("device", 0, DeviceSums), ("host", None, HostSums), ("auto", None, DeviceSums), ("auto", 0, HostSums)],
-)
-def test_sums_lie_where_they_were_asked_to(
-    place: str, free: int | None, kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or where there is room."""
-    monkeypatch.setattr(GpuMemory, "free_bytes", lambda self: free)
-    model = perceptron()
-    with adamw(model, grad_accumulation=2, accumulate_on=place, k=0.5) as opt:
-        square_loss(model, 0).backward()
-        assert isinstance(opt._session.accumulation._sums, kind)
-        opt.step()
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    Poisoned,
-    adamw,
-    differing,
-    perceptron,
-    records,
-    square_loss,
-    state,
-    train,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
+from small_models import Poisoned, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
@@ -146,8 +136,8 @@ def test_a_skipped_step_leaves_every_bit_and_every_count() -> None:
 
 
 def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
-    model = make(torch.float32, {1: (0, math.inf), 3: (2, math.nan)})
-    with adamw(model, on_nonfinite="raise", k=0.5) as opt:
+    model = make(torch.float32, {1: (0, math.inf), 3: (2, math.nan), 5: (0, math.inf)})
+    with adamw(model, on_nonfinite="raise", k=0.0) as opt:
         train_poisoned(model, opt, 0)
         opt.synchronize()
         before = weights(model)
@@ -158,6 +148,10 @@ def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
         assert differing(weights(model), before) == []
         train_poisoned(model, opt, 2, 3)
         with pytest.raises(NonFiniteGradients, match="a gradient of step 3 was not finite"):
+            square_loss(model, 4).backward()
+        assert all(parameter.grad is None for parameter in model.parameters()), "the next would be added to it"
+        train_poisoned(model, opt, 5)
+        with pytest.raises(NonFiniteGradients, match="a gradient of step 4 was not finite"):
             opt.close()
 
 

@@ -14,22 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import (
-    CLUSTER,
-    SCRIPTS,
-    adamw,
-    cluster,
-    environment,
-    go_on,
-    perceptron,
-    read_until,
-    roles_below,
-    run,
-    square_loss,
-    started,
-    train,
-    write_recipe,
-)
+from helpers import adamw, train
+from programs import CLUSTER, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started, write_recipe
+from small_models import perceptron, square_loss
 
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError

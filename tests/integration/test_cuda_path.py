@@ -17,16 +17,15 @@ from helpers import (
     adamw,
     differing,
     keep,
-    perceptron,
     same_as_torch,
     same_bits,
     saved_and_loaded,
     scale_by_hand,
-    square_loss,
     state,
     train,
     weights,
 )
+from small_models import perceptron, square_loss
 from torch import nn
 
 import hytrain

@@ -21,18 +21,9 @@ from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
-from helpers import (
-    CLUSTER,
-    SCRIPTS,
-    adamw,
-    perceptron,
-    read_until,
-    roles_below,
-    square_loss,
-    started,
-    train,
-    vectors,
-)
+from helpers import adamw, train
+from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
+from small_models import perceptron, square_loss, vectors
 
 from hytrain.errors import ClusterError, WorkerDied
 

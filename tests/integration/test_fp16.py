@@ -9,22 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    Poisoned,
-    adamw,
-    differing,
-    keep,
-    llama,
-    perceptron,
-    same_bits,
-    saved_and_loaded,
-    square_loss,
-    state,
-    train,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import LR, adamw, differing, keep, same_bits, saved_and_loaded, state, train, wait_for_coordinator, weights
+from small_models import Poisoned, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain

@@ -11,19 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    adamw,
-    differing,
-    in_parts,
-    perceptron,
-    same_as_torch,
-    scale_by_hand,
-    square_loss,
-    train,
-    vectors,
-    weights,
-)
+from helpers import LR, adamw, differing, same_as_torch, scale_by_hand, train, weights
+from small_models import in_parts, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -125,19 +114,6 @@ def test_users_pre_hooks_see_new_weights() -> None:
         return model
 
     same_as_torch(lambda model, opt: train(model, opt, range(6), square_loss), pruned, k=0.0)
-
-
-def test_loaded_remainders_make_no_nan_with_other_weights() -> None:
-    model = perceptron(dtype=torch.bfloat16)
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(3), square_loss)
-        state = copy.deepcopy(opt.state_dict())
-        opt.load_state_dict(state)
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in model[1].state_dict().items()}
-        model[1].load_state_dict(zeros)
-        train(model, opt, [3], square_loss)
-        opt.synchronize()
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def test_a_handover_interrupted_before_its_end_ends_training_and_leaks_nothing(

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    adamw,
-    differing,
-    gpt2,
-    llama,
-    perceptron,
-    same_bits,
-    square_loss,
-    state,
-    train,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import adamw, differing, same_bits, state, train, wait_for_coordinator, weights
+from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain

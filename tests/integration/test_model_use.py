@@ -19,20 +19,16 @@ from helpers import (
     Reference,
     adamw,
     differing,
-    gpt2,
-    language_loss,
     on_waiting,
-    perceptron,
     process,
     same_as_torch,
     saved_and_loaded,
     scale_by_hand,
-    square_loss,
     train,
-    vectors,
     wait_for_coordinator,
     weights,
 )
+from small_models import gpt2, language_loss, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,21 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    adamw,
-    differing,
-    keep,
-    llama,
-    perceptron,
-    records,
-    same_as_torch,
-    square_loss,
-    state,
-    train,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import LR, adamw, differing, keep, records, same_as_torch, state, train, wait_for_coordinator, weights
+from small_models import llama, perceptron, square_loss
 from torch import nn
 
 import hytrain

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, llama, perceptron, same_as_torch, square_loss, train
+from helpers import adamw, same_as_torch, train
+from small_models import llama, perceptron, square_loss
 from torch import nn
 
 import hytrain
 from hytrain.errors import UsageError
-from hytrain.model.consumed import ConsumedGradient
 
 #: How torch's AdamW computes, or what HyTrain has no counterpart of.
 NOT_OFFERED = {"amsgrad", "foreach", "capturable", "differentiable", "fused"}
@@ -112,22 +112,6 @@ def test_an_interrupted_forward_does_no_harm() -> None:
 
 def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_after_an_interrupted_backward_another_optimizer_can_train() -> None:
-    """Markers of gradients that are gone would meet its own."""
-    model = perceptron()
-    with adamw(model, k=1.0) as opt:
-        train(model, opt, range(2), square_loss)
-        stop = model[1][0].weight.register_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            square_loss(model, 2).backward()
-        stop.remove()
-        assert {type(p.grad) for p in model.parameters()} == {type(None), ConsumedGradient}
-    assert all(p.grad is None for p in model.parameters())
-    with adamw(model, k=1.0) as opt:
-        train(model, opt, range(2), square_loss)
-        assert opt.statistics().step == 2
 
 
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "LambdaLR"])

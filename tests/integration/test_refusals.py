@@ -8,28 +8,15 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    adamw,
-    cluster,
-    differing,
-    environment,
-    perceptron,
-    run,
-    square_loss,
-    train,
-    train_recipe,
-    vectors,
-    weights,
-    write_recipe,
-)
+from helpers import LR, adamw, differing, train, weights
+from programs import cluster, environment, train_recipe, write_recipe
+from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -368,8 +355,8 @@ def test_after_an_exception_in_backward_only_a_checkpoint_helps(k: float, tmp_pa
             for go_on in (opt.step, opt.synchronize, opt.state_dict, model.state_dict, lambda: square_loss(model, 0)):
                 with pytest.raises(UsageError, match="load a checkpoint"):
                     go_on()
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.load_state_dict(torch.load(tmp_path / "model.pt"))
-    model.zero_grad()
     with adamw(model, k=k) as opt:
         opt.load(tmp_path / "optimizer")
         train(model, opt, range(5, 10), square_loss)
@@ -378,28 +365,19 @@ def test_after_an_exception_in_backward_only_a_checkpoint_helps(k: float, tmp_pa
 
 # ---------------------------------------------------------------- recipes, and the command line
 
-#: kind: (overrides, the words that help); what the file alone decides is in tests/test_recipe_config.py
-RECIPES: dict[str, tuple[list[str], str]] = {
-    "missing text": (["data.paths=[no-such-file.txt]"], r"no-such-file\.txt"),
-    "empty text": (["data.paths=[empty.txt]"], "empty"),
-    "batch too long": (["data.sequence_length=64"], "64"),
-    "missing GPU": (["train.device=cuda"], "cuda|GPU"),
-    "too little memory": (["optimizer.k=0"], "host memory"),
-}
 
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_recipes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "missing GPU" and torch.cuda.is_available():
-        pytest.skip("it is not missing")
-    if kind == "too little memory":
-        monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10000")
-    overrides, sentence = RECIPES[kind]
-    (tmp_path / "empty.txt").touch()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(HyTrainError, match=sentence) as raised:
-        train_recipe(write_recipe(tmp_path), tmp_path / "run", *overrides)
-    one_sentence(raised.value)
+def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file alone decides, and the text, are in tests/test_recipe_config.py and tests/test_recipe_data.py."""
+    monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for override, sentence in (
+        ("data.sequence_length=64", "64"),
+        ("train.device=cuda", "cuda|GPU"),
+        ("optimizer.k=0", "host memory"),
+    ):
+        with pytest.raises(HyTrainError, match=sentence) as raised:
+            train_recipe(write_recipe(tmp_path), tmp_path / "run", override)
+        one_sentence(raised.value)
 
 
 def refused(ran: subprocess.CompletedProcess[str], sentence: str) -> None:
@@ -423,11 +401,3 @@ def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     refused(cluster(script, env=environment(HYTRAIN_THREADS="many")), "threads")
     refused(cluster(tmp_path / "missing.yaml"), re.escape(str(tmp_path / "missing.yaml")))
     refused(cluster("--dry-run", script), "is for recipes")
-
-
-def test_a_plain_script_ends_with_the_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import torch, hytrain\nhytrain.AdamW(torch.nn.Linear(2, 2), cores='99999')\n")
-    ran = run(sys.executable, script)
-    assert ran.returncode == 1
-    assert re.match(r"hytrain\.errors\.ConfigError: .*core", ran.stderr.splitlines()[-1])

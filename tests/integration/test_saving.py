@@ -11,25 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    Reference,
-    adamw,
-    differing,
-    gpt2,
-    keep,
-    llama,
-    perceptron,
-    saved_and_loaded,
-    square_loss,
-    state,
-    train,
-    train_recipe,
-    vectors,
-    weights,
-    write_recipe,
-)
+from helpers import LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
+from programs import train_recipe, write_recipe
 from safetensors.torch import load_file, save_file
+from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 

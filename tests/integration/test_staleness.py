@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, on_waiting, perceptron, process, square_loss, train, weights
+from helpers import LR, Reference, adamw, differing, on_waiting, process, train, weights
+from small_models import perceptron, square_loss
 
 from hytrain.memory.transfer import Copy, HostTransfers, Stream, Transfer
 from hytrain.model.lifecycle import InvalidTransition

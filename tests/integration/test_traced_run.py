@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train, wait_for_coordinator
+from helpers import adamw, train, wait_for_coordinator
+from programs import CLUSTER, SCRIPTS, run
+from small_models import llama
 
 from hytrain.run import trace
 from protocol.address import Address

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import differing, gpt2, llama, tokens, weights
+from helpers import differing, weights
+from small_models import gpt2, llama, tokens
 from torch import nn
 from torch.utils.data import IterableDataset
 
