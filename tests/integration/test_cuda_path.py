@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    adamw,
-    differing,
-    keep,
-    same_as_torch,
-    same_bits,
-    saved_and_loaded,
-    scale_by_hand,
-    state,
-    train,
-    weights,
-)
+from helpers import adamw, differing, keep, same_as_torch, same_bits, scale_by_hand, state, train, weights
 from small_models import perceptron, square_loss
 from torch import nn
 
@@ -105,7 +94,7 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
     with adamw(whole, k=k) as opt:
         train(whole, opt, range(6), square_loss)
         loads = [keep(opt, form, tmp_path) for form in ("files", "dictionary")]
-        kept = saved_and_loaded(whole.state_dict())
+        kept = weights(whole)
         train(whole, opt, range(6, 12), square_loss)
         expected = state(opt) | weights(whole)
     for load in loads:

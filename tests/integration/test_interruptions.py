@@ -1,13 +1,10 @@
-"""What comes in between: Ctrl-C at awkward places, other threads, forks, readers that nobody announced."""
+"""What comes in between: Ctrl-C in a construction, other threads, forks, readers that nobody announced."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -29,26 +26,6 @@ from hytrain.run.link import Link
 # ---------------------------------------------------------------- Ctrl-C
 
 
-def test_interrupted_in_its_report_a_step_is_over(tmp_path: Path) -> None:
-    def run(model: nn.Module, opt: Any) -> None:
-        train(model, opt, range(3), square_loss)
-        square_loss(model, 3).backward()
-        if isinstance(opt, hytrain.AdamW):
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(opt._engine._meter, "end_step", lambda step: signal.raise_signal(signal.SIGINT))
-                opt.step()
-            opt.save(tmp_path / "saved")
-            assert json.loads((tmp_path / "saved" / "index.json").read_text())["steps"] == 4
-        else:
-            opt.step()
-        opt.zero_grad()
-        train(model, opt, range(4, 7), square_loss)
-
-    same_as_torch(run, k=0.5)
-
-
-def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both optimizers are of one run, and arenas go to the one that has sent its table."""
 
     def interrupt(self: Link, *arguments: Any) -> NoReturn:
         self._arenas.connect(arena_socket(self._cluster.socket_dir, self.address.rank))
@@ -250,7 +227,7 @@ def test_what_was_compiled_before_waits_too(again: bool) -> None:
                 opt._session.rebuild()
 
 
-# ---------------------------------------------------------------- defaults, and what is left behind
+# ---------------------------------------------------------------- defaults
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

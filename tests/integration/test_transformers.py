@@ -182,15 +182,6 @@ def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
             opts[0].step()
 
 
-def test_the_model_of_a_trainer_that_is_there_is_not_free(tmp_path: Path) -> None:
-    model = gpt2()
-    first, second = (make_trainer(model, tmp_path) for _ in range(2))
-    with adopted(first) as opt:
-        with pytest.raises(UnsupportedError, match="another hytrain.AdamW trains"):
-            adopt(second)
-        opt.synchronize()
-
-
 @pytest.mark.parametrize(("make", "dtype"), [(gpt2, torch.float32), (llama, torch.bfloat16)])
 def test_resumed_at_another_k_it_is_the_run_that_went_through(
     tmp_path: Path, make: Callable[..., nn.Module], dtype: torch.dtype
@@ -320,11 +311,9 @@ class Counter(TrainerCallback):
         assert state.global_step
 
 
-@pytest.mark.parametrize("callback", [Reporter, Counter])
-def test_without_callbacks_that_may_read_weights_nothing_waits(
-    callback: type[TrainerCallback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=[callback()])
+def test_without_callbacks_that_may_read_weights_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = [Reporter(), Counter()]
+    trainer = make_trainer(gpt2(), tmp_path, save_strategy="no", eval_strategy="no", callbacks=callbacks)
     with adopted(trainer) as opt:
         calls = []
         monkeypatch.setattr(opt, "synchronize", lambda: calls.append(trainer.state.global_step))
@@ -369,12 +358,14 @@ def test_what_hytrain_cannot_follow(made: dict[str, Any], given: dict[str, Any],
     assert trainer.optimizer is None, "nothing was started"
 
 
-def test_a_trainer_that_has_an_optimizer_or_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_is_there_already_and_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt2()
     trainer = make_trainer(model, tmp_path, optimizers=(torch.optim.AdamW(model.parameters()), None))
     with pytest.raises(UnsupportedError, match="the Trainer has an optimizer already"):
         adopt(trainer)
-    trainer = make_trainer(model, tmp_path)
+    first, trainer = (make_trainer(model, tmp_path) for _ in range(2))
+    with adopted(first), pytest.raises(UnsupportedError, match="another hytrain.AdamW trains"):
+        adopt(trainer)
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
     with pytest.raises(UnsupportedError, match="DataParallel over 2 GPUs is not supported"):
         adopt(trainer)
