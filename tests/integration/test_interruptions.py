@@ -23,9 +23,9 @@ from hytrain.model.consumed import ConsumedGradient
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.link import Link
 
-# ---------------------------------------------------------------- Ctrl-C
 
-
+def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both optimizers are of one run, and arenas go to the one that has sent its table."""
 
     def interrupt(self: Link, *arguments: Any) -> NoReturn:
         self._arenas.connect(arena_socket(self._cluster.socket_dir, self.address.rank))
