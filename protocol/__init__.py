@@ -1,9 +1,9 @@
-"""The language HyTrain's processes speak: messages, their encoding, tensor handles, handshake, channels.
+"""Everything that crosses a process boundary: messages, their encoding, tensor handles, the handshake, channels.
 
-Owns everything that crosses a process boundary, and nothing else: no torch, no decisions.
+It imports no torch and makes no decisions.
 """
 
 from __future__ import annotations
 
-#: Tells this package from a user's own module of the same name.
+#: Distinguishes this package from a user's own module of the same name.
 HYTRAIN = True

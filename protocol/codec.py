@@ -1,9 +1,9 @@
-"""Messages to bytes and back: the only module that knows msgpack.
+"""Encodes messages as bytes and decodes them. The only module that imports msgpack.
 
 A frame is the msgpack array `[version, tag, token, [role, rank], seq, fields]`: the protocol's version, the message's
-class name, the run's secret token, the sender's address and running number, and the fields in their declared order.
-`decode` trusts nothing: what it returns is a message of the declared types and ranges, and whatever else arrives is a
-`WireError` with a reason, for the receiver to log and drop.
+class name, the run's secret token, the sender's address, its sequence number, and the fields in their declared order.
+`decode` trusts no input. It returns a message with the declared types and ranges, or raises a `WireError` whose reason
+the receiver logs before it drops the frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from protocol.messages import Message
 VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 16 << 20
 
-_TYPES: Final[dict[str, type]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+MESSAGES: Final[dict[str, type[Message]]] = {
+    name: cls for name, cls in vars(messages).items() if isinstance(cls, type) and Message in cls.__bases__
+}
 T = TypeVar("T")
 
 
@@ -36,7 +38,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded frame: the message, its sender, and the sender's running number."""
+    """A decoded frame: the message, its sender, and the sender's sequence number."""
 
     message: Message
     sender: Address
@@ -44,9 +46,9 @@ class Envelope:
 
 
 def encode(message: Message, *, token: str, sender: Address, seq: int) -> bytes:
-    """`message` as one frame. Raises `WireError` if it is larger than a receiver would take."""
+    """`message` as one frame. Raises `WireError` if it is larger than `MAX_FRAME_BYTES`."""
     parts = [VERSION, type(message).__name__, token, _plain(sender), seq, _plain(message)]
-    # A path that is no UTF-8 has lone surrogates in Python: they are spelled out rather than fatal.
+    # Python represents a path that is not UTF-8 with lone surrogates. They are escaped here instead of failing.
     frame: bytes = msgpack.packb(parts, unicode_errors="backslashreplace")
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} takes {len(frame)} bytes, above {MAX_FRAME_BYTES}")
@@ -54,7 +56,7 @@ def encode(message: Message, *, token: str, sender: Address, seq: int) -> bytes:
 
 
 def decode(frame: bytes, *, token: str) -> Envelope:
-    """The message in `frame`. Raises `WireError`, never anything else, for whatever is not one."""
+    """The message in `frame`. Raises `WireError`, and no other exception, for anything else."""
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(frame)} bytes, above {MAX_FRAME_BYTES}")
     try:
@@ -65,15 +67,15 @@ def decode(frame: bytes, *, token: str) -> Envelope:
         raise WireError("not an array of version, tag, token, sender, seq, fields")
     version, tag, claimed, sender, seq, fields = parts
     if type(version) is not int or version != VERSION:
-        raise WireError(f"version {version!r}, this is {VERSION}")
+        raise WireError(f"version {version!r}, expected {VERSION}")
     if not isinstance(claimed, str) or not hmac.compare_digest(claimed.encode(), token.encode()):
         raise WireError("wrong run token")
-    if not isinstance(tag, str) or tag not in _TYPES:
+    if not isinstance(tag, str) or tag not in MESSAGES:
         raise WireError(f"unknown message {tag!r}")
     if type(seq) is not int or seq < 0:
         raise WireError(f"{tag}: sequence number {seq!r}")
     address = _build(Address, sender, f"{tag}: sender")
-    return Envelope(typing.cast(Message, _build(_TYPES[tag], fields, tag)), address, seq)
+    return Envelope(_build(MESSAGES[tag], fields, tag), address, seq)
 
 
 def _plain(value: Any) -> Any:
@@ -102,7 +104,7 @@ def _build(cls: type[T], fields: Any, where: str) -> T:
 
 
 def _check(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type that `hint` declares, or a `WireError` that names the field."""
+    """`value` as the type `hint` declares. Raises a `WireError` that names the field."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         if not isinstance(value, list):

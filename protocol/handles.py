@@ -1,18 +1,18 @@
-"""Where a layer's arrays lie in its arena, and the checks on every handle to them.
+"""The layout of a layer's arrays in its arena, and the checks of every handle to them.
 
-An arena is one shared-memory file for one layer, holding its planes one after the other. Both sides
-compute the layout from the layer table, so what travels is a layer ID and a size that must agree with it:
+An arena is a shared-memory file that contains the planes of one layer, one after the other. Both processes compute the
+layout from the layer table. A message therefore only has the layer ID and a size, which must match the layout:
 
     arena of layer l
     | grads | weights | remainder | exp_avg | exp_avg_sq |      each plane starts on a page
       └ segment 0 | segment 1 | …                               each segment on 128 elements
 
-Where updates may have to be undone, the planes that they write are there twice, in bank 0 and bank 1, whose planes have
-a prime. Which bank holds is agreed on segment by segment, update by update (`messages.WeightsReady`).
+If updates may have to be undone, the planes that they write exist twice: in bank 0 and in bank 1, whose planes have a
+prime. `messages.WeightsReady` says for each update which bank of each segment is current.
 
     | grads | weights | weights' | remainder | exp_avg | exp_avg_sq | remainder' | exp_avg' | exp_avg_sq' |
 
-Trainer and optimizer map all or a part of it; sizes are bytes, offsets count from the arena's start.
+Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offsets count from the arena's start.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Final
 from protocol.messages import Layer, Segment
 
 PLANES: Final = ("grads", "weights", "remainder", "exp_avg", "exp_avg_sq")
-#: What an update writes, and what a second bank has again.
+#: The planes that an update writes. A second bank has copies of them.
 BANKED_PLANES: Final = PLANES[1:]
-#: Those of each bank that the trainer works with all the time; they come first.
+#: The planes that the trainer uses in every step, in all banks. They come first.
 SHARED_PLANES: Final = ("grads", "weights")
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2}
-#: The dtype of a segment's `remainder`, by that of its weights: with bfloat16, what they lack of the float32 master;
-#: with float16, which is no part of a float32, all of it.
+#: The dtype of a segment's `remainder` for each dtype of its weights. For bfloat16 weights, it has the part of the
+#: float32 master that they lack; for float16 weights, the whole master, since a float16 is not part of a float32.
 REMAINDER_DTYPES: Final = {"bfloat16": "int16", "float16": "float32", "float32": None}
 PAGE_BYTES: Final = 4096
 ALIGN_ELEMENTS: Final = 128
 
 
 class HandleError(ValueError):
-    """A handle that does not fit the layer table: wrong size, bounds or dtype."""
+    """A handle that does not match the layer table: wrong size, bounds or dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHandle:
-    """One segment's array in one plane: `numel` elements of `dtype`, `offset` bytes into the arena of `lid`."""
+    """One segment's array in one plane: `numel` elements of `dtype`, `offset` bytes into the arena of layer `lid`."""
 
     lid: int
     plane: str
@@ -57,10 +57,7 @@ class TensorHandle:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The arena of one layer. `handles[plane][i]` is segment i there, None where it has no such array.
-
-    `plane` is a name from `planes_of(banks)`.
-    """
+    """The arena of one layer. `handles[plane][i]` is segment i's array in a plane of `planes_of(banks)`, or None."""
 
     lid: int
     banks: int
@@ -71,34 +68,28 @@ class ArenaLayout:
 
     @property
     def numel(self) -> int:
-        """The layer's parameters."""
+        """The number of parameters in the layer."""
         return sum(handle.numel for handle in self.handles["weights"] if handle is not None)
 
     @property
     def state_nbytes(self) -> int:
-        """Remainder and moments in one bank: what a GPU holds of a layer that it owns, beside the weights."""
+        """Bytes of remainder and moments in one bank: the optimizer state of a layer that the GPU owns."""
         return sum(self.plane_nbytes[plane] for plane in PLANES[2:])
 
 
 def plane_dtype(plane: str, segment: Segment) -> str | None:
-    """The dtype of `segment` in `plane`; None if it has no array there (float32 weights need no remainder)."""
-    kind = plane.removesuffix("'")
-    if kind == "grads":
-        return segment.grads_dtype
-    if kind == "weights":
-        return segment.dtype
-    if kind == "remainder":
-        return REMAINDER_DTYPES[segment.dtype]
-    return "float32"
+    """The dtype of `segment` in `plane`, or None if it has no array there (float32 weights need no remainder)."""
+    dtypes = {"grads": segment.grads_dtype, "weights": segment.dtype, "remainder": REMAINDER_DTYPES[segment.dtype]}
+    return dtypes.get(plane.removesuffix("'"), "float32")
 
 
 def bank_plane(plane: str, bank: int) -> str:
-    """The name of one of `BANKED_PLANES` in bank 0 or 1."""
+    """The name of a plane of `BANKED_PLANES` in bank 0 or 1."""
     return plane + "'" * bank
 
 
 def planes_of(banks: int) -> tuple[str, ...]:
-    """The planes of an arena with one bank or two, in their order: those first that are shared."""
+    """The planes of an arena with one or two banks, in order. The shared planes come first."""
     shared = [bank_plane("weights", bank) for bank in range(banks)]
     state = [bank_plane(plane, bank) for bank in range(banks) for plane in BANKED_PLANES if plane != "weights"]
     return ("grads", *shared, *state)
@@ -118,14 +109,7 @@ def layout(layer: Layer, banks: int = 1) -> ArenaLayout:
                 row.append(None)
                 continue
             row.append(
-                TensorHandle(
-                    lid=layer.lid,
-                    plane=plane,
-                    segment=index,
-                    offset=offset,
-                    numel=segment.numel,
-                    dtype=dtype,
-                )
+                TensorHandle(lid=layer.lid, plane=plane, segment=index, offset=offset, numel=segment.numel, dtype=dtype)
             )
             offset += _round_up(segment.numel, ALIGN_ELEMENTS) * DTYPE_BYTES[dtype]
         offset = _round_up(offset, PAGE_BYTES)
@@ -136,23 +120,23 @@ def layout(layer: Layer, banks: int = 1) -> ArenaLayout:
 
 
 def check_arena(expected: ArenaLayout, *, lid: int, nbytes: int, file_bytes: int) -> None:
-    """Raise `HandleError` unless an announced arena is the layout's, and its file really is that large."""
+    """Raise `HandleError` unless the announced arena matches the layout and its file has that size."""
     if lid != expected.lid:
-        raise HandleError(f"arena of layer {lid} came where layer {expected.lid} was expected")
+        raise HandleError(f"arena of layer {lid} arrived, but layer {expected.lid} was expected")
     if nbytes != expected.nbytes or file_bytes != expected.nbytes:
         raise HandleError(
             f"arena of layer {lid}: {nbytes} bytes announced, {file_bytes} in the file, "
-            f"{expected.nbytes} by the layer table"
+            f"{expected.nbytes} in the layer table"
         )
 
 
 def check_handle(handle: TensorHandle, expected: ArenaLayout) -> None:
-    """Raise `HandleError` unless `handle` names an array of the layer, with its dtype and inside its bounds."""
+    """Raise `HandleError` unless `handle` is an array of the layer, with its dtype and within its bounds."""
     if handle.lid != expected.lid or handle.plane not in expected.handles:
         raise HandleError(f"no plane {handle.plane!r} of layer {handle.lid} in this arena")
     row = expected.handles[handle.plane]
     if not 0 <= handle.segment < len(row) or row[handle.segment] != handle:
-        raise HandleError(f"{handle} is not what the layer table says: {row}")
+        raise HandleError(f"{handle} does not match the layer table: {row}")
     if handle.offset < 0 or handle.offset + handle.nbytes > expected.nbytes:
         raise HandleError(f"{handle} reaches beyond the arena's {expected.nbytes} bytes")
 

@@ -3,8 +3,8 @@
     worker        NEW ──hello()──▶ GREETED ──Welcome──▶ WELCOMED ──ready()──▶ READY
     coordinator   absent ──Hello──▶ joined ──Ready──▶ ready            one entry for each address
 
-A step out of order is a `HandshakeError` that tells the story so far. A worker sends READY only after its construction
-has succeeded, so whoever waits for it learns of a failed start from the worker's death.
+A step out of order raises a `HandshakeError` that names the current phase. A worker sends READY only after it was
+constructed successfully. A process that waits for READY notices a failed start by the worker's death.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from protocol.messages import Hello, Ready, Welcome
 
 
 class HandshakeError(RuntimeError):
-    """A process said something that its place in the handshake does not allow."""
+    """A process sent a message that its phase of the handshake does not allow."""
 
 
 class Phase(Enum):
@@ -27,7 +27,7 @@ class Phase(Enum):
 
 
 class WorkerHandshake:
-    """The side of the process that joins."""
+    """The joining process's side."""
 
     def __init__(self, address: Address, *, pid: int, inbox: str) -> None:
         self._address, self._pid, self._inbox = address, pid, inbox
@@ -51,7 +51,7 @@ class WorkerHandshake:
 
 
 class RunHandshake:
-    """The coordinator's side: who has joined, who is ready."""
+    """The coordinator's side: which processes have joined, and which are ready."""
 
     def __init__(self, *, run_name: str, pid: int) -> None:
         self._welcome = Welcome(run_name=run_name, coordinator_pid=pid)
@@ -59,7 +59,7 @@ class RunHandshake:
         self._ready: dict[Address, Ready] = {}
 
     def on_hello(self, sender: Address, hello: Hello) -> Welcome:
-        """The answer to a Hello. An address can join once: a second process with it is refused."""
+        """The answer to a Hello. Refuses a second process with the same address."""
         known = self._joined.get(sender)
         if known is not None:
             raise HandshakeError(f"{sender} joined as process {known.pid}, now {hello.pid} says Hello")
@@ -72,20 +72,17 @@ class RunHandshake:
         self._ready[sender] = ready
 
     def leave(self, address: Address) -> None:
-        """The process said Goodbye: another may join with its address."""
+        """The process said Goodbye. Another one may join with its address."""
         self._joined.pop(address, None)
         self._ready.pop(address, None)
 
-    def is_ready(self, address: Address) -> bool:
-        return address in self._ready
-
     @property
     def joined(self) -> dict[Address, Hello]:
-        """Who has joined, with what their Hello told, in the order in which they came."""
+        """The processes that have joined, with their Hello, in the order of joining."""
         return dict(self._joined)
 
     def detail(self, address: Address) -> str:
-        """What the process told of itself when it became ready."""
+        """The `detail` of the process's Ready, or "starting" before it."""
         known = self._ready.get(address)
         return known.detail if known else "starting"
 

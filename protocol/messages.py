@@ -1,4 +1,4 @@
-"""Every message of a run, in the order of a gradient's life. Data only; `codec` puts them on the wire.
+"""All messages between the processes of a run. Data only; `codec` encodes and decodes them.
 
     handshake   Hello -> Welcome -> Ready
     layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
@@ -7,10 +7,9 @@
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
     the end     Failure, SessionEnded, Goodbye
 
-Names: a fact (`GradReady`) or an order (`Reassign`). Values that cannot be are refused on construction,
-so a message that decodes is in range; whether it fits the layer table is for its receiver to check.
-Who sent a message is not in it: the envelope names the sender's address.
-Units are in the names; times are seconds of the node's monotonic clock.
+A message is named after a fact (`GradReady`) or an order (`Reassign`). Construction rejects values that are out of
+range, so every decoded message is in range. The receiver checks whether it fits the layer table. A message does not
+name its sender; the envelope has the sender's address. Times are seconds of the node's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,10 +21,16 @@ from dataclasses import dataclass
 from protocol.address import Address
 from protocol.placement import PLACEMENTS, Placement
 
-#: Of the weights, each with those that their gradients may have.
+#: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
+
+
+class Message:
+    """The base class of everything that is sent on its own."""
+
+    __slots__ = ()
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -34,7 +39,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _require_inbox(name: str) -> None:
-    _require(_INBOX.fullmatch(name) is not None, f"{name!r} is no name of an inbox")
+    _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
 
 
 def _require_placements(placements: tuple[str, ...]) -> None:
@@ -46,8 +51,8 @@ def _require_placements(placements: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """A worker to the coordinator: here I am. `inbox` is the name of its inbox in the run's socket folder."""
+class Hello(Message):
+    """Worker to coordinator: the first message. `inbox` names the worker's inbox in the run's socket folder."""
 
     pid: int
     inbox: str
@@ -58,16 +63,16 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """The coordinator to a worker: you belong to this run."""
+class Welcome(Message):
+    """Coordinator to worker: the answer to Hello. The worker belongs to this run."""
 
     run_name: str
     coordinator_pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A worker to the coordinator, as the last act of a successful construction."""
+class Ready(Message):
+    """Worker to coordinator, after the worker has been constructed successfully."""
 
     detail: str
 
@@ -77,7 +82,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One parameter, or one piece of it, inside a layer. `group` is the index of its parameter group."""
+    """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group."""
 
     name: str
     numel: int
@@ -88,16 +93,14 @@ class Segment:
     def __post_init__(self) -> None:
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
         _require(self.dtype in GRADS_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
-        _require(
-            self.grads_dtype in GRADS_DTYPES[self.dtype],
-            f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients",
-        )
-        _require(self.group >= 0, "a parameter group's index is not negative")
+        known = self.grads_dtype in GRADS_DTYPES[self.dtype]
+        _require(known, f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients")
+        _require(self.group >= 0, "the index of a parameter group cannot be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What is scheduled and moved as one: a stable ID, its position in the forward order, its segments."""
+    """The unit of scheduling and moving: a stable ID, the position in the forward order, and the segments."""
 
     lid: int
     position: int
@@ -105,7 +108,7 @@ class Layer:
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
-        _require(self.lid >= 0 and self.position >= 0, "layer IDs and positions are not negative")
+        _require(self.lid >= 0 and self.position >= 0, "layer IDs and positions cannot be negative")
         _require(len(self.segments) > 0, f"layer {self.lid} has no segments")
 
     @property
@@ -114,16 +117,16 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTable:
-    """The trainer to the coordinator, and on to the optimizer: the layers, and how the user wants them placed.
+class LayerTable(Message):
+    """Trainer to coordinator, which forwards it to the optimizer before the first plan: layers and the user's wishes.
 
-    It takes that way so that it reaches the optimizer before the first plan, which the coordinator sends after it.
-
-    `inbox` is the trainer's, as in its Hello: the optimizer writes to it.
-    `awaits_verdict`: updates hold only after the end of backward. `speculate`: whether the CPU makes them before that,
-    None if the coordinator is to choose. `k` is None for "auto". `gpu_bytes` bounds the optimizer state of GPU-owned
-    layers, None if unknown. `continues`: the last trainer's training goes on with these layers, as it was commanded to.
-    `threads`, which the coordinator adds: how many are to update on the CPU, None for as many as it begins with.
+    `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
+    `awaits_verdict`: updates become final only at the end of backward.
+    `speculate`: whether the CPU updates before that; None lets the coordinator choose.
+    `k`: None means "auto".
+    `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
+    `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
+    `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
     """
 
     layers: tuple[Layer, ...]
@@ -141,33 +144,29 @@ class LayerTable:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        _require(len(self.layers) > 0, "a layer table needs a layer")
+        numbers = list(range(len(self.layers)))
+        _require(len(numbers) > 0, "a layer table needs a layer")
         _require_inbox(self.inbox)
-        _require(
-            [layer.lid for layer in self.layers] == list(range(len(self.layers))),
-            "layer IDs must be 0, 1, 2, … in the table's order",
-        )
-        _require(
-            sorted(layer.position for layer in self.layers) == list(range(len(self.layers))),
-            "positions must be a permutation of 0, 1, 2, …",
-        )
+        _require([layer.lid for layer in self.layers] == numbers, "layer IDs must be 0, 1, 2, … in the table's order")
+        positions = sorted(layer.position for layer in self.layers)
+        _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
-        _require(self.awaits_verdict or self.speculate is False, "without a verdict there is nothing to be ahead of")
+        _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
 
     @property
     def banks(self) -> int:
-        """How many banks of planes a CPU-owned layer has: two, if its updates may have to be undone."""
+        """The number of banks of a CPU-owned layer: two if its updates may have to be undone."""
         return 1 if self.speculate is False else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Trainer or optimizer to the coordinator, before the first step: what one parameter takes, in seconds.
+class Calibration(Message):
+    """Trainer or optimizer to coordinator, before the first step: seconds per parameter.
 
-    The copies of one parameter's gradient out and of its weight in, and one parameter's update on CPU and GPU.
-    None where the sender cannot know.
+    `d2h_s`: copying the gradient to the host. `h2d_s`: copying the weight to the GPU. The other two: the update on the
+    CPU and on the GPU. None if the sender cannot know.
     """
 
     d2h_s: float | None = None
@@ -177,12 +176,12 @@ class Calibration:
 
     def __post_init__(self) -> None:
         given = (self.d2h_s, self.h2d_s, self.cpu_update_s, self.gpu_update_s)
-        _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds a parameter, above 0")
+        _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds per parameter are in (0, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PositionsLearned:
-    """The trainer to optimizer and coordinator: the observed forward order; `positions[lid]`."""
+class PositionsLearned(Message):
+    """Trainer to optimizer and coordinator: the observed forward order, as `positions[lid]`."""
 
     positions: tuple[int, ...]
 
@@ -191,14 +190,14 @@ class PositionsLearned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanesReady:
-    """The optimizer to the trainer, beside the descriptor of a layer's arena (SCM_RIGHTS): touched, zeroed."""
+class PlanesReady(Message):
+    """Optimizer to trainer, with the descriptor of a layer's arena (SCM_RIGHTS). The memory is touched and zeroed."""
 
     lid: int
     nbytes: int
 
     def __post_init__(self) -> None:
-        _require(self.lid >= 0 and self.nbytes > 0, "a layer's arena has an ID and a size")
+        _require(self.lid >= 0 and self.nbytes > 0, "an arena needs a layer ID and a size")
 
 
 # ---------------------------------------------------------------- a step
@@ -206,7 +205,7 @@ class PlanesReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHyper:
-    """One parameter group's hyperparameters as read when the step's last backward begins."""
+    """The hyperparameters of one parameter group, read when the step's last backward begins."""
 
     lr: float
     beta1: float
@@ -217,10 +216,10 @@ class GroupHyper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBegin:
-    """The trainer to the optimizer, before the step's first GradReady.
+class StepBegin(Message):
+    """Trainer to optimizer, before the step's first GradReady.
 
-    `awaits_verdict`: gradients may have to be scaled, or left alone; a Verdict follows, and no WeightsReady before it.
+    `awaits_verdict`: a Verdict will scale the gradients or skip the step. No WeightsReady may be sent before it.
     """
 
     step: int
@@ -228,15 +227,15 @@ class StepBegin:
     awaits_verdict: bool
 
     def __post_init__(self) -> None:
-        _require(self.step >= 0, "steps count from 0")
+        _require(self.step >= 0, "steps are counted from 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradReady:
-    """The gradient of layer `lid` lies complete in its `grads` plane.
+class GradReady(Message):
+    """Trainer to optimizer: the whole gradient of layer `lid` is in its `grads` plane.
 
-    `counts[i]` is segment i's own step count after this update, or 0 if it had no gradient in this step. `exceeds`: the
-    step's gradients so far are enough to say that they will be scaled, or the step skipped. It is a hint.
+    `counts[i]`: the step count of segment i after this update, or 0 if it had no gradient in this step.
+    `exceeds`: a hint. The gradients so far already show that the step will be scaled or skipped.
     """
 
     step: int
@@ -245,28 +244,28 @@ class GradReady:
     exceeds: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
-        _require(min(self.counts, default=-1) >= 0 < max(self.counts, default=0), "step counts of an update")
+        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
+        _require(any(self.counts) and min(self.counts) >= 0, "step counts cannot be negative or all 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The trainer to both, when backward is over: the step's gradients are multiplied by `scale`, or it is skipped."""
+class Verdict(Message):
+    """Trainer to both, after backward: multiply the step's gradients by `scale`, or skip the step."""
 
     step: int
     scale: float
     skipped: bool
 
     def __post_init__(self) -> None:
-        _require(self.step >= 0, "steps count from 0")
-        _require(not self.scale < 0.0 and not math.isinf(self.scale), f"a scale of {self.scale}")
+        _require(self.step >= 0, "steps are counted from 0")
+        _require(not self.scale < 0.0 and not math.isinf(self.scale), f"the scale {self.scale} is negative or infinite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsReady:
-    """Layer `lid` is updated: `weights` may be copied, `grads` may be overwritten.
+class WeightsReady(Message):
+    """Optimizer to trainer: layer `lid` is updated. `weights` may be copied, `grads` may be overwritten.
 
-    `banks[i]` is the bank in which segment i's planes hold from now on.
+    `banks[i]` is the current bank of segment i from now on.
     """
 
     step: int
@@ -274,7 +273,7 @@ class WeightsReady:
     banks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs are not negative")
+        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
         _require(set(self.banks) <= {0, 1}, f"banks {self.banks}, not 0 or 1")
 
 
@@ -282,8 +281,8 @@ class WeightsReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why."""
+class Plan(Message):
+    """Coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why."""
 
     plan_id: int
     step: int
@@ -304,8 +303,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAck:
-    """Trainer or optimizer to the coordinator: the plan can hold; or it cannot, and why."""
+class PlanAck(Message):
+    """Trainer or optimizer to coordinator: accepts the plan, or refuses it with a reason."""
 
     plan_id: int
     accepted: bool
@@ -313,18 +312,18 @@ class PlanAck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reassign:
-    """The coordinator to the trainer, once both have acknowledged: the plan holds from its step on."""
+class Reassign(Message):
+    """Coordinator to trainer, once both have accepted: the plan takes effect at its step."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanApplied:
-    """The trainer to both: layers are placed so from step `step` on, the plan's own step or a later one.
+class PlanApplied(Message):
+    """Trainer to both: the placements in effect from step `step` on, which is the plan's step or a later one.
 
-    If the GPU has no room for one of the plan's layers, the placements differ from the plan's. `handover_s` is how
-    long the training loop had to wait.
+    The placements differ from the plan's if the GPU has no room for one of its layers. `handover_s` is how long the
+    training loop had to wait.
     """
 
     plan_id: int
@@ -338,15 +337,15 @@ class PlanApplied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatePlanes:
-    """The trainer to the optimizer: make this layer's planes; a PlanesReady answers beside the descriptor."""
+class AllocatePlanes(Message):
+    """Trainer to optimizer: create this layer's planes. The answer is a PlanesReady with the descriptor."""
 
     lid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeOver:
-    """The trainer to the optimizer: the layer's state is in its planes, it is yours from step `step` on."""
+class TakeOver(Message):
+    """Trainer to optimizer: the layer's state is in its planes, and the optimizer owns it from step `step` on."""
 
     plan_id: int
     lid: int
@@ -354,8 +353,8 @@ class TakeOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """The trainer to the optimizer: the layer's state has been read, it is the GPU's from step `step` on."""
+class GiveUp(Message):
+    """Trainer to optimizer: the layer's state has been read, and the GPU owns it from step `step` on."""
 
     plan_id: int
     lid: int
@@ -367,7 +366,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """One layer in one step, seconds; None where nothing was measured."""
+    """The times of one layer in one step, in seconds; None if not measured."""
 
     lid: int
     forward_s: float | None = None
@@ -379,14 +378,15 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerReport:
-    """The trainer to the coordinator after each step.
+class TrainerReport(Message):
+    """Trainer to coordinator, after each step.
 
-    `layers`, `stall_s`, `middle_s`, `starved` are of step `measured`, the last one that the device had passed, None
-    while there is none. Of several backwards in a step, `layers` has the first forward and the last backward,
-    `middle_s` all between. In the share `starved` of layers' backwards the device had run dry, waiting for launches.
-    `step` is the step of the other messages; `number` counts from 1 and goes on where a resumed run stopped. `moving`
-    says that memory of layers that change owners was made ready or given back during `step`, or their state copied.
+    `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
+    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `middle_s` and
+    `starved` belong to this step.
+    `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
+    `starved`: the share of layers' backwards in which the device ran out of queued work.
+    `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     """
 
     step: int
@@ -409,8 +409,9 @@ class TrainerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUpdate:
-    """One layer's update by the optimizer process: the time of its tiles, with what was handled between them, and the
-    time from GradReady to WeightsReady.
+    """One layer's update by the optimizer process.
+
+    `update_s`: the time of its tiles, including messages handled between them. `queued_s`: GradReady to WeightsReady.
     """
 
     lid: int
@@ -419,8 +420,8 @@ class CpuUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerReport:
-    """The optimizer to the coordinator, once all that it was sent in a step is done, by so many threads."""
+class OptimizerReport(Message):
+    """Optimizer to coordinator, once all updates that it was sent in a step are done. `threads` made them."""
 
     step: int
     threads: int
@@ -429,38 +430,38 @@ class OptimizerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetThreads:
-    """The coordinator to the optimizer: update with so many threads from the next tile on."""
+class SetThreads(Message):
+    """Coordinator to optimizer: update with this number of threads from the next tile on."""
 
     threads: int
 
     def __post_init__(self) -> None:
-        _require(self.threads > 0, "an update needs a thread")
+        _require(self.threads > 0, "an update needs at least one thread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetMode:
-    """The coordinator to the optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
+class SetMode(Message):
+    """Coordinator to optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
 
     speculate: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
-    """The training loop's own numbers (loss, tokens/s, …), merged into the record of step number `step`."""
+class Log(Message):
+    """Trainer to coordinator: the loop's own numbers (loss, tokens/s, …) for the record of step number `step`."""
 
     step: int
     numbers: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusRequest:
-    """A monitor asks the coordinator for the newest status."""
+class StatusRequest(Message):
+    """Monitor to coordinator: send the newest status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of the run, for people."""
+    """One process of the run, as shown to users."""
 
     address: Address
     pid: int
@@ -468,8 +469,8 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """The coordinator to monitors: the newest record of metrics.jsonl as JSON text, and who does what."""
+class Status(Message):
+    """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes."""
 
     run_name: str
     run_dir: str
@@ -487,15 +488,17 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A monitor asks the coordinator for one of the allowed commands."""
+class Command(Message):
+    """Monitor to coordinator: one of the allowed commands."""
 
     name: str
     value: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandReply:
+class CommandReply(Message):
+    """Coordinator to monitor: whether the command was accepted, and a sentence for the user."""
+
     ok: bool
     text: str
 
@@ -504,8 +507,8 @@ class CommandReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A worker to the others as it dies: what went wrong, where, and the traceback."""
+class Failure(Message):
+    """Worker to the others, before it exits: what went wrong, in which step and layer, and the traceback."""
 
     step: int | None
     lid: int | None
@@ -514,44 +517,10 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionEnded:
-    """The optimizer to the coordinator: the trainer's Goodbye has come, all its layers are given back."""
+class SessionEnded(Message):
+    """Optimizer to coordinator: the trainer said Goodbye, and the memory of its layers is freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye:
-    """The run is over for its sender, and that is as it should be."""
-
-
-Message = (
-    Hello
-    | Welcome
-    | Ready
-    | LayerTable
-    | Calibration
-    | PositionsLearned
-    | PlanesReady
-    | StepBegin
-    | GradReady
-    | Verdict
-    | WeightsReady
-    | Plan
-    | PlanAck
-    | Reassign
-    | PlanApplied
-    | AllocatePlanes
-    | TakeOver
-    | GiveUp
-    | TrainerReport
-    | OptimizerReport
-    | SetThreads
-    | SetMode
-    | Log
-    | StatusRequest
-    | Status
-    | Command
-    | CommandReply
-    | Failure
-    | SessionEnded
-    | Goodbye
-)
+class Goodbye(Message):
+    """The sender leaves the run in order."""

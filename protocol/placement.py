@@ -1,7 +1,7 @@
-"""The placements that a layer can have: where its optimizer state is held, and who runs its update.
+"""The placements of a layer: where its optimizer state is held, and who runs its update.
 
-Messages carry a placement's name for each layer. The planner chooses, the trainer's planes carry it out, and everybody
-else looks the name up here.
+Messages contain the name of each layer's placement. The planner chooses placements, the trainer's planes implement
+them, and all other code looks the names up here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ PLACEMENTS: Final[dict[str, Placement]] = {placement.name: placement for placeme
 
 
 def gpu_fraction(placements: Sequence[str], numels: Sequence[int]) -> float:
-    """k: the fraction of the parameters whose optimizer state is held by the GPU; both arguments by layer."""
+    """k: the fraction of the parameters whose optimizer state is on the GPU. Both arguments are indexed by layer."""
     held = sum(numel for name, numel in zip(placements, numels, strict=True) if PLACEMENTS[name].state == "gpu")
     return held / sum(numels)

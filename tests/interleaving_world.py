@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from memory_network import MemoryNetwork
 from torch import Tensor
 
 from hytrain.model.trained import TrainedLayer
 from hytrain.tensors import address
 from protocol import messages as m
 from protocol.address import Address
-from protocol.channel import MemoryNetwork
 
 TILE = 128
 #: Weights before the first update, beside which the state is zero.

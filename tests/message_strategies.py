@@ -9,11 +9,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from protocol import codec
 from protocol import messages as m
 from protocol.address import ROLES, Address
 from protocol.placement import PLACEMENTS
 
-MESSAGES: tuple[type, ...] = typing.get_args(m.Message)
+MESSAGES: tuple[type, ...] = tuple(codec.MESSAGES.values())
 COUNTS = st.integers(0, 2**63)
 addresses = st.builds(Address, st.sampled_from(ROLES), COUNTS)
 TEXT = st.text(max_size=20)

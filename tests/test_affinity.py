@@ -68,7 +68,7 @@ def test_below_four_cores_everybody_shares_with_half_the_threads(machine: Machin
 def test_from_four_on_two_stay_the_trainers(machine: Machine, cores: int) -> None:
     available = tuple(range(cores))
     pinning = choose("auto", None, available)
-    assert pinning == Pinning(available[2:], cores - 2, True, "all nodes, 2 left to the trainer")
+    assert pinning == Pinning(available[2:], cores - 2, True, "all nodes, 2 left for the trainer")
     assert choose("auto", 1, available) == replace(pinning, threads=1)
 
 
@@ -76,8 +76,8 @@ def test_the_gpus_node_comes_first(two_nodes: Machine) -> None:
     two_nodes.device("0000:81:00.0", **GPU)
     pinning = choose("auto", None, ALL)
     assert pinning.cores == (6, 7, 12, 13, 14, 15) and pinning.exclusive
-    assert pinning.reason == "NUMA node 1 of the GPU, 2 left to the trainer"
-    assert pinning.describe() == "6 threads on cores 6-7,12-15 (NUMA node 1 of the GPU, 2 left to the trainer)"
+    assert pinning.reason == "NUMA node 1 of the GPU, 2 left for the trainer"
+    assert pinning.describe() == "6 threads on cores 6-7,12-15 (NUMA node 1 of the GPU, 2 left for the trainer)"
 
 
 def test_of_the_gpus_node_only_the_cores_that_are_allowed(two_nodes: Machine) -> None:

@@ -225,12 +225,12 @@ def test_processes_join_and_become_ready(driver: Driver) -> None:
 def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
     assert driver.handle(message, MONITOR) == [Note(f"{type(message).__name__} of monitor-9: dropped")]
-    assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="no trainer is here")
+    assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="there is no trainer")
 
 
 def test_what_is_not_for_a_coordinator_is_refused(driver: Driver) -> None:
     driver.start()
-    with pytest.raises(ValueError, match="no use for StepBegin"):
+    with pytest.raises(ValueError, match="cannot handle StepBegin"):
         driver.handle(m.StepBegin(step=0, groups=(), awaits_verdict=True))
     driver.handle(m.Failure(step=1, lid=2, error="OSError: no", traceback=""), OPTIMIZER)
     assert driver.notes == "optimizer-0 failed: OSError: no"
@@ -286,7 +286,7 @@ def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
 
 def test_a_plan_is_agreed_on_applied_and_told(driver: Driver) -> None:
     driver.start(k=0.5, policy="fixed")
-    assert driver.notes == "plan 0 holds from step 0 on: 0 layers, the loop waited 250.0 ms"
+    assert driver.notes == "plan 0 in effect from step 0 on: moved 0 layers, the loop waited 250.0 ms"
     assert driver.owned == (0, 1) and driver.status().layer_names == tuple(f"block {lid}" for lid in ALL)
 
 
@@ -561,8 +561,8 @@ def test_a_second_bank_is_host_memory_that_does_not_move(
         ("policy", "best", "policy 'best' is unknown; known: fixed, cotrain"),
         ("policy", "fixed", 'policy "fixed" needs a k'),
         ("objective", "fun", "objective 'fun' is unknown; known: speed"),
-        ("threads", "0", "threads is '0': a number from 1 to 9999"),
-        ("threads", "9" * 400, "a number from 1 to 9999"),
+        ("threads", "0", "threads is '0': give a number from 1 to 9999"),
+        ("threads", "9" * 400, "give a number from 1 to 9999"),
         ("threads", "1.5", "threads is '1.5'"),
     ],
 )
@@ -704,7 +704,7 @@ def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver
     first, last = farewells if trainer_first else farewells[::-1]
     assert driver.sent(first) == []
     assert driver.sent(hello(12)) == []
-    assert "waits until the last one has left" in driver.notes
+    assert "waits until the current one has left" in driver.notes
     assert driver.sent(last) == [(TRAINER, WELCOME)]
     assert driver.status().layer_names == () and driver.state.inbox(TRAINER) == "inbox-12"
     driver.handle(m.Ready(detail=""))

@@ -197,7 +197,7 @@ def test_without_a_run_it_says_so(
     assert monitor.main(["--once"]) == 2
     assert monitor.main(["somewhere", "--follow"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "no run of yours is going on" in first
+    assert "you have no live run" in first
     assert "'somewhere'" in second and second.endswith("live runs: none")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from memory_network import MemoryNetwork
 
 from protocol import channel
 from protocol.address import COORDINATOR, Address
@@ -21,7 +22,6 @@ from protocol.channel import (
     MONITOR_HIGH_WATER_MARK,
     Inbox,
     Incoming,
-    MemoryNetwork,
     Network,
     PeerDied,
     PeerNotReading,

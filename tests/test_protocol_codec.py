@@ -105,7 +105,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"version": VERSION + 1}, f"version {VERSION + 1}, this is {VERSION}"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}, expected {VERSION}"),
         ({"version": True}, "version"),
         ({"token": "another run's"}, "wrong run token"),
         ({"token": TOKEN.encode()}, "wrong run token"),
@@ -120,9 +120,9 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"fields": [3, "1", [4], False]}, "GradReady.lid: expected int, got str"),
         ({"fields": [3, 1, 4, False]}, "GradReady.counts: expected an array"),
         ({"fields": [3, 1, [4.0], False]}, "GradReady.counts: expected int, got float"),
-        ({"fields": [-3, 1, [4], False]}, "GradReady: steps and layer IDs are not negative"),
-        ({"fields": [3, 1, [0], False]}, "GradReady: step counts of an update"),
-        ({"fields": [3, 1, [-1, 4], False]}, "GradReady: step counts of an update"),
+        ({"fields": [-3, 1, [4], False]}, "GradReady: steps and layer IDs cannot be negative"),
+        ({"fields": [3, 1, [0], False]}, "GradReady: step counts cannot be negative"),
+        ({"fields": [3, 1, [-1, 4], False]}, "GradReady: step counts cannot be negative"),
         ({"fields": [3, msgpack.ExtType(5, b"x"), [4], False]}, "GradReady.lid: expected int, got ExtType"),
         ({"tag": "Log", "fields": [1, {b"loss": 1.0}]}, "Log.numbers: expected a map with text keys"),
         ({"tag": "Log", "fields": [1, {"loss": "low"}]}, "Log.numbers.loss: expected float, got str"),
@@ -131,10 +131,10 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"sender": ["intruder", 0]}, "GradReady: sender: unknown role 'intruder'"),
         ({"sender": ["trainer", -1]}, "GradReady: sender: rank -1 is negative"),
         ({"tag": "Hello", "fields": [0, "trainer-0"]}, "Hello: pid must be positive"),
-        ({"tag": "Hello", "fields": [1, "../trainer-0"]}, "Hello: '../trainer-0' is no name of an inbox"),
-        ({"tag": "Hello", "fields": [1, ""]}, "Hello: '' is no name of an inbox"),
+        ({"tag": "Hello", "fields": [1, "../trainer-0"]}, "Hello: '../trainer-0' is not an inbox name"),
+        ({"tag": "Hello", "fields": [1, ""]}, "Hello: '' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
-        ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: a layer's arena"),
+        ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),
         ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None]}, "Plan: unknown placements ['disk']"),
         ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
         ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None]}, "Plan: k is nan"),
@@ -173,12 +173,12 @@ def layer_table(**changes: Any) -> list[Any]:
         ({"layers": [[1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "layer IDs must be 0, 1, 2"),
         ({"layers": [[0, 1, "a", [["w", 1, "float32", "float32", 0]]]]}, "positions must be a permutation"),
         ({"layers": [[0, 0, "a", []]]}, "layer 0 has no segments"),
-        ({"layers": [[-1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "not negative"),
+        ({"layers": [[-1, 0, "a", [["w", 1, "float32", "float32", 0]]]]}, "cannot be negative"),
         ({"layers": [[0, 0, "a", [["w", 0, "float32", "float32", 0]]]]}, "'w' has no elements"),
         ({"layers": [[0, 0, "a", [["w", 1, "float64", "float32", 0]]]]}, "has dtype 'float64'"),
         ({"layers": [[0, 0, "a", [["w", 1, "bfloat16", "float32", 0]]]]}, "cannot have 'float32' gradients"),
         ({"layers": [[0, 0, "a", [["w", 1, "float32", "int8", 0]]]]}, "cannot have 'int8' gradients"),
-        ({"layers": [[0, 0, "a", [["w", 1, "float32", "float32", -1]]]]}, "index is not negative"),
+        ({"layers": [[0, 0, "a", [["w", 1, "float32", "float32", -1]]]]}, "parameter group cannot be negative"),
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"threads": 0}, "0 threads"),
@@ -265,13 +265,7 @@ def test_a_frame_with_damaged_bytes(message: m.Message, data: st.DataObject | No
 # ---------------------------------------------------------------- addresses
 
 
-@given(addresses)
+@given(addresses, addresses)
 @settings(deadline=None)
-def test_an_address_can_be_read_back(address: Address) -> None:
-    assert Address.parse(str(address)) == address
-
-
-@pytest.mark.parametrize("text", ["", "trainer", "trainer-", "trainer--1", "trainer-x", "trainer-²", "tenor-0"])
-def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ValueError, match="is no address|unknown role"):
-        Address.parse(text)
+def test_names_of_addresses_differ(one: Address, other: Address) -> None:
+    assert (str(one) == str(other)) == (one == other)

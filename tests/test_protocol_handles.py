@@ -125,8 +125,8 @@ def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> 
     ("change", "reason"),
     [
         ({"lid": 8}, "no plane 'weights' of layer 8"),
-        ({"segment": 3}, "not what the layer table says"),
-        ({"numel": 131}, "not what the layer table says"),
+        ({"segment": 3}, "does not match the layer table"),
+        ({"numel": 131}, "does not match the layer table"),
     ],
     ids=str,
 )
@@ -148,7 +148,7 @@ def test_a_layout_that_reaches_beyond_its_arena_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lid": 6}, "arena of layer 6 came where layer 7 was expected"),
+        ({"lid": 6}, "arena of layer 6 arrived, but layer 7 was expected"),
         ({"nbytes": 0}, "0 bytes announced"),
         ({"file_bytes": 4096}, "4096 in the file"),
     ],

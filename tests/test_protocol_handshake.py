@@ -33,10 +33,10 @@ def test_a_worker_joins() -> None:
     run = RunHandshake(run_name="run", pid=1)
     worker.on_welcome(run.on_hello(OPTIMIZER, worker.hello()))
     assert worker.phase is Phase.WELCOMED and run.joined == {OPTIMIZER: hello()}
-    assert not run.is_ready(OPTIMIZER) and run.detail(OPTIMIZER) == "starting"
+    assert run.detail(OPTIMIZER) == "starting"
     run.on_ready(OPTIMIZER, worker.ready("8 threads"))
     assert worker.phase is Phase.READY
-    assert run.is_ready(OPTIMIZER) and run.detail(OPTIMIZER) == "8 threads"
+    assert run.detail(OPTIMIZER) == "8 threads"
     run.check()
 
 
@@ -76,7 +76,7 @@ def test_who_is_ready_has_joined(events: list[tuple[str, Address]]) -> None:
                 assert who not in joined
                 joined.add(who)
             elif event == "ready":
-                run.on_ready(who, Ready(detail=""))
+                run.on_ready(who, Ready(detail="ready"))
                 assert who in joined and who not in ready
                 ready.add(who)
             else:
@@ -87,4 +87,4 @@ def test_who_is_ready_has_joined(events: list[tuple[str, Address]]) -> None:
             assert event == "hello" and who in joined or event == "ready" and (who not in joined or who in ready)
         run.check()
         assert set(run.joined) == joined
-        assert {who for who in (OPTIMIZER, OTHER) if run.is_ready(who)} == ready
+        assert {who for who in (OPTIMIZER, OTHER) if run.detail(who) == "ready"} == ready

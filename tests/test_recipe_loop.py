@@ -331,9 +331,9 @@ def test_an_interrupted_recipe_says_how_to_go_on(
     for steps in (0, 4):
         if steps:
             runs.train("run", f"train.steps={steps}")
-            said = f"--set train.resume=latest goes on from {folder / 'checkpoints' / 'step-4'}"
+            said = f"--set train.resume=latest resumes from {folder / 'checkpoints' / 'step-4'}"
         else:
-            said = "no checkpoint to go on from: train.checkpoint_every=N"
+            said = "no checkpoint to resume from: train.checkpoint_every=N"
         with monkeypatch.context() as patch:
             patch.setattr(loop, "train", interrupt)
             assert trainer.main() == 130

@@ -15,7 +15,7 @@ from workers.run_folder import bring_back, claim, claim_or_beside, set_aside
 def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     lock = claim(folder)
-    with pytest.raises(ConfigError, match="a run is going on in .*/runs/demo: give this one another"):
+    with pytest.raises(ConfigError, match="another run is using .*/runs/demo: give this one another"):
         claim(folder)
     os.close(claim(tmp_path / "runs" / "other"))
     os.close(lock)

@@ -1,10 +1,10 @@
-"""Which cores the optimizer process gets, decided and set before anything that starts threads is imported.
+"""Chooses the optimizer process's cores and pins it, before anything that starts threads is imported.
 
-libgomp reads the affinity mask when it loads: a process that inherits one core and widens its mask later runs
-all its threads on that core. So this module imports psutil and nothing else of weight.
+libgomp reads the affinity mask when it loads. A process that starts on one core and widens its mask later would run all
+its threads on that core. So the only large import of this module is psutil.
 
-    auto       the NUMA node of the GPU, all nodes if the machine does not say; from four cores on, two stay
-               the trainer's; below, everybody shares all cores, half as many threads, OpenMP waits passively
+    auto       the NUMA node of the GPU, or all nodes if it is unknown. With four cores or more, the trainer keeps
+               two. With fewer, all processes share all cores, with half as many threads, and OpenMP waits passively
     node:0,1   the cores of these NUMA nodes
     2-15,18    these cores
 """
@@ -23,8 +23,8 @@ from hytrain.errors import ConfigError
 TRAINER_CORES: Final = 2
 MIN_CORES_TO_SHARE_OUT: Final = 4
 #: How often libgomp's threads look for work before they sleep. By default they spin for 10 ms after each call, which
-#: takes power from the cores beside them, and the cores themselves where others may run; with this for 2 ms, about
-#: what lies between two tiles.
+#: takes power from other cores and time from other processes. With this number they spin for about 2 ms, the time
+#: between two tiles.
 SPIN_COUNT: Final = 20000
 _NODES: Final = Path("/sys/devices/system/node")
 _PCI: Final = Path("/sys/bus/pci/devices")
@@ -34,7 +34,7 @@ _DISPLAY_CLASSES: Final = ("0x0300", "0x0302")
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """The cores of the optimizer process, its threads, whether they are its alone, and why these."""
+    """The optimizer process's cores and threads, whether it has the cores to itself, and why these."""
 
     cores: tuple[int, ...]
     threads: int
@@ -53,10 +53,12 @@ def format_threads(threads: int) -> str:
 
 
 def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = None) -> Pinning:
-    """The pinning for a wish. Raises `ConfigError` for cores or nodes that this process may not use."""
+    """The pinning for the setting `wish`. Raises `ConfigError` for cores or nodes that this process may not use."""
     available = available or tuple(sorted(psutil.Process().cpu_affinity()))
     if wish != "auto":
-        cores = _nodes(wish) if wish.startswith("node:") else parse_cores(wish)
+        cores = parse_cores(wish.removeprefix("node:"))
+        if wish.startswith("node:"):
+            cores = tuple(sorted(core for node in cores for core in node_cores(node)))
         missing = sorted(set(cores) - set(available))
         if missing:
             raise ConfigError(f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}")
@@ -67,11 +69,11 @@ def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = N
     if len(cores) < MIN_CORES_TO_SHARE_OUT:
         return Pinning(cores, threads or max(len(cores) // 2, 1), False, f"{where}, shared with the trainer")
     kept = cores[TRAINER_CORES:]
-    return Pinning(kept, threads or len(kept), True, f"{where}, {TRAINER_CORES} left to the trainer")
+    return Pinning(kept, threads or len(kept), True, f"{where}, {TRAINER_CORES} left for the trainer")
 
 
 def pin(pinning: Pinning) -> None:
-    """Pin this process and tell OpenMP, which must not have been loaded yet."""
+    """Pin this process, and set OpenMP's environment. OpenMP must not be loaded yet."""
     psutil.Process().cpu_affinity(list(pinning.cores))
     os.environ["OMP_NUM_THREADS"] = str(pinning.threads)
     if pinning.exclusive:
@@ -83,7 +85,7 @@ def pin(pinning: Pinning) -> None:
 
 
 def gpu_node() -> int | None:
-    """The NUMA node of the first NVIDIA GPU, None where there is none or the machine does not say (-1)."""
+    """The NUMA node of the first NVIDIA GPU. None if there is no GPU, or if its node is unknown (-1)."""
     for device in sorted(_PCI.glob("*")):
         vendor, kind = _read(device / "vendor"), _read(device / "class")
         if vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES):
@@ -101,7 +103,7 @@ def node_cores(node: int) -> tuple[int, ...]:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """ "0-3,8" as (0, 1, 2, 3, 8). Raises `ConfigError` for what is no core list."""
+    """ "0-3,8" as (0, 1, 2, 3, 8). Raises `ConfigError` if `text` is not a core list."""
     cores: set[int] = set()
     try:
         for part in text.split(","):
@@ -123,10 +125,6 @@ def format_cores(cores: tuple[int, ...]) -> str:
         else:
             runs.append([core])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _nodes(wish: str) -> tuple[int, ...]:
-    return tuple(sorted(core for node in parse_cores(wish.removeprefix("node:")) for core in node_cores(node)))
 
 
 def _read(path: Path) -> str:

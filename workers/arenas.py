@@ -1,10 +1,10 @@
-"""The optimizer process's memory: one arena for each layer that it owns, or is about to.
+"""The optimizer process's memory: one arena for each layer that it owns or is about to own. `Session` calls it.
 
     AllocatePlanes ─▶ request ─▶ touch_next, piece by piece ─▶ descriptor ─▶ trainer      in the order of requests
     GiveUp ─▶ release
 
-Memory is touched here, under this process's affinity, since a page lies where it was touched first. That takes
-long, so it is done in pieces between which the optimizer works on.
+This process touches the memory first, so that its affinity decides on which NUMA node a page is placed. Touching takes
+long, so it is done in pieces, between which the optimizer continues its updates.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from protocol.address import Address
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 
-#: Touched by all threads together in about the time of a tile's update.
+#: All threads together touch this much in about the time of a tile's update.
 PIECE_BYTES: Final = 32 << 20
 
-
-#: Address and bytes an element; zeros for a plane that a segment does not have.
+#: Address and bytes per element; both 0 if a segment has no such plane.
 Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlanes:
-    """Where the planes of one segment lie: the gradient's, and for each bank those of `BANKED_PLANES`, by name."""
+    """The addresses of one segment's planes: the gradient's, and for each bank those of `BANKED_PLANES`, by name."""
 
     segment: Segment
     grads: Place
@@ -57,7 +56,7 @@ class SegmentPlanes:
     def update(
         self, backend: Backend, start: int, stop: int, scalars: Scalars, *, source: int = 0, target: int = 0
     ) -> None:
-        """Update elements [start, stop) of the segment, read from bank `source` and written into bank `target`."""
+        """Update elements [start, stop) of the segment. Reads bank `source` and writes bank `target`."""
         address, width = self.grads
         backend.update(
             **self._addresses(source, start),
@@ -78,7 +77,7 @@ def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:
 
 
 class Arenas:
-    """`segments[lid]` are the planes of each layer whose memory is there; `pending` is the layer whose is coming."""
+    """`segments[lid]` are the planes of each layer whose memory is ready; `pending` is the next layer to get ready."""
 
     def __init__(
         self,
@@ -106,14 +105,14 @@ class Arenas:
         return self._coming[0].layout.lid if self._coming else None
 
     def request(self, lid: int) -> None:
-        """Make the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
+        """Create the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
-            raise ValueError(f"planes for layer {lid}, which is unknown or has them")
+            raise ValueError(f"planes requested for layer {lid}, which is unknown or already has them")
         self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
         self._coming.append(arena)
 
     def touch_next(self) -> None:
-        """Touch a piece of the memory that was asked for first; after its last one, hand the descriptor over."""
+        """Touch a piece of the memory that was requested first. After its last piece, send the descriptor."""
         arena = self._coming[0]
         piece = min(PIECE_BYTES, arena.layout.nbytes - self._touched_bytes)
         self._backend.touch(arena.address + self._touched_bytes, piece)
@@ -123,16 +122,16 @@ class Arenas:
         self._touched_bytes = 0
         self._coming.popleft()
         self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a trainer that leaves: its Goodbye follows
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer is leaving: its Goodbye follows
             send_arena(self._connection, arena, token=self._token, sender=self._address)
 
     def release(self, lid: int) -> None:
-        """Give the layer's memory back, as far as this process holds it."""
+        """Free this process's hold on the layer's memory."""
         del self.segments[lid]
         self._arenas.pop(lid).close()
 
     def close(self) -> None:
-        """Give all memory back, and leave the trainer's connection."""
+        """Free all memory and close the trainer's connection."""
         self._connection.close()
         self.segments.clear()
         self._coming.clear()
@@ -142,9 +141,9 @@ class Arenas:
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The trainer's connection for descriptors; the kernel vouches for the user behind it.
+    """The newest connection, which is the trainer's. Raises `PermissionError` if the kernel reports another user.
 
-    It is the newest. Others are of trainers that were interrupted before they sent a table.
+    Older ones belong to trainers that were interrupted before they sent a table.
     """
     connection, _ = listener.accept()
     while select.select([listener], [], [], 0)[0]:

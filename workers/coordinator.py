@@ -3,12 +3,11 @@
     inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
                                                                            └─▶ timeline, if there is one
 
-It sleeps on its inbox, and leaves when the launcher is gone.
+It sleeps until its inbox has a message, and exits when the launcher is gone.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -22,14 +21,14 @@ from typing import Final
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Incoming, Network, Outbox, PeerDied, Publisher
+from protocol.channel import Incoming, Network, Outbox, PeerDied
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send, Write
-from workers.process import ignore_terminal_signals, read_token, say_ready, worker_logging
+from workers.process import begin_worker, read_token, say_ready, worker_parser
 
-#: How long to listen for what was sent before the end: from a trainer that has not taken its leave, and from the
-#: optimizer, whose last report follows the weights that the trainer waited for.
+#: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
+#: optimizer, whose last report comes after the weights that the trainer waited for.
 LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
 
@@ -37,23 +36,14 @@ _log = logging.getLogger("coordinator")
 
 
 def main() -> int:
-    """Run until the launcher is gone; the process's exit status."""
-    parser = argparse.ArgumentParser(prog="python -m workers.coordinator", description=__doc__.splitlines()[0])
-    parser.add_argument("--socket-dir", required=True)
+    """Run until the launcher is gone; return the process's exit status."""
+    parser = worker_parser("coordinator", __doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
-    parser.add_argument("--trace", metavar="RUN_DIR")
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--life-fd", type=int, required=True)
-    arguments = parser.parse_args()
-    worker_logging()
-    ignore_terminal_signals()
+    arguments = begin_worker(parser)
     state = CoordinatorState(
-        run_name=arguments.run_name,
-        run_dir=arguments.run_dir,
-        pid=os.getpid(),
-        replan_every=arguments.replan_every,
+        run_name=arguments.run_name, run_dir=arguments.run_dir, pid=os.getpid(), replan_every=arguments.replan_every
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -61,16 +51,15 @@ def main() -> int:
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
-        coordinator = Coordinator(network, state, metrics, trace)
-        coordinator.watch(arguments.life_fd)
+        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         status = coordinator.run()
-    shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # a launcher that was killed cannot
+    shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # the launcher removes it too, unless it was killed
     return status
 
 
 class Metrics:
-    """The files of records: metrics.jsonl for the trainer of rank 0, metrics-1.jsonl and so on for others."""
+    """The files of records: metrics.jsonl for the trainer of rank 0, metrics-1.jsonl and so on for the others."""
 
     def __init__(self, run_dir: str) -> None:
         self._folder = Path(run_dir)
@@ -87,18 +76,16 @@ class Metrics:
 
 
 class Coordinator:
-    """Carries out what the state decides."""
+    """Carries out the commands that the state returns."""
 
     def __init__(
-        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None = None
+        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None, *, life_fd: int
     ) -> None:
         self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
         self._inbox = network.inbox()
-        self._publisher: Publisher = network.publisher()
-        self._outboxes: dict[Address, Outbox] = {}
-
-    def watch(self, life_fd: int) -> None:
         self._inbox.watch_descriptor("the launcher", life_fd)
+        self._publisher = network.publisher()
+        self._outboxes: dict[Address, Outbox] = {}
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -106,7 +93,7 @@ class Coordinator:
             try:
                 incoming = self._inbox.receive(None)
             except PeerDied as death:
-                _log.info("%s is gone, leaving", death.name)
+                _log.info("%s is gone, exiting", death.name)
                 self._inbox.unwatch(death.name)
                 self._finish()
                 return 0
@@ -114,7 +101,7 @@ class Coordinator:
                 self._handle(incoming)
 
     def _finish(self) -> None:
-        """Take in what was sent before the end: the last records."""
+        """Handle the messages that were sent before the end: the last records."""
         patience_s = LAST_WORDS_S if any(to.role == "trainer" for to in self._outboxes) else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
@@ -128,7 +115,7 @@ class Coordinator:
         except HandshakeError as error:
             _log.warning("refused %s: %s", incoming.address, error)
             return
-        # The next process with that address gets a connection of its own, its Welcome perhaps already now.
+        # The next process with this address gets a new connection, perhaps for a Welcome in these very commands.
         if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.address, None)):
             self._network.drop(outbox)
         for command in commands:
@@ -139,7 +126,9 @@ class Coordinator:
     def _carry_out(self, command: Command, incoming: Incoming) -> None:
         match command:
             case Send(to, message):
-                self._outbox(to).send(message)
+                if to not in self._outboxes:
+                    self._outboxes[to] = self._network.outbox(self._state.inbox(to))
+                self._outboxes[to].send(message)
             case Answer(message):
                 self._inbox.reply(incoming.sender, message)
             case Write(line, rank):
@@ -149,14 +138,9 @@ class Coordinator:
             case Note(text):
                 _log.info("%s", text)
 
-    def _outbox(self, to: Address) -> Outbox:
-        if to not in self._outboxes:
-            self._outboxes[to] = self._network.outbox(self._state.inbox(to))
-        return self._outboxes[to]
-
 
 def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:
-    """What the timeline shows of a message and of what followed from it: steps, and the life of plans."""
+    """Add a message and its commands to the timeline: steps, and plans proposed and in effect."""
     message, rank = incoming.message, incoming.address.rank
     whose = f" of trainer-{rank}" if rank else ""
     for command in commands:
@@ -166,7 +150,7 @@ def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], n
     match message:
         case m.PlanApplied():
             facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "placements")}
-            trace.instant("plans", f"plan {message.plan_id}{whose} holds", now_s, **facts)
+            trace.instant("plans", f"plan {message.plan_id}{whose} in effect", now_s, **facts)
         case m.TrainerReport():
             trace.counter(f"k{whose}", message.at_s, k=message.k)
             trace.counter(f"step, ms{whose}", message.at_s, step=message.step_s * 1e3, stall=message.stall_s * 1e3)

@@ -1,9 +1,9 @@
-"""What the coordinator knows: a pure state machine, messages and a time in, commands out.
+"""The coordinator's state: a pure state machine, messages and a time in, commands out.
 
-    Hello, Ready, Goodbye ─▶ handshake: who takes part      LayerTable … ─▶ fleet: one planning for each trainer
+    Hello, Ready, Goodbye ─▶ handshake: who has joined      LayerTable … ─▶ fleet: one planning per trainer
     TrainerReport + Log of one step ─▶ one record: a line of metrics.jsonl, and the status that monitors get
 
-The worker around it (`coordinator`) owns sockets, files and the clock.
+`workers.coordinator` calls it, and owns the sockets, the files and the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CoordinatorState:
         self.fleet = Fleet(replan_every=replan_every)
 
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
-        """What follows from `message`. Raises `HandshakeError`, `OwnershipError`, `ValueError` for what cannot be."""
+        """Handle `message`. Raises `HandshakeError`, `OwnershipError` or `ValueError` if it is not allowed now."""
         match message:
             case m.Hello():
                 return self._on_hello(sender, message)
@@ -47,12 +47,12 @@ class CoordinatorState:
         return self._published(seat, seat.handle(message, sender))
 
     def inbox(self, address: Address) -> str:
-        """The name of a worker's inbox, as told in its Hello. Raises `KeyError` if it has not joined."""
+        """The name of a worker's inbox, from its Hello. Raises `KeyError` if it has not joined."""
         return self._handshake.joined[address].inbox
 
     def _on_command(self, command: m.Command) -> list[Command]:
-        """A command is for all trainers; the first refusal ends it."""
-        replies, commands = [m.CommandReply(ok=False, text="no trainer is here")], list[Command]()
+        """Give a command to all trainers, up to the first refusal."""
+        replies, commands = [m.CommandReply(ok=False, text="there is no trainer")], list[Command]()
         for seat in self.fleet.taken:
             assert seat.planning is not None
             reply, more = seat.planning.command(command.name, command.value)
@@ -62,12 +62,10 @@ class CoordinatorState:
                 break
         return [Answer(replies[-1]), *commands]
 
-    # ------------------------------------------------------------ joining and leaving
-
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if sender.role == "trainer" and sender in self._handshake.joined:
             self.fleet.seat(sender.rank).waiting = hello
-            return [Note(f"another {sender} waits until the last one has left")]
+            return [Note(f"another {sender} waits until the current one has left")]
         return [Send(sender, self._handshake.on_hello(sender, hello))]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
@@ -84,15 +82,13 @@ class CoordinatorState:
         return self._admit_next(seat) if seat.ends(sender.role) else []
 
     def _admit_next(self, seat: TrainerSeat) -> list[Command]:
-        """The trainer has left: another may join, who perhaps waits already."""
+        """The trainer has left. Another may join, perhaps one that is already waiting."""
         self._handshake.leave(seat.trainer)
         waiting, seat.waiting = seat.waiting, None
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
 
-    # ------------------------------------------------------------ status
-
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
-        """The commands, with a status for monitors after the line that is the newest record."""
+        """The commands, with a status for monitors after the newest record of the shown trainer."""
         found: list[Command] = []
         for command in commands:
             found.append(command)
@@ -101,7 +97,7 @@ class CoordinatorState:
         return found
 
     def _status(self) -> m.Status:
-        """The run's processes, and the layers and newest record of the first trainer."""
+        """The run's processes, and the first trainer's layers and newest record."""
         processes = [
             m.Process(address=address, pid=hello.pid, detail=self._handshake.detail(address))
             for address, hello in self._handshake.joined.items()

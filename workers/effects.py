@@ -1,4 +1,11 @@
-"""What the coordinator's state machines ask of the worker around them."""
+"""The commands that the coordinator's state machines return. The coordinator process carries them out.
+
+Send      a message to a process
+Answer    a message to the sender of the message being handled
+Write     a line to the metrics of the trainer of this rank
+Publish   a status to monitors
+Note      a line to the coordinator's log
+"""
 
 from __future__ import annotations
 
@@ -10,38 +17,28 @@ from protocol.address import Address
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a process."""
-
     to: Address
     message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer the sender of the message at hand."""
-
     message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Append a line to the metrics of the trainer of this rank."""
-
     line: str
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish a status to monitors."""
-
     status: m.Status
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Write a line to the coordinator's log."""
-
     text: str
 
 

@@ -1,9 +1,9 @@
-"""The trainers of a run as the coordinator sees them: one seat for each rank, taken by one trainer after another.
+"""The trainers of a run: one seat per rank, which one trainer after another takes. `CoordinatorState` calls it.
 
     trainer r, optimizer r ── messages ──▶ seat r: planning, records ──▶ commands
-    Goodbye and SessionEnded, in whichever order ──▶ the seat is free for whoever waits for it
+    Goodbye and SessionEnded, in either order ──▶ the seat is free for the next trainer
 
-A trainer of rank r is served by the optimizer of rank r. Seats know nothing of each other. `CoordinatorState` calls.
+The optimizer of rank r serves the trainer of rank r. Seats are independent of each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.records import Records
 
 
 class TrainerSeat:
-    """One rank: the planning and the records of the trainer that is there, and who waits to come after it."""
+    """One rank: the planning and the records of its trainer, and the Hello of the trainer that waits."""
 
     def __init__(self, rank: int, *, replan_every: int) -> None:
         self.trainer = Address("trainer", rank)
@@ -24,25 +24,22 @@ class TrainerSeat:
         self.records = Records()
         self.waiting: m.Hello | None = None
         self._replan_every = replan_every
-        self._before: Planning | None = None  # the last trainer's
+        self._before: Planning | None = None  # of the previous trainer
         self._farewells: set[str] = set()
 
     def handle(self, message: m.Message, sender: Address) -> list[Command]:
-        """What follows from a message of this rank's trainer or optimizer."""
+        """Handle a message of this rank's trainer or optimizer."""
         if isinstance(message, m.LayerTable):
-            return self._begin(message)
+            self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
+            if message.continues and self._before is not None:
+                self.planning.continue_from(self._before)
+            return self.planning.begin()
         if self.planning is None:
             return [Note(f"{type(message).__name__} without a trainer: dropped")]
         commands = self._on_run(self.planning, message, sender)
-        if "trainer" in self._farewells:  # a plan under way is not for the next one
+        if "trainer" in self._farewells:  # the next trainer must not get this one's plan
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
-
-    def _begin(self, table: m.LayerTable) -> list[Command]:
-        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every)
-        if table.continues and self._before is not None:
-            self.planning.continue_from(self._before)
-        return self.planning.begin()
 
     def _on_run(self, planning: Planning, message: m.Message, sender: Address) -> list[Command]:
         match message:
@@ -50,17 +47,14 @@ class TrainerSeat:
                 return planning.on_calibration(sender, message)
             case m.PositionsLearned(positions=positions):
                 planning.on_positions(positions)
-                return []
             case m.PlanAck():
                 return planning.on_ack(sender, message)
             case m.PlanApplied():
                 return planning.on_applied(message)
             case m.OptimizerReport():
                 planning.on_optimizer(message)
-                return []
             case m.Verdict():
                 planning.on_verdict(message)
-                return []
             case m.TrainerReport():
                 record = planning.record(message)
                 if message.measured is not None:
@@ -69,17 +63,19 @@ class TrainerSeat:
                 return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
             case m.Log(step=step, numbers=numbers):
                 return self._write(self.records.log(step, numbers))
-        raise ValueError(f"a coordinator has no use for {type(message).__name__}")
+            case _:
+                raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
+        return []
 
     def close_records(self) -> list[Command]:
-        """The records that were still open: the trainer sends no more."""
+        """Write the open records: the trainer has left."""
         return self._write(self.records.close())
 
     def _write(self, lines: list[str]) -> list[Command]:
         return [Write(line, self.trainer.rank) for line in lines]
 
     def ends(self, role: str) -> bool:
-        """The trainer or its optimizer has ended the session. Whether both have: then the seat is free."""
+        """The trainer or its optimizer has ended the session. Returns whether both have; then the seat is free."""
         self._farewells.add(role)
         if self._farewells != {"trainer", "optimizer"}:
             return False
@@ -89,7 +85,7 @@ class TrainerSeat:
 
 
 class Fleet:
-    """The seats by rank, made when somebody of that rank first speaks."""
+    """The seats by rank. A seat is created by the first message of its rank."""
 
     def __init__(self, *, replan_every: int) -> None:
         self._replan_every = replan_every
@@ -102,12 +98,12 @@ class Fleet:
 
     @property
     def taken(self) -> list[TrainerSeat]:
-        """The seats in which a trainer is, by rank."""
+        """The seats that have a trainer, by rank."""
         return [seat for _, seat in sorted(self._seats.items()) if seat.planning is not None]
 
     @property
     def shown(self) -> TrainerSeat:
-        """The seat that a status shows: the first in which a trainer is."""
+        """The seat that a status shows: the first one with a trainer."""
         return next(iter(self.taken), self.seat(0))
 
     def check(self) -> None:

@@ -1,13 +1,13 @@
-"""`hytrain-cluster`: starts a run's processes, supervises them, passes on their end.
+"""`hytrain-cluster`: starts a run's processes, supervises them, and reports how they ended.
 
     hytrain-cluster RECIPE.yaml [--set a.b=v …]     trains a Hugging Face model on text
     hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
-    (python -m workers.launcher --attach PID)       coordinator and optimizer for a process that runs already
+    (python -m workers.launcher --attach PID)       starts coordinator and optimizer for a running process
 
     coordinator ─ READY ─▶ optimizer ─ READY ─▶ cluster.json ─▶ trainer
-    one ends ─▶ the others are ended ─▶ its status, its name, the end of its log
+    one ends ─▶ the others are stopped ─▶ its exit status, its name, the end of its log
 
-Nothing is left behind: sockets live in a folder of their own, which goes last.
+Sockets are in a temporary folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Final, Self
 
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
@@ -40,41 +40,31 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S: Final = 3.0
 EXIT_USAGE: Final = 2
-#: A trainer that failed because a worker had died may be seen to end before the worker is.
+#: A trainer may fail because a worker died. Its end may be noticed up to this long before the worker's.
 SAME_END_S: Final = 0.5
 HOME: Final = str(Path(__file__).resolve().parents[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status of the first process that failed, 2 for bad input."""
+    """The command line. Returns the exit status of the first process that failed, or 2 for bad input."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.attach is not None:
             return _attach(arguments.attach, ClusterConfig(**json.loads(arguments.config)))
         return _run(arguments)
-    except (ConfigError, FileNotFoundError) as error:
+    except (ClusterError, ConfigError, FileNotFoundError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ClusterError as error:
-        print(f"hytrain-cluster: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ClusterError) else EXIT_USAGE
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hytrain-cluster",
         description="Train with the optimizer's state in host memory, at the speed of a GPU that could hold it.",
+        parents=[_options()],
     )
     parser.add_argument("program", nargs="?", help="a recipe (.yaml) or a Python program (.py)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the Python program")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=v", help="override a value of the recipe")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved recipe and leave")
-    parser.add_argument("--dry-run", action="store_true", help="print what memory the recipe needs, and leave")
-    parser.add_argument("--cores", help='of the optimizer: "auto", "node:0", or a list such as "2-15"')
-    parser.add_argument("--threads", type=int, help="of the optimizer; default is one for each core, half below 4")
-    parser.add_argument("--run-dir", help="the run's folder")
-    parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="most host memory for planes")
-    parser.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
     parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -83,85 +73,80 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def _options() -> argparse.ArgumentParser:
+    """The options, which may also come after a recipe."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--set", action="append", default=[], metavar="a.b=v", help="override a value of the recipe")
+    options.add_argument("--print-config", action="store_true", help="print the resolved recipe and exit")
+    options.add_argument("--dry-run", action="store_true", help="print how much memory the recipe needs, and exit")
+    options.add_argument("--cores", help='cores of the optimizer: "auto", "node:0", or a list such as "2-15"')
+    options.add_argument("--threads", type=int, help="threads of the optimizer; default: one per core, half below 4")
+    options.add_argument("--run-dir", help="the run's folder")
+    options.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
+    options.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
+    return options
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    """A recipe or a program, in the foreground."""
+    """Run a recipe or a program in the foreground."""
     program = Path(arguments.program)
-    flags = {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit", "trace")}
     if program.suffix in (".yaml", ".yml"):
-        return _run_recipe(program, arguments, flags)
+        late = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml", parents=[_options()])
+        return _run_recipe(program, late.parse_args(arguments.arguments, arguments))
     if not program.is_file():
         raise ConfigError(f"there is no program {program}: name a recipe (.yaml) or a Python program (.py)")
     for name in ("set", "print_config", "dry_run"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is for recipes: a Python program has settings of its own")
-    config = ClusterConfig.resolve(flags=flags)
+            raise ConfigError(f"--{name.replace('_', '-')} is for recipes: a Python program has its own settings")
+    config = ClusterConfig.resolve(flags=_flags(arguments))
     if config.run_dir is not None:
         run_folder.claim(Path(config.run_dir).resolve())
     with Supervisor(config, default_name=program.stem) as supervisor:
         return supervisor.supervise([sys.executable, str(program), *arguments.arguments])
 
 
-def _run_recipe(path: Path, arguments: argparse.Namespace, flags: dict[str, Any]) -> int:
+def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit", "trace")}
+
+
+def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     from hytrain.recipe import config as recipes
 
-    rest = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml")
-    rest.add_argument("--set", action="append", default=arguments.set)
-    for name in ("--print-config", "--dry-run"):
-        rest.add_argument(name, action="store_true", default=getattr(arguments, name[2:].replace("-", "_")))
-    for name, kind in (
-        ("--cores", str),
-        ("--threads", int),
-        ("--run-dir", str),
-        ("--host-memory-limit", int),
-    ):
-        key = name[2:].replace("-", "_")
-        rest.add_argument(name, type=kind, default=flags[key])
-    rest.add_argument("--trace", action="store_true", default=flags["trace"])
-    late = rest.parse_args(arguments.arguments)
-    flags = {name: getattr(late, name) for name in flags}
-    recipe = recipes.load(path, late.set)
-    if late.print_config:
+    recipe = recipes.load(path, arguments.set)
+    if arguments.print_config:
         print(recipes.dump(recipe), end="")
         return 0
-    if late.dry_run:
+    if arguments.dry_run:
         from hytrain.recipe.estimate import estimate
 
         print(estimate(recipe).render())
         return 0
-    config = ClusterConfig.resolve(flags=flags, file=_cluster_settings(recipe))
+    config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
     run_folder.claim(folder)
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
-        print(f"hytrain-cluster: {folder} had a run in it, which is in {aside} now", file=sys.stderr)
+        print(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now", file=sys.stderr)
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
         status = _supervise_recipe(recipe, config, resolved)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
-            print(f"hytrain-cluster: nothing was trained, so {folder} has that run again", file=sys.stderr)
+            print(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}", file=sys.stderr)
         elif status == EXIT_USAGE and before is not None and run_folder.progress(folder) == progress:
             resolved.write_text(before)
     return status
 
 
 def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path) -> int:
-    """Its processes; the recipe is written to `resolved`, in its folder."""
+    """Run the recipe's processes. The recipe is written to `resolved`, in the run's folder."""
     from hytrain.recipe import config as recipes
 
     with Supervisor(config, default_name=recipe.run.name) as supervisor:
         resolved.write_text(recipes.dump(recipe))
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "workers.trainer",
-            str(resolved),
-            "--run-dir",
-            str(supervisor.run_dir),
-        ]
+        command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(supervisor.run_dir)]
         if sys.stderr.isatty():
             command.append("--terminal")
         return supervisor.supervise(command)
@@ -180,12 +165,12 @@ def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _attach(parent: int, config: ClusterConfig) -> int:
-    """Coordinator and optimizer for process `parent`, until it closes our standard input or is gone."""
+    """Run coordinator and optimizer for process `parent`, until it closes our standard input or is gone."""
     try:
         parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return 0
-    if config.run_dir is not None:  # a program may have several optimizers, and one folder in its environment
+    if config.run_dir is not None:  # a program may have several optimizers but one folder
         config = config.model_copy(update={"run_dir": str(run_folder.claim_or_beside(Path(config.run_dir).resolve()))})
     with Supervisor(config, default_name=f"process-{parent}") as supervisor:
         print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
@@ -197,9 +182,8 @@ class Supervisor:
 
     def __init__(self, config: ClusterConfig, *, default_name: str) -> None:
         self._config = config
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.run_name = config.run_name or f"{default_name}-{stamp}"
-        self.run_dir = Path(config.run_dir or _state_dir() / f"{self.run_name}-{os.getpid()}").resolve()
+        self.run_name = config.run_name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.run_dir = Path(config.run_dir or run_folder.default(self.run_name)).resolve()
         self._log_dir = self.run_dir / "logs"
         self._children: list[Child] = []
         self._signal: int | None = None
@@ -207,12 +191,11 @@ class Supervisor:
         self.socket_dir = Path()
 
     def __enter__(self) -> Self:
-        """Start coordinator and optimizer. Raises `ClusterError` if one does not become ready, leaving nothing."""
+        """Start coordinator and optimizer. If one does not become ready, stops all and raises `ClusterError`."""
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            why = f"{error.strerror}; give another"
-            raise ConfigError(f"the run's folder {self.run_dir} cannot be written to: {why}") from None
+            raise ConfigError(run_folder.unwritable(self.run_dir, error)) from None
         if self._config.trace:
             trace.clear(self.run_dir)
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
@@ -229,13 +212,11 @@ class Supervisor:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _start(self) -> None:
-        affinity.choose(self._config.cores, self._config.threads)  # a wish that cannot be is bad input, not a failure
+        affinity.choose(self._config.cores, self._config.threads)  # impossible cores are bad input
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
         token_path.touch(mode=0o600)
@@ -243,22 +224,12 @@ class Supervisor:
         sockets = ["--socket-dir", str(self.socket_dir)]
         if self._config.trace:
             sockets += ["--trace", str(self.run_dir)]
-        coordinator = self._start_worker(
-            COORDINATOR,
-            [
-                *sockets,
-                "--run-dir",
-                str(self.run_dir),
-                "--run-name",
-                self.run_name,
-                "--replan-every",
-                str(self._config.replan_every),
-            ],
-        )
+        place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
+        replan = ["--replan-every", str(self._config.replan_every)]
+        coordinator = self._start_worker(COORDINATOR, [*sockets, *place, *replan])
+        cores = ["--rank", "0", "--cores", self._config.cores]
         threads = [] if self._config.threads is None else ["--threads", str(self._config.threads)]
-        optimizer = self._start_worker(
-            Address("optimizer", 0), [*sockets, "--rank", "0", "--cores", self._config.cores, *threads]
-        )
+        optimizer = self._start_worker(Address("optimizer", 0), [*sockets, *cores, *threads])
         Cluster(
             run_name=self.run_name,
             run_dir=str(self.run_dir),
@@ -272,9 +243,7 @@ class Supervisor:
         ).write()
 
     def _start_worker(self, address: Address, arguments: Sequence[str]) -> Child:
-        child = process.start_worker(
-            address, f"workers.{address.role}", arguments, log_dir=self._log_dir, environment=_environment()
-        )
+        child = process.start_worker(address, arguments, log_dir=self._log_dir, environment=_environment())
         self._children.append(child)
         process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
         return child
@@ -282,10 +251,8 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    # ------------------------------------------------------------ waiting
-
     def supervise(self, command: Sequence[str]) -> int:
-        """Run the trainer in the foreground, its output on the terminal and in its log; the exit status."""
+        """Run the trainer in the foreground, its output on the terminal and in its log; return its exit status."""
         environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1"}
         log = self._log_dir / "trainer-0.log"
         with log.open("ab", buffering=0) as copy:
@@ -312,24 +279,24 @@ class Supervisor:
                 return self._ended(ended, trainer, output)
 
     def _ended(self, ended: list[Child], trainer: Child, output: Tee) -> int:
-        """Name who ended first, as far as that can be known: a trainer may have failed of a worker's end."""
-        if ended == [trainer] and (status := _status(trainer)) != 0:
+        """Report which process ended first. If the trainer failed, check whether a worker's death was the reason."""
+        if ended == [trainer] and (status := trainer.exit_status()) != 0:
             workers = {child.pidfd: child for child in self._children if child is not trainer}
             readable, _, _ = select.select([*workers], [], [], SAME_END_S)
             ended += [workers[pidfd] for pidfd in readable]
         output.drain()
         dead = [child for child in ended if child is not trainer]
-        if dead and not (trainer in ended and _status(trainer) == 0):
+        if dead and not (trainer in ended and trainer.exit_status() == 0):
             print(f"\nhytrain-cluster: {process.describe_end(dead[0])}", file=sys.stderr)
-            return _status(dead[0]) or 1
-        status = _status(trainer)
+            return dead[0].exit_status() or 1
+        status = trainer.exit_status()
         if status not in (0, EXIT_USAGE):
             how = process.describe_end(trainer).splitlines()[0]
             print(f"hytrain-cluster: {how}; its log is {trainer.log}", file=sys.stderr)
         return status
 
     def _pass_on_signal(self, trainer: Child, output: Tee) -> int:
-        """Ctrl-C reached the trainer by itself, other signals did not. It gets time to leave."""
+        """Pass a signal on, and give the trainer time to exit. The terminal already sent it Ctrl-C itself."""
         assert self._signal is not None
         if self._signal != signal.SIGINT and trainer.process.poll() is None:
             trainer.process.send_signal(self._signal)
@@ -340,34 +307,30 @@ class Supervisor:
         return 128 + self._signal
 
     def attend(self, parent: int) -> int:
-        """Wait until the process that attached is gone or closes our input; or until one of ours ends."""
+        """Wait until process `parent` is gone or closes our input, or until one of our processes ends."""
         watched = {child.pidfd: child for child in self._children}
         readable, _, _ = select.select([sys.stdin.fileno(), parent, self._wake_read, *watched], [], [])
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:
             print(process.describe_end(ended[0]), file=sys.stderr)
-            return _status(ended[0]) or 1
+            return ended[0].exit_status() or 1
         return 0
 
     def _end(self) -> None:
         process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
-        self._merge_traces()
+        if self._config.trace:  # however the run ended
+            try:
+                trace.merge(self.run_dir)
+            except OSError as error:
+                print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
-    def _merge_traces(self) -> None:
-        """However the run ended: the timeline shows what came before."""
-        if self._config.trace:
-            try:
-                trace.merge(self.run_dir)
-            except OSError as error:
-                print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
-
 
 class Tee:
-    """The trainer's standard output and error: each to this process's own, and both to the log."""
+    """Copies the trainer's standard output and error to this process's own, and both to the log."""
 
     def __init__(self, copy: IO[bytes]) -> None:
         self._copy = copy
@@ -376,7 +339,7 @@ class Tee:
         self.pipes = {out: sys.stdout.fileno(), err: sys.stderr.fileno()}
 
     def pass_on(self, readable: Iterable[int]) -> bool:
-        """Pass on what has come through those of our pipes that are `readable`; False if nothing has."""
+        """Copy what has arrived on our pipes among `readable`. Returns False if nothing has."""
         return any([self._pass_on(pipe) for pipe in readable if pipe in self.pipes])
 
     def _pass_on(self, pipe: int) -> bool:
@@ -387,14 +350,14 @@ class Tee:
             while rest:
                 rest = rest[os.write(self.pipes[pipe], rest) :]
         except OSError:
-            pass  # whoever read has left, or the terminal was closed; the log has it all
+            pass  # the reader is gone or the terminal is closed; the log is complete
         if not chunk:
             os.close(pipe)
             del self.pipes[pipe]
         return bool(chunk)
 
     def drain(self) -> None:
-        """What the trainer wrote before it ended; a process that it left behind may hold the pipes for ever."""
+        """Copy what the trainer wrote before it ended, without waiting: a process that it left may hold the pipes."""
         while self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
             pass
 
@@ -404,27 +367,16 @@ class Tee:
 
 
 def _check_length(socket_dir: Path) -> None:
-    """Raise `ConfigError` if a trainer's socket could not have a name in there."""
+    """Raise `ConfigError` if the path of a trainer's socket would be too long."""
     try:
         endpoint(str(socket_dir), f"trainer-0-{secrets.token_hex(4)}")
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _status(child: Child) -> int:
-    """A process's exit status as a shell gives it."""
-    status = child.process.wait()
-    return 128 - status if status < 0 else status
-
-
 def _environment() -> dict[str, str]:
     paths = [HOME, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _state_dir() -> Path:
-    """Where runs without a folder of their own keep their logs and metrics."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "hytrain" / "runs"
 
 
 if __name__ == "__main__":

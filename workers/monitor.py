@@ -1,15 +1,15 @@
-"""`hytrain-monitor`: watches a run from outside, while it goes on.
+"""`hytrain-monitor`: watches a running run from outside.
 
-    hytrain-monitor [RUN]                    a live table on a terminal, else one line a step
-    hytrain-monitor [RUN] --once [--json]    the present status
-    hytrain-monitor [RUN] --follow [--json]  one line a step, until the run ends
+    hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
+    hytrain-monitor [RUN] --once [--json]    the current status
+    hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
 
     <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Attachment ─ StatusRequest, Command ─▶ coordinator
                                                     ▲────────── Status, again each step ──┘
 
-Monitors come and go: the coordinator answers without waiting, and its feed drops what nobody reads.
+A monitor cannot slow a run down: the coordinator never waits for it, and the feed drops frames that it does not read.
 `monitor_view` turns a status into text.
 """
 
@@ -42,58 +42,51 @@ from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-#: How long the feed may be silent before the coordinator is looked at, and asked.
+#: After this long without news from the feed, check that the coordinator lives, and ask it.
 LOOK_S: Final = 0.5
-#: How long after an answer the feed may take to bring what was published before it.
+#: How long after a reply the feed may still bring statuses that were published before it.
 LAG_S: Final = 0.2
 ANSWER_S: Final = 10.0
 REDRAW_S: Final = 0.25
 
-#: What the coordinator can be asked to change: the command, its value, what comes of it.
+#: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
-    ("k", "K", 'let the GPU own this fraction of the parameters, or "auto"'),
-    ("threads", "N", "let the optimizer update with so many threads, up to one for each of its cores"),
-    ("policy", "NAME", 'decide with this policy what the GPU owns, such as "deadline"'),
-    ("objective", "NAME", 'aim at this: "speed", "gpu-memory" or "host-memory"'),
+    ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
+    ("threads", "N", "number of the optimizer's threads, at most one per core"),
+    ("policy", "NAME", 'policy that decides what the GPU owns, such as "deadline"'),
+    ("objective", "NAME", 'what to optimize: "speed", "gpu-memory" or "host-memory"'),
 )
 
 T = TypeVar("T", m.Status, m.CommandReply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 2 if there is no such run or it refuses a command, 0 once a run has ended."""
+    """The command line. Returns 0 when the run has ended, and 2 if there is no such run or it refuses a command."""
     arguments = _parse(argv)
     try:
         with Attachment(find(arguments.run, alone=arguments.command is not None)) as attachment:
             return _run(attachment, arguments)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `| head` has seen enough; Python would complain when it flushes at exit
+    except BrokenPipeError:  # `| head` has exited; without this, Python's flush at exit fails too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ConfigError as error:
+    except (ConfigError, ClusterTimeout) as error:
         print(f"hytrain-monitor: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ClusterTimeout as error:
-        print(f"hytrain-monitor: {error}", file=sys.stderr)
-        return 1
+        return EXIT_USAGE if isinstance(error, ConfigError) else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hytrain-monitor", description="Watch a run of HyTrain while it goes on.")
-    parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default is the newest")
+    parser = argparse.ArgumentParser(prog="hytrain-monitor", description="Watch a running HyTrain run.")
+    parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default: the newest")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--once", action="store_true", help="print the present status and leave")
-    mode.add_argument("--follow", action="store_true", help="print a line for each step, until the run ends")
+    mode.add_argument("--once", action="store_true", help="print the current status and exit")
+    mode.add_argument("--follow", action="store_true", help="print one line per step, until the run ends")
     for name, value, effect in SETTINGS:
-        command = partial(_command, name)
+        command = partial(lambda name, value: m.Command(name=name, value=value), name)
         mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
-    parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one a line")
+    parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one per step")
     return parser.parse_args(argv)
-
-
-def _command(name: str, value: str) -> m.Command:
-    return m.Command(name=name, value=value)
 
 
 def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
@@ -102,7 +95,8 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
         print(reply.text, file=sys.stdout if reply.ok else sys.stderr)
         return 0 if reply.ok else EXIT_USAGE
     if arguments.once:
-        _once(attachment, as_json=arguments.json)
+        snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
+        print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         _follow(attachment, as_json=arguments.json)
     else:
@@ -114,17 +108,17 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
 
 
 def find(wanted: str | None, *, alone: bool = False) -> Cluster:
-    """The run that is meant: if none is named the newest, or the only one, where the wrong one would do harm.
+    """The wanted run. None stands for the newest, or, with `alone`, for the only one.
 
-    Raises `ConfigError`, naming those that there are.
+    Raises `ConfigError`, which names the live runs.
     """
     runs = live_runs()
     names = ", ".join(f"{run.run_name} ({run.run_dir})" for run in runs) or "none"
     if wanted is None:
         if not runs:
-            raise ConfigError(f"no run of yours is going on: {tempfile.gettempdir()} has no live socket folder")
+            raise ConfigError(f"you have no live run: {tempfile.gettempdir()} has no live socket folder")
         if alone and len(runs) > 1:
-            raise ConfigError(f"several runs are live, name the one that you mean: {names}")
+            raise ConfigError(f"several runs are live, name one of them: {names}")
         return runs[0]
     path = Path(wanted).resolve()
     for run in runs:
@@ -133,24 +127,24 @@ def find(wanted: str | None, *, alone: bool = False) -> Cluster:
     if (elsewhere := _live(path)) is not None:  # a socket folder under another TMPDIR
         return elsewhere[1]
     if (path / "metrics.jsonl").is_file():
-        raise ConfigError(f"the run in {path} is not live; what it recorded is in its metrics.jsonl")
+        raise ConfigError(f"the run in {path} is not live; its records are in its metrics.jsonl")
     raise ConfigError(f"no live run is called {wanted!r}; live runs: {names}")
 
 
 def live_runs() -> list[Cluster]:
-    """This user's runs that are going on, the newest first."""
+    """This user's live runs, newest first."""
     found = [live for folder in Path(tempfile.gettempdir()).glob("hytrain-*") if (live := _live(folder)) is not None]
     return [run for _, run in sorted(found, key=lambda live: live[0], reverse=True)]
 
 
 def _live(folder: Path) -> tuple[int, Cluster] | None:
-    """When the run whose sockets are in `folder` was started, and what it is; None if it is not ours or not live."""
+    """The start time and the run whose sockets are in `folder`; None if it is not this user's or not live."""
     try:
         owner, started_ns = folder.lstat().st_uid, (folder / CLUSTER_FILE).stat().st_mtime_ns
         if owner != os.getuid():
             return None
         run = Cluster.read(str(folder))
-        # Its command names the folder: a process that only got the number of a dead coordinator does not.
+        # The command line must name the folder: another process may have the PID of a dead coordinator.
         return (started_ns, run) if run.socket_dir in psutil.Process(run.coordinator_pid).cmdline() else None
     except (OSError, ConfigError, psutil.Error):
         return None
@@ -160,7 +154,7 @@ def _live(folder: Path) -> tuple[int, Cluster] | None:
 
 
 class Attachment:
-    """A connection to one run's coordinator. No wait outlives the coordinator by more than `LOOK_S`."""
+    """A connection to one run's coordinator. Waits end at most `LOOK_S` after the coordinator."""
 
     def __init__(self, run: Cluster) -> None:
         """Raises `ConfigError` if the run has ended."""
@@ -184,11 +178,11 @@ class Attachment:
 
     @property
     def ended(self) -> bool:
-        """The coordinator is gone, and with it the run."""
+        """Whether the coordinator, and so the run, has ended."""
         return bool(select.select([self._coordinator], [], [], 0)[0])
 
     def ask(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T | None:
-        """The coordinator's answer, None once it is gone. Raises `ClusterTimeout` if it is there and says nothing."""
+        """The coordinator's reply, or None if it is gone. Raises `ClusterTimeout` if it lives but does not reply."""
         self._outbox.send(question)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
@@ -197,20 +191,20 @@ class Attachment:
                 return answer
             if self.ended:
                 return None
-        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (process {self.run.coordinator_pid}) is silent")
+        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
 
     def require(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T:
-        """As `ask`, where the run's end is an error. Raises `ConfigError` then."""
+        """Like `ask`, but raises `ConfigError` if the run has ended."""
         answer = self.ask(question, kind)
         if answer is None:
             raise ConfigError(f"the run {self.run.run_name} has ended")
         return answer
 
     def statuses(self) -> Iterator[m.Status]:
-        """The present status, then each new one, until the run ends. While no step ends it asks now and then."""
+        """The current status, then each new one, until the run ends. Asks again while the feed brings nothing."""
         newest_s = 0.0
         while (status := self.ask(m.StatusRequest(), m.Status)) is not None:
-            # The answer overtakes what the feed still holds; for the first one that does not count.
+            # The reply may overtake statuses in the feed. Yield those first, except before the first reply.
             while 0.0 < newest_s < view.recorded_at_s(status) and (news := self._next(newest_s, LAG_S)) is not None:
                 newest_s = view.recorded_at_s(news)
                 yield news
@@ -222,7 +216,7 @@ class Attachment:
                 yield news
 
     def _next(self, newest_s: float, timeout_s: float) -> m.Status | None:
-        """The next status of the feed with a newer record, None after `timeout_s` seconds without any status."""
+        """The feed's next status with a newer record, or None after `timeout_s` seconds without a status."""
         while (news := self._feed.receive(timeout_s)) is not None:
             if isinstance(news, m.Status) and view.recorded_at_s(news) > newest_s:
                 return news
@@ -230,11 +224,6 @@ class Attachment:
 
 
 # ---------------------------------------------------------------- the modes
-
-
-def _once(attachment: Attachment, *, as_json: bool) -> None:
-    snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
-    print(view.as_json(snapshot) if as_json else view.as_text(snapshot), flush=True)
 
 
 def _follow(attachment: Attachment, *, as_json: bool) -> None:
@@ -246,14 +235,14 @@ def _follow(attachment: Attachment, *, as_json: bool) -> None:
 
 
 def _watch(attachment: Attachment) -> None:
-    """The live table, which stays on the terminal. Few drawings a second: watching is to cost the run little."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminal is left as it was
+    """Draw the live table, which stays on the terminal. It is redrawn rarely, to take little CPU from the run."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave the terminal as it was
     observer, drawn_s = Observer(attachment.run), -math.inf
     shown: Snapshot | None = None
     with view.live() as screen:
         for status in attachment.statuses():
             if shown is not None and shown.status.layer_names and not status.layer_names:
-                continue  # the trainer has left: its last picture stays, until another one comes
+                continue  # the trainer has left: keep its last table until the next trainer
             if shown is None or time.monotonic() - drawn_s >= REDRAW_S:
                 shown = observer.look(status)
                 screen.update(view.table(shown), refresh=True)
@@ -264,21 +253,20 @@ def _watch(attachment: Attachment) -> None:
 
 
 class Observer:
-    """Looks at a run's processes, and remembers what they had used when it last did."""
+    """Reads what a run's processes use, and remembers their CPU time at the last look."""
 
     def __init__(self, run: Cluster) -> None:
-        self._launcher = m.Process(
-            address=Address("launcher", 0), pid=run.launcher_pid, detail="started and supervises them"
-        )
+        address, detail = Address("launcher", 0), "starts and supervises the others"
+        self._launcher = m.Process(address=address, pid=run.launcher_pid, detail=detail)
         self._seen: dict[int, tuple[float, float]] = {}
 
     def look(self, status: m.Status) -> Snapshot:
-        """`status` with what each of its processes, and the launcher, uses now."""
+        """`status`, with the current usage of its processes and of the launcher."""
         processes = (*status.processes, self._launcher)
         return Snapshot(status, tuple((process, self._usage(process.pid)) for process in processes))
 
     def _usage(self, pid: int) -> Usage | None:
-        """What a process uses: CPU time since the last look, at first since its start. None if it is gone."""
+        """A process's usage, or None if it is gone. `cpu_share` is since the last look, at first since its start."""
         try:
             process = psutil.Process(pid)
             times, now_s = process.cpu_times(), time.time()

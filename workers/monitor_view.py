@@ -1,8 +1,8 @@
-"""What `monitor` shows: a status and what its processes use, as JSON, as a line, as a table.
+"""Formats a status and its processes' usage for `monitor`: as JSON, as a line, as a table.
 
     record of metrics.jsonl ─┬─▶ line              --follow
     layers, places, reason ──┼─▶ as_json           --once --json
-    processes, their use ────┴─▶ table ─▶ as_text  --once; `live` draws it over and over
+    processes, their use ────┴─▶ table ─▶ as_text  --once; `live` redraws it
 
 It reads no clock, file or socket. Only the table needs rich.
 """
@@ -10,7 +10,7 @@ It reads no clock, file or socket. Only the table needs rich.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-#: Of each placement, in the table's order.
+#: For each placement, in the order of `PLACEMENTS`.
 STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan"), strict=False))
 MARKS: Final = dict(zip(PLACEMENTS, "█░▒", strict=False))
-#: What the CPU does until the norm of a step that may be clipped is known.
+#: When the CPU updates in a step that may be clipped.
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 TEXT_COLUMNS: Final = 140
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process uses; `cpu_share` is 1.0 for one core that is always busy."""
+    """A process's usage. `cpu_share` is 1.0 for one core that is always busy."""
 
     cores: tuple[int, ...]
     rss_bytes: int
@@ -44,19 +44,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A status, and what each process of the run used then; None for one that was gone."""
+    """A status, and each process's usage then; None for a process that was gone."""
 
     status: m.Status
     processes: tuple[tuple[m.Process, Usage | None], ...]
 
 
 def recorded_at_s(status: m.Status) -> float:
-    """When the status's record was made, on the node's monotonic clock; 0 before the first."""
+    """When the status's record was made, in seconds of the node's monotonic clock; 0 before the first record."""
     return float(json.loads(status.record).get("at_s", 0.0))
 
 
 def as_json(snapshot: Snapshot) -> str:
-    """The newest record of metrics.jsonl, and around it the run, its layers and where they are, its processes."""
+    """The newest record of metrics.jsonl, with the run, its layers and their placements, and its processes."""
     status = snapshot.status
     layers = zip(status.layer_names, status.layer_numels, status.placements, strict=True)
     described: dict[str, Any] = {
@@ -77,11 +77,9 @@ def _process_json(process: m.Process, usage: Usage | None) -> dict[str, Any]:
         "rank": process.address.rank,
         "pid": process.pid,
         "detail": process.detail,
+        "alive": usage is not None,
     }
-    if usage is None:
-        return {**described, "alive": False}
-    use = {"cores": usage.cores, "rss_bytes": usage.rss_bytes, "cpu_s": usage.cpu_s, "cpu_share": usage.cpu_share}
-    return {**described, "alive": True, **use}
+    return described if usage is None else described | asdict(usage)
 
 
 def line(status: m.Status) -> str:
@@ -92,7 +90,7 @@ def line(status: m.Status) -> str:
 
 
 def _training(record: dict[str, Any]) -> list[str]:
-    """What the loop is after. A program that logs nothing has no loss to show."""
+    """The loop's own numbers, as far as the program logs them."""
     shown = [f"step {record['step']}"]
     for name, text in (
         ("loss", "loss {:.4f}"),
@@ -115,7 +113,7 @@ def _timing(record: dict[str, Any]) -> list[str]:
 
 
 def seconds(duration_s: float) -> str:
-    """A duration as people say it."""
+    """A duration in seconds or milliseconds."""
     return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
 
 
@@ -123,7 +121,7 @@ def seconds(duration_s: float) -> str:
 
 
 def live() -> Live:
-    """A part of the terminal that is drawn anew on each update. Raises `ConfigError` without rich."""
+    """A part of the terminal that each update redraws. Raises `ConfigError` without rich."""
     _require_rich()
     from rich.live import Live
 
@@ -142,7 +140,7 @@ def as_text(snapshot: Snapshot) -> str:
 
 
 def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
-    """The whole picture: the run, its step, k and why, its layers, its processes."""
+    """The whole table: the run, its step, k and the reason, the layers, the processes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -167,7 +165,7 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
 
 
 def _strip(status: m.Status) -> Text:
-    """A mark for each layer in forward order, then how much of the parameters has which placement."""
+    """A mark for each layer in forward order, then each placement's share of the parameters."""
     from rich.text import Text
 
     strip, of_each, numels = Text(), status.placements, status.layer_numels
@@ -187,25 +185,22 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
     rows = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
     for name in ("process", "pid", "cores", "CPU", "memory", "busy", "stall"):
         rows.add_column(name, justify="left" if name in ("process", "cores") else "right", no_wrap=True)
-    rows.add_column("what", no_wrap=True, ratio=1)  # gives way where the terminal is narrow
+    rows.add_column("what", no_wrap=True, ratio=1)  # shrinks on a narrow terminal
     for process, usage in snapshot.processes:
         if usage is None:
             use = ["", "gone", ""]
         else:
             use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
+        what = process.detail
+        if process.address.role == "optimizer" and (threads := record.get("threads")) is not None:
+            what = f"{format_threads(threads)} {what}"  # from the record, since a command can change it
         load = _load(process.address.role, record)
-        rows.add_row(str(process.address), str(process.pid), *use, *load, Text(_what(process, record)))
+        rows.add_row(str(process.address), str(process.pid), *use, *load, Text(what))
     return rows
 
 
-def _what(process: m.Process, record: dict[str, Any]) -> str:
-    """What a process is there for; how many threads the optimizer has may have been commanded since it began."""
-    threads = record.get("threads") if process.address.role == "optimizer" else None
-    return process.detail if threads is None else f"{format_threads(threads)} {process.detail}"
-
-
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:
-    """Busy and stalled time of a process in the newest step, each with its share of the step."""
+    """A process's busy and stalled time in the newest step, each with its share of the step."""
     if not record or role not in ("trainer", "optimizer"):
         return "", ""
     step_s = record["step_s"]
@@ -220,6 +215,6 @@ def _share(part_s: float, step_s: float) -> str:
 
 def _require_rich() -> None:
     try:
-        import rich  # noqa: F401, only whether it is there
+        import rich  # noqa: F401, only checks that it exists
     except ImportError:
-        raise ConfigError("the table needs rich (pip install rich); --json and --follow do without") from None
+        raise ConfigError("the table needs rich (pip install rich); --json and --follow work without it") from None

@@ -1,40 +1,26 @@
-"""One trainer's run as the coordinator plans it: measurements in, plans out; no clock, no I/O.
+"""Plans one trainer's run: measurements in, plans out; no clock, no I/O. A `TrainerSeat` calls it.
 
     LayerTable ─▶ Calibration ×2 ─▶ first plan ─▶ Plan to both ─ PlanAck ×2 ─▶ Reassign ─▶ PlanApplied
-    TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every so many steps ─▶ the next plan
-    Verdict ─▶ share of clipped steps ─▶ the mode: update ahead of verdicts or after them, with every plan
+    TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every `replan_every` steps ─▶ the next plan
+    Verdict ─▶ share of clipped steps ─▶ the mode, with every plan: update ahead of verdicts, or after them
     commands: k, policy, objective, threads ─▶ the next plan at once
 
-Left out of the measurements are the first step, which warms up, and steps in which layers moved, or memory was made
-ready for that or given back: copies of state went beside their own, the driver and the page tables were busy. A step
-in which the CPU got other threads counts for its layers, not as a whole.
+Two kinds of steps are not measured. The first step warms up. Steps in which layers moved, or in which their memory was
+prepared or freed, also copy state and keep the driver and the page tables busy. If the number of threads changes in a
+step, its layers' times count, but the step's own times do not.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from hytrain.planner import (
-    POLICIES,
-    ClippedShare,
-    Decision,
-    Infeasible,
-    LayerFacts,
-    Limits,
-    MeasurementBook,
-    Profile,
-    Rates,
-    ahead,
-    decide,
-    drawn,
-    first_lids,
-    gain,
-    is_worth_it,
-    simulate,
-)
+from hytrain import planner
+from hytrain.planner import Infeasible, Limits, Profile
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
@@ -42,22 +28,33 @@ from protocol.handles import layout
 from protocol.placement import CPU, GPU, PLACEMENTS, gpu_fraction
 from workers.effects import Command, Note, Send
 
-#: Steps whose times are those of warming up: they are recorded, and not planned from.
+#: Steps that warm up. They are recorded, but the planner does not use their times.
 WARM_UP_STEPS: Final = 1
 HORIZON_STEPS: Final = 200
 MIN_GAIN: Final = 0.01
-#: Steps that a plan waits for the CPU's first times with another number of threads.
+#: After the number of threads was changed, a plan waits this many steps for new CPU times.
 CPU_PATIENCE_STEPS: Final = 3
-#: Steps whose measurements may still come.
+#: Measurements may arrive this many steps late.
 OPEN_STEPS: Final = 16
 MAX_THREADS: Final = 9999
-#: On device "cpu" the "GPU's" update is the trainer's own and takes as long as the optimizer's.
-CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+#: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
+CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
 TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
 
 
+@dataclass(slots=True)
+class _Step:
+    """What is known about one step."""
+
+    duration_s: float | None = None
+    gpu_lids: frozenset[int] = frozenset()
+    cpu_busy_s: float = 0.0
+    moved: bool = False  # layers moved, or their memory was prepared or freed
+    threads_changed: bool = False
+
+
 class Planning:
-    """One trainer's layers: where they are placed, what was measured, what is wanted."""
+    """One trainer's layers: their placements, the measurements, and what the user wants."""
 
     def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int) -> None:
         self.table = table
@@ -69,25 +66,21 @@ class Planning:
         self.moved = 0
         self.threads: int | None = None
         self.speculates = table.speculate is not False
-        self._clipped = ClippedShare()
-        self._waits_from_plan: str | None = None  # why the CPU is to wait for verdicts once the plan under way holds
+        self._clipped = planner.ClippedShare()
+        self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
         self._facts = [_facts(layer, table) for layer in table.layers]
-        self._numels = [layer.numel for layer in table.layers]
         rates = CPU_RATES if table.device == "cpu" else None
-        self._book = MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
+        self._book = planner.MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))
         self._uncalibrated = {self._trainer, self._optimizer}
         self._step = -1
-        self._planned_at: int | None = None  # None asks for a plan as soon as there can be one
+        self._planned_at: int | None = None  # None: plan as soon as possible
         self._plan: m.Plan | None = None
-        self._steps: dict[int, tuple[float, frozenset[int]]] = {}  # duration, layers on the GPU
-        self._cpu_busy_s: dict[int, float] = {}  # by step
-        self._moved_in: set[int] = set()  # steps in which a plan moved layers or worked on their memory
-        self._commanded_in: set[int] = set()  # steps in which the CPU got other threads
+        self._steps: defaultdict[int, _Step] = defaultdict(_Step)
         self._commanded_threads: int | None = None
-        self._new_threads: tuple[int, int] | None = None  # commanded, and in which step
+        self._new_threads: tuple[int, int] | None = None  # the number commanded, and the step of the command
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -96,23 +89,22 @@ class Planning:
     # ------------------------------------------------------------ before the first step
 
     def continue_from(self, before: Planning) -> None:
-        """The same training with other layers: what it was commanded to holds on, and how often it is clipped."""
+        """Continue the same training with other layers: keep its commands and its share of clipped steps."""
         self.policy, self.k, self.objective = before.policy, before.k, before.objective
         self._commanded_threads, self._clipped = before._commanded_threads, before._clipped
 
     def begin(self) -> list[Command]:
-        """The optimizer needs the table before it gets a plan."""
+        """Forward the table to the optimizer, which needs it before the first plan."""
         return [Send(self._optimizer, replace(self.table, threads=self._commanded_threads))]
 
     def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
-        """What trainer or optimizer measured. With both, the first plan; a `Failure` for the trainer if none fits."""
-        rates = {name: getattr(calibration, name) for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")}
-        self._book.calibrate(**rates)
+        """Once both have calibrated, propose the first plan, or send the trainer a `Failure` if none fits."""
+        self._book.calibrate(**asdict(calibration))
         self._uncalibrated.discard(sender)
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            lids = first_lids(self._facts, self._limits, self.k)
+            lids = planner.first_lids(self._facts, self._limits, self.k)
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
@@ -125,67 +117,62 @@ class Planning:
         self._book.reorder(dict(enumerate(positions)))
 
     def on_trainer(self, report: m.TrainerReport) -> list[Command]:
-        """A step is over; what was measured in it or in one before is taken in."""
+        """A step is over: take in what was measured, in this step or an earlier one."""
         self._step = report.step
-        self._steps[report.step] = report.step_s, _gpu_lids(report.placements)
-        if report.moving:
-            self._moved_in.add(report.step)
-        self._forget(through=report.step - OPEN_STEPS)
+        gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
+        step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving
+        for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
+            del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
-            self._measure(report, report.measured)
+            self._measure(report, self._steps[report.measured])
         if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
-            owned = sum(self._facts[lid].gpu_state_bytes for lid in _gpu_lids(report.placements))
+            owned = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
         return self._replan()
 
-    def _measure(self, report: m.TrainerReport, measured: int) -> None:
-        """What the report says of step `measured`, with which the CPU is done by now: its weights came back."""
+    def _measure(self, report: m.TrainerReport, step: _Step) -> None:
+        """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too."""
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in TIMES
         }
-        duration_s, gpu_lids = self._steps.get(measured, (None, frozenset()))
-        if duration_s is None or measured in self._commanded_in:
+        if step.duration_s is None or step.threads_changed:
             self._book.observe_trainer(**times)
             return
         self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
             stall_s=report.stall_s,
-            cpu_busy_s=self._cpu_busy_s.get(measured, 0.0),
+            cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
-            gpu_lids=gpu_lids,
+            gpu_lids=step.gpu_lids,
         )
         self._book.observe_trainer(**times)
-        self._book.observe_step(step_s=duration_s, stall_s=report.stall_s, gpu_lids=gpu_lids, middle_s=report.middle_s)
+        self._book.observe_step(
+            step_s=step.duration_s, stall_s=report.stall_s, gpu_lids=step.gpu_lids, middle_s=report.middle_s
+        )
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
-        """What the CPU did in a step. Of a number of threads that it works with no longer, it says nothing."""
+        """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
         if self._new_threads is not None:
             threads, since = self._new_threads
             if report.threads != threads and report.step <= since + 1:
                 return
             self._new_threads = None
         self.threads = report.threads
-        self._cpu_busy_s[report.step] = self._cpu_busy_s.get(report.step, 0.0) + report.busy_s
+        self._steps[report.step].cpu_busy_s += report.busy_s
         if self._counts(report.step):
             self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
 
     def on_verdict(self, verdict: m.Verdict) -> None:
-        """Whether a step's updates held that were made before it."""
+        """Count whether the step was clipped or skipped, so that early updates had to be undone."""
         self._clipped.add(clipped=verdict.skipped or verdict.scale != 1.0)
 
     def _counts(self, step: int) -> bool:
-        return step >= WARM_UP_STEPS and step not in self._moved_in
-
-    def _forget(self, *, through: int) -> None:
-        self._steps = {step: known for step, known in self._steps.items() if step > through}
-        self._cpu_busy_s = {step: busy_s for step, busy_s in self._cpu_busy_s.items() if step > through}
-        self._moved_in = {step for step in self._moved_in if step > through}
-        self._commanded_in = {step for step in self._commanded_in if step > through}
+        return step >= WARM_UP_STEPS and not self._steps[step].moved
 
     # ------------------------------------------------------------ plans
 
     def _replan(self) -> list[Command]:
-        """Decide anew, if it is time and no plan is under way."""
+        """Decide again, if it is time and no plan is being agreed on."""
         every = 1 if self.policy == "random" else self._replan_every
         due = self._planned_at is None or self._step - self._planned_at >= every
         profile = self._book.profile() if due and not self._ledger.busy else None
@@ -194,7 +181,7 @@ class Planning:
         self._planned_at = self._step
         current = _gpu_lids(self.placements)
         plan = partial(
-            decide,
+            planner.decide,
             self.policy,
             limits=self._limits,
             fixed_k=self.k,
@@ -210,33 +197,32 @@ class Planning:
         except Infeasible as error:
             return [Note(f"no plan fits: {error}")]
         commands: list[Command] = []
-        if decision.changed and self._had_better_wait(speculates, profile, current):
+        if decision.changed and self._keeps_ahead(speculates, profile, current):
             self._waits_from_plan = why
         else:
             self._waits_from_plan = None
             commands += self._set_mode(speculates, why)
-        self.predicted_step_s = simulate(self._in_mode(profile, self.speculates), current).step_s
+        self.predicted_step_s = self._simulated_s(profile, current)
         self.reason = decision.reason
         if decision.changed:
             commands += self._propose(decision.gpu_lids, self._step + 2, decision.reason, decision.predicted_step_s)
         return commands
 
-    def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], Decision]) -> tuple[bool, str]:
-        """Whether the CPU is to be ahead of verdicts, judged with the layers that it would then leave to the GPU."""
+    def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], planner.Decision]) -> tuple[bool, str]:
+        """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
         if self.table.speculate is not None:
             return self.speculates, "as asked"
         if self.policy == "random":
-            return drawn(self._step), f"drawn at random from seed {self._step}"
+            return planner.drawn(self._step), f"drawn at random from seed {self._step}"
         share = self._clipped.value
-        gained = gain(profile, plan(ahead(profile, share)).gpu_lids, share)
-        why = f"{share:.0%} of the steps are clipped, being ahead saves {gained:.1%} of a step"
-        return is_worth_it(gained, now=self.speculates), why
+        gained = planner.gain(profile, plan(planner.ahead(profile, share)).gpu_lids, share)
+        why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
+        return planner.is_worth_it(gained, now=self.speculates), why
 
-    def _had_better_wait(self, speculates: bool, profile: Profile, gpu_lids: frozenset[int]) -> bool:
-        """Whether being ahead is to end, and with the layers that the GPU owns until then is worth it still."""
-        if speculates or not self.speculates or self.policy == "random":
-            return False
-        return is_worth_it(gain(profile, gpu_lids, self._clipped.value), now=True)
+    def _keeps_ahead(self, speculates: bool, profile: Profile, gpu_lids: frozenset[int]) -> bool:
+        """Whether to keep updating ahead until the new plan is in effect: it still pays with the current layers."""
+        ends = self.speculates and not speculates and self.policy != "random"
+        return ends and planner.is_worth_it(planner.gain(profile, gpu_lids, self._clipped.value), now=True)
 
     def _set_mode(self, speculates: bool, why: str) -> list[Command]:
         if speculates == self.speculates:
@@ -246,28 +232,27 @@ class Planning:
 
     @property
     def _mode(self) -> str | None:
-        """What becomes of gradients until the verdict; None where there is none."""
-        if not self.table.awaits_verdict:
-            return None
-        return "speculate" if self.speculates else "defer"
+        """What happens to gradients before the verdict; None if there is no verdict."""
+        mode = "speculate" if self.speculates else "defer"
+        return mode if self.table.awaits_verdict else None
 
     def _in_mode(self, profile: Profile, speculates: bool) -> Profile:
-        return ahead(profile, self._clipped.value) if speculates else profile
+        return planner.ahead(profile, self._clipped.value) if speculates else profile
 
     def _awaits_cpu_times(self) -> bool:
-        """Threads were changed a moment ago: what the CPU does with them is known better when it has been seen."""
+        """Whether threads were changed so recently that new CPU times should arrive before the next plan."""
         if self._new_threads is None or len(_gpu_lids(self.placements)) == len(self._facts):
             return False
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
     def _propose(self, gpu_lids: frozenset[int], step: int, reason: str, predicted_s: float | None) -> list[Command]:
-        placements = _placements(gpu_lids, len(self._facts))
+        placements = tuple(GPU.name if lid in gpu_lids else CPU.name for lid in range(len(self._facts)))
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
                 step=step,
                 placements=placements,
-                k=gpu_fraction(placements, self._numels),
+                k=gpu_fraction(placements, [layer.numel for layer in self.table.layers]),
                 policy=self.policy,
                 reason=reason,
                 predicted_step_s=predicted_s,
@@ -286,33 +271,34 @@ class Planning:
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
         self.moved += applied.moved
-        if applied.moved:
-            self._moved_in.add(applied.step)
+        self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
-        note = Note(f"plan {applied.plan_id} holds from step {applied.step} on: {applied.moved} layers, {waited}")
+        note = Note(
+            f"plan {applied.plan_id} in effect from step {applied.step} on: moved {applied.moved} layers, {waited}"
+        )
         why, self._waits_from_plan = self._waits_from_plan, None
-        as_planned = self._plan is not None and applied.placements == self._plan.placements  # the GPU had room for it
+        as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         mode = self._set_mode(False, why) if why is not None and as_planned else []
         self.predicted_step_s = self._predicted(applied.placements)
         return [note, *mode]
 
     def _predicted(self, placements: tuple[str, ...]) -> float | None:
-        """A step with the placements that the trainer named; a GPU without room did not take all of the plan."""
+        """The predicted step time. The placements differ from the plan's if the GPU had no room for all of it."""
         if self._plan is not None and placements == self._plan.placements:
             return self._plan.predicted_step_s
         profile = self._book.profile()
-        if profile is None:
-            return None
-        return simulate(self._in_mode(profile, self.speculates), _gpu_lids(placements)).step_s
+        return None if profile is None else self._simulated_s(profile, _gpu_lids(placements))
+
+    def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
+        return planner.simulate(self._in_mode(profile, self.speculates), gpu_lids).step_s
 
     # ------------------------------------------------------------ commands
 
     def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
-        """One of `COMMANDS`, with what follows from it. A refusal changes nothing."""
-        if name not in COMMANDS:
-            known = ", ".join(COMMANDS)
-            return m.CommandReply(ok=False, text=f"unknown command {name!r}; known: {known}"), []
+        """Carry out one of `COMMANDS`: the reply, and what follows from it. A refusal changes nothing."""
         try:
+            if name not in COMMANDS:
+                raise ValueError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
             commands = COMMANDS[name](self, value)
         except ValueError as error:
             return m.CommandReply(ok=False, text=str(error)), []
@@ -323,21 +309,20 @@ class Planning:
         if value == "auto":
             self.k, self.policy = None, "deadline" if self.policy == "fixed" else self.policy
             return []
-        sentence = f'k is {value!r}: a number in [0, 1], or "auto"'
         try:
             k = float(value)
         except ValueError:
-            raise ValueError(sentence) from None
+            k = math.nan
         if not 0.0 <= k <= 1.0:
-            raise ValueError(sentence)
+            raise ValueError(f'k is {value!r}: give a number in [0, 1], or "auto"')
         self.k, self.policy = k, "fixed"
         return []
 
     def _set_policy(self, value: str) -> list[Command]:
-        if value not in POLICIES:
-            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(POLICIES)}")
+        if value not in planner.POLICIES:
+            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(planner.POLICIES)}")
         if value == "fixed" and self.k is None:
-            raise ValueError('policy "fixed" needs a k: give that instead, as in k=0.3')
+            raise ValueError('policy "fixed" needs a k: set k instead, as in k=0.3')
         self.policy, self.k = value, self.k if value == "fixed" else None
         return []
 
@@ -348,26 +333,26 @@ class Planning:
         return []
 
     def _set_threads(self, value: str) -> list[Command]:
-        """The CPU's times are scaled at once by what so many threads usually bring, and measured anew."""
+        """Scale the CPU's times at once by the speedup that this many threads usually bring, then measure again."""
         if not value.isdecimal() or len(value) > len(str(MAX_THREADS)) or int(value) < 1:
-            raise ValueError(f"threads is {value!r}: a number from 1 to {MAX_THREADS}")
+            raise ValueError(f"threads is {value!r}: give a number from 1 to {MAX_THREADS}")
         threads = int(value)
         before = self._new_threads[0] if self._new_threads is not None else self.threads
         if before is not None and before != threads:
             self._book.cpu_changed(threads / before)
         self._commanded_threads = threads
         self._new_threads = threads, self._step
-        self._commanded_in.add(self._step + 1)
+        self._steps[self._step + 1].threads_changed = True
         return [Send(self._optimizer, m.SetThreads(threads=threads))]
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
-        """One step, for metrics.jsonl. The CPU may be at work on it still, and is done with the one before."""
+        """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
         return {
             "step": report.number,
             "at_s": report.at_s,
             "step_s": report.step_s,
             "stall_s": report.stall_s,
-            "cpu_busy_s": self._cpu_busy_s.get(report.step - 1, 0.0),
+            "cpu_busy_s": self._steps[report.step - 1].cpu_busy_s,
             "threads": self.threads,
             "k": report.k,
             "gpu_layers": len(_gpu_lids(report.placements)),
@@ -382,12 +367,11 @@ class Planning:
         self._ledger.check()
         self._book.check()
         self._clipped.check()
-        assert self.table.speculate in (None, self.speculates), "a mode that was asked for is kept"
-        for kept in (self._steps, self._cpu_busy_s, self._moved_in, self._commanded_in):
-            assert len(kept) <= 2 * OPEN_STEPS, "old steps are forgotten"
+        assert self.table.speculate in (None, self.speculates), "a requested mode is kept"
+        assert len(self._steps) <= 2 * OPEN_STEPS, "old steps are forgotten"
 
 
-#: What a monitor may ask for.
+#: The commands that a monitor may send.
 COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
     "k": Planning._set_k,
     "policy": Planning._set_policy,
@@ -397,19 +381,14 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
 
 
 def _gpu_lids(placements: Iterable[str]) -> frozenset[int]:
-    """The layers whose state is held by the GPU: what the planner reckons with."""
+    """The layers whose state is on the GPU: the planner's form of placements."""
     return frozenset(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu")
 
 
-def _placements(gpu_lids: frozenset[int], layers: int) -> tuple[str, ...]:
-    """What the planner has decided, as messages say it."""
-    return tuple(GPU.name if lid in gpu_lids else CPU.name for lid in range(layers))
-
-
-def _facts(layer: m.Layer, table: m.LayerTable) -> LayerFacts:
+def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
     held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
-    return LayerFacts(
+    return planner.LayerFacts(
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,

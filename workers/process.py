@@ -1,14 +1,15 @@
-"""Starts the processes of a run and hears of their end; the child's side of the same.
+"""Starts the processes of a run and notices their end. Also the worker's side of the start.
 
-    launcher: Child.start ─ pipe "ready" ◀── READY ── worker, last line of a successful construction
-                          ─ pipe "life"  ──  held open; its closing tells the worker that the launcher is gone
-                          ─ pidfd        ──  tells the launcher that the worker is gone
+    launcher: start_worker ─ pipe "ready" ◀── READY ── worker, after it was constructed successfully
+                           ─ pipe "life"  ──  held open; it closes when the launcher is gone, so the worker exits
+                           ─ pidfd        ──  tells the launcher that the worker is gone
 
-Death is never inferred from a pipe of the dying process: a child that it forked may hold the other end.
+A process's death is never inferred from its end of a pipe: a child that it forked may hold that end open.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import logging
 import os
@@ -40,25 +41,24 @@ class Child:
     ready: int | None
     life: int | None
 
-    @property
-    def name(self) -> str:
-        return str(self.address)
+    def exit_status(self) -> int:
+        """Wait for the process; its exit status as a shell reports it."""
+        status = self.process.wait()
+        return 128 - status if status < 0 else status
 
     def close(self) -> None:
-        """Close this side's descriptors; the worker leaves when its `life` pipe closes."""
+        """Close this side's descriptors. The worker exits when its `life` pipe closes."""
         for descriptor in (self.ready, self.life):
             if descriptor is not None:
                 os.close(descriptor)
         self.ready = self.life = None
 
 
-def start_worker(
-    address: Address, module: str, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]
-) -> Child:
-    """Start `python -P -m module` with its two pipes; its output goes to its log."""
+def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]) -> Child:
+    """Start `python -P -m workers.<role>` with its two pipes. Its output goes to its log."""
     ready_read, ready_write = os.pipe()
     life_read, life_write = os.pipe()
-    command = [sys.executable, "-P", "-m", module, *arguments]
+    command = [sys.executable, "-P", "-m", f"workers.{address.role}", *arguments]
     command += ["--ready-fd", str(ready_write), "--life-fd", str(life_read)]
     log = log_dir / f"{address}.log"
     with log.open("ab") as output:
@@ -77,10 +77,7 @@ def start_worker(
 
 
 def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int) -> Child:
-    """Start the trainer: the user's program, in the foreground, which dies with the launcher.
-
-    The descriptors `stdout` and `stderr` become its own, and are closed here.
-    """
+    """Start the user's program as the trainer. It ends with the launcher. Closes this side's `stdout` and `stderr`."""
     process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent)
     os.close(stdout)
     os.close(stderr)
@@ -92,9 +89,9 @@ def _die_with_parent() -> None:
 
 
 def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> str:
-    """Wait until `child` is ready; what it says of itself.
+    """Wait until `child` is ready; return its description of itself.
 
-    Raises `WorkerDied` with the end of its log if it, or one of `others`, ends first, and `ClusterTimeout`.
+    Raises `WorkerDied` with the end of the log if `child` or one of `others` ends first, and `ClusterTimeout`.
     """
     deadline = time.monotonic() + timeout_s
     assert child.ready is not None
@@ -111,19 +108,19 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
         for pidfd in watched.keys() & set(readable):
             raise WorkerDied(describe_end(watched[pidfd]))
         if remaining <= 0:
-            raise ClusterTimeout(f"{child.name} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
+            raise ClusterTimeout(f"{child.address} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
     return said.decode().strip()
 
 
 def describe_end(child: Child) -> str:
-    """Who ended, with what status or signal, and the end of its log."""
+    """A text with the child's name, its exit status or signal, and the end of its log."""
     status = child.process.wait()
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
+    return f"{child.address} (process {child.process.pid}) {how}{log_tail(child.log)}"
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a log, for people."""
+    """The last lines of a log, indented, under a heading."""
     try:
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-LOG_TAIL_LINES:]
     except OSError:
@@ -132,7 +129,7 @@ def log_tail(log: Path) -> str:
 
 
 def stop(children: Iterable[Child], *, grace_s: float) -> None:
-    """End all `children`: a worker leaves when its `life` pipe closes, a program is asked to. Then insist."""
+    """End all `children`. Workers exit when their `life` pipe closes, programs get SIGTERM; later, both are killed."""
     children = list(children)
     for child in children:
         if child.life is None and child.process.poll() is None:
@@ -140,32 +137,45 @@ def stop(children: Iterable[Child], *, grace_s: float) -> None:
         child.close()
     deadline = time.monotonic() + grace_s
     for child in children:
-        # Popen.wait with a time limit looks every 50 ms; the descriptor tells at once.
+        # Popen.wait with a timeout polls every 50 ms; the descriptor becomes readable at once.
         if not select.select([child.pidfd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             child.process.kill()
         child.process.wait()
         os.close(child.pidfd)
 
 
-# ---------------------------------------------------------------- the child's side
+# ---------------------------------------------------------------- the worker's side
+
+
+def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
+    """A parser with the arguments of every worker."""
+    parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=doc.splitlines()[0])
+    parser.add_argument("--socket-dir", required=True)
+    parser.add_argument("--trace", metavar="RUN_DIR")
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--life-fd", type=int, required=True)
+    return parser
+
+
+def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments, set up logging, and leave Ctrl-C to the trainer: workers exit after the launcher."""
+    arguments = parser.parse_args()
+    worker_logging()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return arguments
 
 
 def worker_logging() -> None:
-    """Log to standard error, which the launcher has made this process's log."""
+    """Log to standard error, which the launcher redirects to this process's log file."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def say_ready(descriptor: int, detail: str) -> None:
-    """The last line of a successful construction."""
+    """Tell the launcher that this worker was constructed successfully."""
     os.write(descriptor, f"{detail}\n".encode())
     os.close(descriptor)
 
 
-def ignore_terminal_signals() -> None:
-    """Ctrl-C is the trainer's to handle: workers leave when it, or the launcher, is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def read_token(socket_dir: str) -> str:
-    """The run's secret, which only this user can read."""
+    """The run's secret token, in a file that only this user can read."""
     return (Path(socket_dir) / "token").read_text()

@@ -1,6 +1,6 @@
-"""A run's folder: one run at a time, and a recipe's fresh run does not mix with what an earlier one left.
+"""A run's folder. It has one run at a time, and a fresh run of a recipe does not mix with an earlier run's files.
 
-claim ─▶ a lock that goes with the process      set_aside ─▶ NAME.1, NAME.2, …      nothing was trained ─▶ bring_back
+claim ─▶ a lock until the process ends      set_aside ─▶ NAME.1, NAME.2, …      nothing was trained ─▶ bring_back
 """
 
 from __future__ import annotations
@@ -14,25 +14,31 @@ from typing import Final
 from hytrain.errors import ConfigError
 
 LOCK: Final = ".lock"
-#: The progress of a run that has not made a step.
+#: The progress of a run that has not completed a step.
 NOTHING: Final = 0, frozenset[str]()
-#: What a run leaves in its folder, as patterns.
+#: What a run writes into its folder, as patterns.
 CONTENTS: Final = ("recipe.yaml", "metrics*.jsonl", "loss.png", "trace.json", "traces", "checkpoints", "logs")
 
 
-def claim(folder: Path) -> int:
-    """Make the folder this process's own until it ends; the lock's descriptor.
+def default(run_name: str) -> Path:
+    """The folder for logs and metrics of a run that was given none."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "hytrain" / "runs" / f"{run_name}-{os.getpid()}"
 
-    Raises `ConfigError` if it is taken, or cannot be written to.
+
+def claim(folder: Path) -> int:
+    """Lock the folder until this process ends; return the lock's descriptor.
+
+    Raises `ConfigError` if another run uses the folder, or if it cannot be written to.
     """
     descriptor = _lock(folder)
     if descriptor is None:
-        raise ConfigError(f"a run is going on in {folder}: give this one another --run-dir, or run.name")
+        raise ConfigError(f"another run is using {folder}: give this one another --run-dir, or run.name")
     return descriptor
 
 
 def claim_or_beside(folder: Path) -> Path:
-    """The folder, or if a run is going on in it NAME-2, NAME-3, … beside it; this process's own until it ends.
+    """Lock the folder until this process ends, or NAME-2, NAME-3, … next to it if a run uses it; return its path.
 
     Raises `ConfigError` if it cannot be written to.
     """
@@ -43,13 +49,18 @@ def claim_or_beside(folder: Path) -> Path:
     return free
 
 
+def unwritable(folder: Path, error: OSError) -> str:
+    """What to tell the user if `error` keeps a run from writing to its folder."""
+    return f"the run's folder {folder} cannot be written to: {error.strerror}; choose another"
+
+
 def _lock(folder: Path) -> int | None:
-    """The lock's descriptor, None if another process has it."""
+    """The lock's descriptor, or None if another process has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be written to: {error.strerror}; give another") from None
+        raise ConfigError(unwritable(folder, error)) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -61,7 +72,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier run left into a folder beside; its path, or None if there was no run."""
+    """Move an earlier run's files to a new folder next to it; return its path, or None if there was no run."""
     left = [path for pattern in CONTENTS for path in folder.glob(pattern)]
     if not any(path.name in ("metrics.jsonl", "checkpoints") for path in left):
         return None
@@ -75,14 +86,14 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def progress(folder: Path) -> tuple[int, frozenset[str]]:
-    """What a run has brought: bytes of its records, names of its checkpoints."""
+    """A run's progress: the bytes of its records, and the names of its checkpoints."""
     metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     names = frozenset(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else frozenset()
     return metrics.stat().st_size if metrics.exists() else 0, names
 
 
 def bring_back(folder: Path, aside: Path) -> bool:
-    """Put back what was set aside, if nothing has been trained since; whether that was so."""
+    """Move the files back if nothing has been trained since. Returns whether they were."""
     if progress(folder) != NOTHING:
         return False
     for path in [path for pattern in CONTENTS for path in folder.glob(pattern)]:

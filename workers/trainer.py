@@ -1,7 +1,7 @@
 """The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
 
-The launcher starts it; a user's own program takes its place when there is no recipe. It builds what the recipe says,
-trains, and prints what came of it. Bad input is one sentence and exit status 2.
+The launcher starts it, or a user's own program in its place. It builds what the recipe says, trains, and prints a
+summary. For bad input it prints one sentence and exits with status 2.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from workers.process import worker_logging
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-#: A batch system's signal, and a terminal's.
+#: Sent by batch systems, and by a terminal that closes.
 ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
-    """Train; the exit status."""
+    """Train, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m workers.trainer", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -32,7 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     worker_logging()
     for number in ENDINGS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as set by nohup
             signal.signal(number, _interrupt)
     try:
         recipe = config.load(arguments.recipe)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C. Whoever signals all processes of a run lets it come twice, once by the launcher."""
+    """Act as on Ctrl-C, once: a signal to all processes of a run arrives twice, the second time from the launcher."""
     for other in ENDINGS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -61,8 +61,8 @@ def _way_on(run_dir: Path) -> str:
 
     checkpoint = latest(run_dir)
     if checkpoint is None:
-        return "there is no checkpoint to go on from: train.checkpoint_every=N saves one every N steps"
-    return f"--set train.resume=latest goes on from {checkpoint}"
+        return "there is no checkpoint to resume from: train.checkpoint_every=N saves one every N steps"
+    return f"--set train.resume=latest resumes from {checkpoint}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""How long this machine takes to update one parameter, measured before the first step.
+"""Measures this machine's CPU seconds per parameter before the first step, for the coordinator's first plan.
 
-On memory of the same kind, in the layout and the dtypes that most of the model has, with the same threads: so the
-coordinator's first plan knows the CPU, before a gradient has come.
+It uses the same kind of memory, layout and number of threads as updates do, and the model's most frequent dtypes.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from workers.arenas import segments_of
 from workers.update_queue import TILE_NUMEL
 
 PASSES: Final = 3
-#: Scratch memory and passes take about this long at most, since training waits for it. A slow backend makes fewer.
+#: Training waits for this measurement, so it takes about this long at most. A slow backend makes fewer passes.
 BUDGET_S: Final = 0.2
 _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 
 def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
-    """One parameter's share of a tile's update: the median of a few passes over scratch memory, after a warm-up."""
+    """Seconds per parameter of a tile's update: the median of a few passes over scratch memory, after a warm-up."""
     enough_s = time.perf_counter() + BUDGET_S
     layer = _typical(layers)
     arena = HostArena(layout(layer))
@@ -47,7 +46,7 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
 
 
 def _typical(layers: Sequence[Layer]) -> Layer:
-    """A layer of one segment, as large as a tile at most."""
+    """A layer of one segment, with at most a tile's elements."""
     numels: Counter[tuple[str, str]] = Counter()
     for layer in layers:
         for segment in layer.segments:

@@ -22,8 +22,8 @@ from protocol.handles import ArenaLayout
 GPU_MARGIN: Final = 0.04
 #: Host memory that is left to the processes themselves.
 HOST_MARGIN_BYTES: Final = 1 << 30
-#: The free memory is asked for once in so many steps: the driver's answer takes its time.
-FREE_EVERY: Final = 16
+#: What the driver has is asked for once in so many steps, since its answer takes time.
+DRIVER_EVERY: Final = 16
 
 
 class GpuMemory:
@@ -32,33 +32,37 @@ class GpuMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._asked = 0
-        self._free: int | None = None
+        self._usable = 0
 
     def free_bytes(self) -> int | None:
-        """Bytes that no step so far has needed, less a margin; None without a GPU."""
+        """Bytes that no step so far has needed, less a margin; None without a GPU.
+
+        The peak of allocations is read at every call: the caller adds the state that the GPU holds by now, which must
+        not be counted twice. Memory that the allocator could not join again counts as used.
+        """
         if self._device.type != "cuda":
             return None
-        if self._asked % FREE_EVERY == 0 or self._asked < 4:
-            beside, cap = self._beside(torch.cuda.max_memory_allocated(self._device))
-            self._free = max(int(beside - GPU_MARGIN * cap), 0)
+        if self._asked % DRIVER_EVERY == 0 or self._asked < 4:
+            usable, cap = self._limits()
+            fragments = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0)
+            self._usable = usable - fragments - int(GPU_MARGIN * cap)
         self._asked += 1
-        return self._free
+        return max(self._usable - torch.cuda.max_memory_allocated(self._device), 0)
 
     def for_state_bytes(self) -> int | None:
         """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""
         if self._device.type != "cuda":
             return None
-        beside, _ = self._beside(torch.cuda.memory_allocated(self._device))
-        return max(beside // 2, 0)
+        return max(self._limits()[0] - torch.cuda.memory_allocated(self._device), 0) // 2
 
-    def _beside(self, used: int) -> tuple[int, int]:
-        """Bytes that this process could take beside so many that it uses; and all that it may take.
+    def _limits(self) -> tuple[int, int]:
+        """Bytes that this process can have in all, now; and the cap on that.
 
         `set_per_process_memory_fraction`, or the same in PYTORCH_CUDA_ALLOC_CONF, caps what the allocator takes.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        return min(free + torch.cuda.memory_reserved(self._device), cap) - used, cap
+        return min(free + torch.cuda.memory_reserved(self._device), cap), cap
 
 
 def host_bytes(layouts: list[ArenaLayout]) -> int:

@@ -146,13 +146,13 @@ def test_one_run_after_another_in_one_folder(
     before = contents(folder)
     lock = claim(folder)
     status, said = start()
-    assert status == 2 and "a run is going on in" in said
+    assert status == 2 and "another run is using" in said
     os.close(lock)
     status, said = start()
-    assert status == 2 and f"nothing was trained, so {folder} has that run again" in said and not aside.exists()
+    assert status == 2 and f"nothing was trained, so the earlier run is back in {folder}" in said and not aside.exists()
     assert start("train.resume=latest") == (2, "") and contents(folder) == before
     status, said = start(steps=3)
-    assert status == 0 and f"{folder} had a run in it, which is in {aside} now" in said
+    assert status == 0 and f"{folder} had an earlier run in it, which is in {aside} now" in said
     assert contents(aside).items() <= before.items() and contents(folder)["metrics.jsonl"] == "a step\n" * 3
     assert start("train.resume=latest", steps=2) == (0, "")
     assert contents(folder)["metrics.jsonl"] == "a step\n" * 5
@@ -171,7 +171,7 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, 
         launcher.send_signal(number)  # as `timeout` does; the launcher passes it on
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
-    assert "hytrain: interrupted; --set train.resume=latest goes on from" in said
+    assert "hytrain: interrupted; --set train.resume=latest resumes from" in said
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 def test_programs_do_not_share_a_folder(tmp_path: Path) -> None:
     lock = claim(tmp_path / "run")
     refused = cluster("--run-dir", tmp_path / "run", PLAIN, "torch", "1", env=environment(HYTRAIN_RUN_DIR=None))
-    assert refused.returncode == 2 and "a run is going on in" in refused.stderr
+    assert refused.returncode == 2 and "another run is using" in refused.stderr
     with adamw(perceptron(), run_dir=tmp_path / "run") as opt:
         assert opt.run_dir == tmp_path / "run-2"
     os.close(lock)

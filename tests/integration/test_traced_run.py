@@ -64,7 +64,7 @@ class Timeline(list[Event]):
     def owners(self) -> Iterator[tuple[int, set[int]]]:
         """From which step on the GPU owned which layers, as the coordinator heard it."""
         for event in self:
-            if event.process == "coordinator-0" and event.name.endswith("holds"):
+            if event.process == "coordinator-0" and event.name.endswith("in effect"):
                 yield event.args["step"], {lid for lid, name in enumerate(event.args["placements"]) if name == "gpu"}
 
 
@@ -144,7 +144,7 @@ def steps_k_and_plans_are_shown(timeline: Timeline) -> None:
     for step, event in zip(steps, ks, strict=True):
         assert step.ended_s <= event.began_s, "one clock: k is that of the step that has just ended"
     proposed = [event for event in timeline if event.name.endswith("proposed")]
-    held = {event.name.split()[1] for event in timeline if event.name.endswith("holds")}
+    held = {event.name.split()[1] for event in timeline if event.name.endswith("in effect")}
     assert held <= {event.name.split()[1] for event in proposed} and all(event.args["reason"] for event in proposed)
 
 

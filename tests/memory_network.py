@@ -1,0 +1,40 @@
+"""A network without sockets, for tests of the state machines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from protocol.address import Address
+from protocol.channel import Incoming, Sequence
+from protocol.codec import decode, encode
+from protocol.messages import Message
+
+
+class MemoryNetwork:
+    """Inboxes by name. Encodes, decodes and refuses messages like `channel.Network`."""
+
+    def __init__(self, *, token: str = "token") -> None:
+        self._token = token
+        self._queues: dict[str, deque[tuple[str, bytes]]] = {}
+        self._sequences: dict[str, Sequence] = {}
+        self._seq: dict[tuple[Address, str], int] = {}
+
+    def send(self, sender: Address, receiver: str, message: Message) -> None:
+        seq = self._seq.get((sender, receiver), 0)
+        self._seq[sender, receiver] = seq + 1
+        frame = encode(message, token=self._token, sender=sender, seq=seq)
+        self._queues.setdefault(receiver, deque()).append((str(sender), frame))
+
+    def try_receive(self, receiver: str) -> Incoming | None:
+        queue = self._queues.setdefault(receiver, deque())
+        if not queue:
+            return None
+        sender, frame = queue.popleft()
+        envelope = decode(frame, token=self._token)
+        self._sequences.setdefault(receiver, Sequence()).check(sender, envelope.seq)
+        return Incoming(sender, envelope.sender, envelope.message)
+
+    def pending(self, receivers: Iterable[str]) -> list[str]:
+        """The `receivers` that have a message waiting."""
+        return [name for name in receivers if self._queues.get(name)]
