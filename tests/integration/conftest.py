@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,16 +121,3 @@ def joins(shared_run: SharedRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch)
 def own_run(joins: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each optimizer starts a run of its own."""
     monkeypatch.setattr(clusters, "PrivateCluster", PrivateCluster)
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lets processes of a role that are started from now on sleep before each message."""
-
-    def slow_down(role: str, seconds: float = 0.03) -> None:
-        folder, known = str(Path(__file__).parent / "slow"), os.environ["PYTHONPATH"]
-        monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{known}")
-        monkeypatch.setenv("SLOW_ROLE", role)
-        monkeypatch.setenv("SLOW_S", str(seconds))
-
-    return slow_down

@@ -1,18 +1,13 @@
-"""Small models, fixed batches, the plain PyTorch loop to compare with, and programs to run.
+"""Training with HyTrain, the plain PyTorch loop to compare with, and the comparison.
 
-    same seed ─▶ model ─ hytrain.AdamW, three processes ─▶ weights ┐
-              ─▶ model ─ Reference, this process alone  ─▶ weights ┴─ equal in every bit
-
-All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of a tensor in another way.
+same seed ─▶ model ─ hytrain.AdamW, three processes ─▶ weights ┐
+          ─▶ model ─ Reference, this process alone  ─▶ weights ┴─ equal in every bit
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,85 +18,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
+from small_models import language_loss, perceptron
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hytrain
 from hytrain.kernels.split import split
-from hytrain.recipe import config, loop, report
-from hytrain.recipe.config import Recipe
-from hytrain.recipe.optimizer import hytrain_adamw
-from hytrain.recipe.report import Summary
 from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = Path(__file__).parent / "scripts"
-CLUSTER = ROOT / "bin" / "hytrain-cluster"
-VOCAB = 256
 LR = 1e-2
-
-
-# ---------------------------------------------------------------- models and batches
-
-
-def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """About 120 k parameters, dropout on, the embedding tied to the head."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=48, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0
-    )
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model.to(dtype).train()
-
-
-def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """About 150 k parameters, untied."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        vocab_size=VOCAB,
-    )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model.to(dtype).train()
-
-
-def perceptron(width: int = 32, depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A few blocks of a Linear and a Tanh: the quickest model with more than one layer."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]).to(dtype)
-
-
-def tokens(step: int, batch: int = 4, length: int = 16) -> Tensor:
-    """The batch of one step, int64 (batch, length)."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randint(VOCAB, (batch, length), generator=generator)
-
-
-def vectors(step: int, width: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The batch of one step for `perceptron`, (8, width)."""
-    return torch.randn(8, width, generator=torch.Generator().manual_seed(1000 + step)).to(dtype)
-
-
-def language_loss(model: nn.Module, step: int) -> Tensor:
-    batch = tokens(step)
-    loss: Tensor = model(input_ids=batch, labels=batch).loss
-    return loss
-
-
-def square_loss(model: nn.Module, step: int) -> Tensor:
-    x = vectors(step, dtype=next(model.parameters()).dtype)
-    loss: Tensor = (model(x) - x.sin()).float().square().mean()
-    return loss
-
-
-# ---------------------------------------------------------------- training
 
 
 class Reference(torch.optim.AdamW):
@@ -110,9 +35,7 @@ class Reference(torch.optim.AdamW):
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]] | None = None, **options: Any) -> None:
         groups = groups or [{"params": list(model.parameters())}]
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
-        copies = [
-            {**group, "params": [self._master(p) for p in group["params"] if p.requires_grad]} for group in groups
-        ]
+        copies = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
         super().__init__(copies, **options, fused=True)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -121,13 +44,19 @@ class Reference(torch.optim.AdamW):
         self.master_of[parameter] = nn.Parameter(parameter.detach().float())
         return self.master_of[parameter]
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for parameter, master in self.master_of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        super().step()
+        result = super().step(closure)
         with torch.no_grad():
             for parameter, master in self.master_of.items():
                 parameter.copy_(split(master.detach())[0])
+        return result
+
+    def import_weights(self) -> None:
+        """Make written weights the masters."""
+        for parameter, master in self.master_of.items():
+            master.data.copy_(parameter.data)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad()
@@ -157,14 +86,17 @@ def train(
 
 
 def same_as_torch(
-    run: Callable[[Any, Any], object], make: Callable[[], nn.Module] = perceptron, **options: Any
+    run: Callable[[Any, Any], object],
+    make: Callable[[], nn.Module] = perceptron,
+    groups_of: Callable[[nn.Module], list[dict[str, Any]] | None] = lambda model: None,
+    **options: Any,
 ) -> None:
     """`run(model, optimizer)` returns the same as with torch's fused AdamW, and leaves the same weights."""
     ours, theirs = make(), make()
     names = ("lr", "betas", "eps", "weight_decay", "maximize")
     numbers = {"lr": LR, **{name: options[name] for name in names if name in options}}
-    expected = run(theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **numbers))
-    with adamw(ours, **options) as opt:
+    expected = run(theirs, Reference(theirs, groups_of(theirs), **numbers))
+    with adamw(ours, groups_of(ours), **options) as opt:
         assert run(ours, opt) == expected
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == []
@@ -179,6 +111,16 @@ def same_bits(run: Callable[[Any, Any], object], make: Callable[[], nn.Module], 
             run(model, opt)
             results.append(state(opt) | weights(model))
         assert differing(results[-1], results[0]) == [], options
+
+
+def scale_by_hand(model: nn.Module, opt: Any, factor: float = 0.5) -> None:
+    """Write weights as `import_weights` wants it announced."""
+    if isinstance(opt, hytrain.AdamW):
+        opt.synchronize()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    opt.import_weights()
 
 
 @contextmanager
@@ -287,111 +229,3 @@ def bits(tensor: Tensor) -> Tensor:
     """A tensor's bit patterns."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
-
-
-# ---------------------------------------------------------------- programs
-
-
-def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A command, to its end; its output as text."""
-    words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240, **options)
-
-
-def cluster(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`bin/hytrain-cluster`, to its end."""
-    return run(sys.executable, CLUSTER, *arguments, **options)
-
-
-def environment(**changed: str | None) -> dict[str, str]:
-    """This process's environment, changed; None takes a variable away."""
-    values = {**os.environ, **changed}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-@contextmanager
-def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process with pipes for its input and output, which is gone at the end."""
-    words = [str(word) for word in command]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **options}
-    with subprocess.Popen(words, text=True, **pipes) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
-def read_until(process: subprocess.Popen[str], start: str) -> str:
-    """The first line of its output that begins with `start`."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith(start):
-            return line
-    raise AssertionError(f"it ended before it said {start!r}: {''.join(lines)}")
-
-
-def go_on(process: subprocess.Popen[str]) -> None:
-    """Let a paused script go on."""
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def role_of(process: psutil.Process) -> str:
-    """ "launcher", "optimizer", "coordinator" by the module that runs, else the program's own name."""
-    words = process.cmdline()
-    for word in words:
-        if word.startswith("workers."):
-            return word.removeprefix("workers.")
-    return "launcher" if str(CLUSTER) in words else Path(words[-1] if len(words) == 1 else words[1]).stem
-
-
-def roles_below(process: psutil.Process) -> dict[str, psutil.Process]:
-    """The children of a process, by role."""
-    children = process.children()
-    found = {role_of(child): child for child in children}
-    assert len(found) == len(children), [child.cmdline() for child in children]
-    return found
-
-
-def train_recipe(recipe: Path, run_dir: Path, *overrides: str) -> Summary:
-    """Train a recipe in this process, with a run of its own in `run_dir`."""
-    made: list[hytrain.AdamW] = []
-
-    def make(model: nn.Module, recipe: Recipe) -> Any:
-        made.append(hytrain_adamw(model, recipe))  # type: ignore[arg-type]
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYTRAIN_RUN_DIR", str(run_dir))
-        patch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
-        run_dir.mkdir(exist_ok=True)
-        try:
-            return loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
-        finally:
-            for opt in made:
-                opt.close()
-
-
-def write_recipe(folder: Path, **changes: Any) -> Path:
-    """A recipe for a small GPT-2 on a few kilobytes of text, its sections updated by `changes`."""
-    words = ["the", "people", "of", "these", "states", "shall", "prosper"]
-    (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 7] for i in range(3000)))
-    sections: dict[str, Any] = {
-        "run": {"seed": 3, "threads": 1},
-        "model": {
-            "config": {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 32},
-            "dtype": "bfloat16",
-        },
-        "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 4},
-        "train": {"steps": 60, "lr": 1e-2, "warmup_steps": 5, "eval_batches": 1, "device": "cpu"},
-        "optimizer": {"k": 0.3},
-    }
-    for section, values in changes.items():
-        sections[section] = {**sections.get(section, {}), **values}
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, differing, gpt2, llama, perceptron, square_loss, tokens, weights
+from helpers import LR, differing, weights
+from small_models import gpt2, llama, perceptron, square_loss, tokens
 from torch import nn
 
 pytest.importorskip("accelerate")
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-import hytrain
-from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.integrations.accelerate import adopt
 
 MAX_NORM = 1.0
@@ -75,17 +75,19 @@ def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str, accumulated
     assert differing(weights(model), weights(expected)) == []
 
 
+def optimizer(accelerator: Accelerator, model: nn.Module, ours: bool, lr: float) -> Any:
+    if ours:
+        return adopt(accelerator, model, lr=lr, max_grad_norm=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
 def train_epochs(ours: bool, until_epoch_end: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Three epochs of nine batches, four to a step; an epoch's last one is a step of its own, or the next epoch's."""
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=until_epoch_end)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     loader: Any = accelerator.prepare_data_loader(DataLoader(range(9), batch_size=1))
     model = perceptron()
-    raw = (
-        adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
-        if ours
-        else torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    )
+    raw = optimizer(accelerator, model, ours, LR)
     opt: Any = accelerator.prepare(raw)
     norms = []
     for epoch in range(3):
@@ -96,7 +98,7 @@ def train_epochs(ours: bool, until_epoch_end: bool) -> tuple[dict[str, torch.Ten
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
                 opt.step()
                 opt.zero_grad()
-    if isinstance(raw, hytrain.AdamW):
+    if ours:
         raw.close()
     return weights(model), norms
 
@@ -135,11 +137,7 @@ def run_two(folder: Path, *, ours: bool, resume: bool = False) -> tuple[dict[str
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     models = accelerator.prepare(perceptron(), perceptron())
-    rates = [1e-2, 3e-3]
-    if ours:
-        adopted = [adopt(accelerator, model, lr=lr, max_grad_norm=0.1) for model, lr in zip(models, rates, strict=True)]
-    else:
-        adopted = [torch.optim.AdamW(m.parameters(), lr=lr, fused=True) for m, lr in zip(models, rates, strict=True)]
+    adopted = [optimizer(accelerator, model, ours, lr) for model, lr in zip(models, [1e-2, 3e-3], strict=True)]
     opts = [accelerator.prepare(opt) for opt in reversed(adopted)][::-1]
     norms = []
     if resume:
@@ -172,28 +170,18 @@ def test_two_optimizers_in_one_accelerator(tmp_path: Path) -> None:
 def test_clipping_of_another_model_is_accelerates() -> None:
     accelerator = Accelerator(cpu=True)
     first, second = perceptron(), perceptron()
+    first[0].requires_grad_(False)  # which is no matter to the norm
     opt = adopt(accelerator, first, lr=LR, max_grad_norm=0.1)
     accelerator.backward(square_loss(first, 0) + square_loss(second, 1))
     first_norm, second_norm = (float(accelerator.clip_grad_norm_(m.parameters(), 0.1)) for m in (first, second))
     assert first_norm == float(opt.grad_norm or 0.0) != second_norm
     gradients = [parameter.grad for parameter in second.parameters() if parameter.grad is not None]
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.1, rel=1e-3)
+    assert first_norm == accelerator.clip_grad_norm_([p for p in first.parameters() if p.requires_grad], 0.1)
     refused = r"clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them"
-    with pytest.raises(UsageError, match=refused):
-        accelerator.clip_grad_norm_(first[0].parameters(), 0.1)
-    with pytest.raises(UsageError, match=refused):
-        accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
-    opt.close()
-
-
-def test_frozen_parameters_are_no_matter_to_the_norm() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = perceptron()
-    model[0].requires_grad_(False)
-    opt = adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
-    accelerator.backward(square_loss(model, 0))
-    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
-    assert norm == accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.1) > 0.1
+    for parameters in (first[1].parameters(), [*first.parameters(), *second.parameters()]):
+        with pytest.raises(UsageError, match=refused):
+            accelerator.clip_grad_norm_(parameters, 0.1)
     opt.close()
 
 
@@ -222,60 +210,30 @@ def test_trials_one_after_another_leave_nothing(closed: bool, tmp_path: Path) ->
         assert not accelerator._save_model_state_pre_hook and not accelerator._load_model_state_pre_hook
 
 
-def test_a_small_state_without_its_folder_is_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    opt, _ = prepared(accelerator, gpt2())
-    small = opt.state_dict()
-    opt.load_state_dict(small)  # its own, as when it is prepared
-    with pytest.raises(ConfigError, match="this state has no moments"):
-        opt.load_state_dict({**small, "hytrain": "another optimizer's"})
-    opt.optimizer.close()
-
-
 # ---------------------------------------------------------------- refusals
 
 
-def with_deepspeed(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(accelerator.state), "deepspeed_plugin", object())  # the real one needs DeepSpeed
-
-
-def with_fsdp_offload(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    plugin = FullyShardedDataParallelPlugin(cpu_offload=True)
-    patch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
-
-
-def with_two_gpus(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accelerator.state, "distributed_type", DistributedType.MULTI_GPU)
-
-
-def with_fp16(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accelerator.state, "_mixed_precision", "fp16")  # which is refused without a GPU
-
-
-def with_compile(accelerator: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(accelerator.state, "dynamo_plugin", SimpleNamespace(backend="INDUCTOR"))
-
-
+#: (what the accelerator's state has, its value, the words that help); the real ones need other packages, or GPUs
 @pytest.mark.parametrize(
-    ("set_up", "sentence"),
+    ("name", "value", "sentence"),
     [
-        (with_deepspeed, "DeepSpeed has an optimizer of its own"),
-        (with_fsdp_offload, "FSDP and its CPU offload have a place for the state already"),
-        (with_two_gpus, "more than one process is not supported yet"),
-        (with_fp16, "fp16 comes with a GradScaler"),
-        (with_compile, "hooks break the graph of a whole compiled model"),
+        ("deepspeed_plugin", object(), "DeepSpeed has an optimizer of its own"),
+        ("fsdp_plugin", SimpleNamespace(cpu_offload=True), "FSDP and its CPU offload have a place for the state"),
+        ("distributed_type", DistributedType.MULTI_GPU, "more than one process is not supported yet"),
+        ("_mixed_precision", "fp16", "fp16 comes with a GradScaler"),
+        ("dynamo_plugin", SimpleNamespace(backend="INDUCTOR"), "hooks break the graph of a whole compiled model"),
     ],
 )
-def test_settings_that_hytrain_cannot_follow(set_up: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_hytrain_cannot_follow(
+    name: str, value: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = Accelerator(cpu=True)
-    set_up(accelerator, monkeypatch)
-    with pytest.raises(UnsupportedError, match=sentence):
-        adopt(accelerator, gpt2())
-
-
-def test_a_model_that_is_somewhere_else() -> None:
     with pytest.raises(UnsupportedError, match=r"the model is on meta, not cpu: accelerator.prepare\(model\) first"):
-        adopt(Accelerator(cpu=True), gpt2().to("meta"))
+        adopt(accelerator, perceptron().to("meta"))
+    of = type(accelerator.state) if name == "deepspeed_plugin" else accelerator.state
+    monkeypatch.setattr(of, name, value, raising=False)
+    with pytest.raises(UnsupportedError, match=sentence):
+        adopt(accelerator, perceptron())
 
 
 @pytest.mark.parametrize("how", [{"max_norm": 0.1}, {"max_norm": MAX_NORM, "norm_type": 1}])

@@ -12,24 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    adamw,
-    differing,
-    gpt2,
-    llama,
-    perceptron,
-    records,
-    same_bits,
-    square_loss,
-    state,
-    train,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
+from small_models import Poisoned, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
-from hytrain.errors import NonFiniteGradients, UsageError
+from hytrain.errors import NonFiniteGradients
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.step.verdict import NormSoFar
 from protocol.handles import layout
@@ -41,30 +29,14 @@ SHARES = (0.0, 0.05, 0.5, 1.0)
 POISON = {7: (0, math.inf), 30: (5, math.nan), 31: (2, -math.inf), 60: (7, math.nan)}
 
 
-class Planted(nn.Module):
-    """A perceptron whose gradients are made inf or NaN in chosen steps, in chosen layers."""
-
-    def __init__(self, dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> None:
-        super().__init__()
-        self.body = perceptron(dtype=dtype)
-        self.poison, self.step = poison, 0
-        for index, parameter in enumerate(self.body.parameters()):
-            parameter.register_hook(self.hook(index))
-
-    def hook(self, index: int) -> Any:
-        def poisoned(gradient: Tensor) -> Tensor | None:
-            where, value = self.poison.get(self.step, (-1, 0.0))
-            return gradient.index_fill(0, torch.tensor([1]), value) if where == index else None
-
-        return poisoned
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.body(x)
-        return y
+def make(dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> Poisoned:
+    return Poisoned(perceptron(dtype=dtype), poison)
 
 
-def make(dtype: torch.dtype, poison: dict[int, tuple[int, float]]) -> Planted:
-    return Planted(dtype, poison)
+def train_poisoned(model: Poisoned, opt: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        model.step = step
+        train(model, opt, [step], square_loss)
 
 
 def banks(opt: hytrain.AdamW) -> set[int]:
@@ -84,12 +56,11 @@ class Run:
     modes: set[str] = field(default_factory=set)
 
 
-def run(dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int, float]], **options: Any) -> Run:
-    model, norms, seen = make(dtype, poison), [], set()
+def run(dtype: torch.dtype, max_norm: float | None, **options: Any) -> Run:
+    model, norms, seen = make(dtype, POISON), [], set()
     with adamw(model, max_grad_norm=max_norm, on_nonfinite="skip", **options) as opt:
         for step in range(STEPS):
-            model.step = step
-            train(model, opt, [step], square_loss)
+            train_poisoned(model, opt, step)
             assert opt.grad_norm is not None
             norms.append(float(opt.grad_norm))
             seen |= banks(opt)
@@ -106,29 +77,27 @@ def run(dtype: torch.dtype, max_norm: float | None, poison: dict[int, tuple[int,
 @functools.cache
 def norms_without_clipping(dtype: torch.dtype) -> list[float]:
     """The finite ones, the largest first."""
-    norms = run(dtype, None, POISON, k=0.0, overlap=False).norms
+    norms = run(dtype, None, k=0.0, overlap=False).norms
     return sorted((norm for norm in norms if math.isfinite(norm)), reverse=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", SHARES)
-def test_every_way_gives_the_bits_of_clip_then_step(
-    share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_gives_the_bits_of_clip_then_step(share: float, dtype: torch.dtype) -> None:
     """Ahead of the verdict, behind it, and with mode and owners changing at random."""
-    poison, ordered = POISON, norms_without_clipping(dtype)
+    ordered = norms_without_clipping(dtype)
     max_norm = ordered[0] * 2 if share == 0 else ordered[round(share * len(ordered)) - 1] * (1 - 1e-4)
-    expected = run(dtype, max_norm, poison, k=0.0, overlap=False)
+    expected = run(dtype, max_norm, k=0.0, overlap=False)
     found = expected.norms
-    assert expected.skipped == len(poison) == sum(not math.isfinite(norm) for norm in found)
+    assert expected.skipped == len(POISON) == sum(not math.isfinite(norm) for norm in found)
     clipped = sum(norm > max_norm for norm in found if math.isfinite(norm)) / len(found)
     assert (clipped > 0) is (share > 0) and (clipped > 0.9) is (share == 1.0)
     speculate, defer = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
     for options in (speculate, defer, {"policy": "random"}, *([{"k": 1.0}] if share == 0.5 else [])):
-        other = run(dtype, max_norm, poison, **options)
+        other = run(dtype, max_norm, **options)
         assert differing(other.result, expected.result) == [], options
         assert [n for n in other.norms if math.isfinite(n)] == [n for n in found if math.isfinite(n)]
-        assert other.skipped == len(poison)
+        assert other.skipped == len(POISON)
         if options is speculate:
             assert other.banks == ({0, 1} if share < 1.0 else {0}) and other.modes == {"speculate"}
         if options is defer:
@@ -157,52 +126,33 @@ def test_fp32_is_clipped_as_by_torch() -> None:
 def test_a_skipped_step_leaves_every_bit_and_every_count() -> None:
     model = make(torch.bfloat16, {3: (1, math.nan)})
     with adamw(model, on_nonfinite="skip", k=0.5) as opt:
-        for step in range(3):
-            train(model, opt, [step], square_loss)
-        before = {name: tensor.clone() for name, tensor in (state(opt) | weights(model)).items()}
-        model.step = 3
-        train(model, opt, [3], square_loss)
+        train_poisoned(model, opt, 0, 1, 2)
+        before = state(opt) | weights(model)
+        train_poisoned(model, opt, 3)
         assert differing(state(opt) | weights(model), before) == []
         assert opt.skipped_steps == 1
-        model.step = 4
-        train(model, opt, [4], square_loss)
-        assert len(differing(weights(model), {k: v for k, v in before.items() if k in weights(model)})) > 0
+        train_poisoned(model, opt, 4)
+        assert differing(state(opt) | weights(model), before) != []
 
 
 def test_a_nonfinite_gradient_raises_once_and_training_can_go_on() -> None:
-    model = make(torch.float32, {1: (0, math.inf)})
-    with adamw(model, on_nonfinite="raise", k=0.5) as opt:
-        train(model, opt, [0], square_loss)
+    model = make(torch.float32, {1: (0, math.inf), 3: (2, math.nan), 5: (0, math.inf)})
+    with adamw(model, on_nonfinite="raise", k=0.0) as opt:
+        train_poisoned(model, opt, 0)
         opt.synchronize()
-        before = {name: tensor.clone() for name, tensor in weights(model).items()}
-        model.step = 1
-        train(model, opt, [1], square_loss)
+        before = weights(model)
+        train_poisoned(model, opt, 1)
         with pytest.raises(NonFiniteGradients, match="a gradient of step 1 was not finite"):
             opt.synchronize()
         opt.synchronize()
         assert differing(weights(model), before) == []
-        model.step = 2
-        train(model, opt, [2], square_loss)
-
-
-def test_a_nonfinite_gradient_in_the_last_step_is_told_when_closing() -> None:
-    model = make(torch.float32, {1: (0, math.inf)})
-    opt = hytrain.AdamW(model, on_nonfinite="raise", k=0.5)
-    train(model, opt, [0], square_loss)
-    model.step = 1
-    train(model, opt, [1], square_loss)
-    with pytest.raises(NonFiniteGradients, match="a gradient of step 1 was not finite"):
-        opt.close()
-    with pytest.raises(UsageError, match="closed"):
-        opt.synchronize()
-
-
-@pytest.mark.parametrize("make_model", [gpt2, llama])
-def test_real_models_with_tied_weights_and_schedules(make_model: Any) -> None:
-    choices = ({"k": 0.0, "overlap": False}, {"k": 0.4, "speculate": True}, {"policy": "random"})
-    same_bits(
-        lambda model, opt: train(model, opt, range(30)), make_model, *({"max_grad_norm": 0.5, **c} for c in choices)
-    )
+        train_poisoned(model, opt, 2, 3)
+        with pytest.raises(NonFiniteGradients, match="a gradient of step 3 was not finite"):
+            square_loss(model, 4).backward()
+        assert all(parameter.grad is None for parameter in model.parameters()), "the next would be added to it"
+        train_poisoned(model, opt, 5)
+        with pytest.raises(NonFiniteGradients, match="a gradient of step 4 was not finite"):
+            opt.close()
 
 
 def test_whatever_reads_and_writes_finds_the_bank_that_holds(tmp_path: Path) -> None:
@@ -258,9 +208,7 @@ def test_a_norm_that_is_above_its_limit_is_told_before_the_verdict(monkeypatch: 
     model = make(torch.float32, {1: (last, math.inf), 2: (0, math.nan)})
     with adamw(model, max_grad_norm=100.0, on_nonfinite="skip", k=0.0) as opt:
         layers = len(opt._session.layers)
-        for step in range(3):
-            model.step = step
-            train(model, opt, [step], square_loss)
+        train_poisoned(model, opt, 0, 1, 2)
         opt.synchronize()
     assert told == [False] * layers + [True] * layers + [False] * (layers - 1) + [True]
     told.clear()
@@ -302,9 +250,7 @@ def test_layers_by_themselves_in_steps_that_may_be_skipped(k: float) -> None:
         train(plain, opt, [0, 1, 3], square_loss)
         opt.synchronize()
     with adamw(poisoned, max_grad_norm=0.03, clip="per_layer", on_nonfinite="skip", k=k) as opt:
-        for step in range(4):
-            poisoned.step = step
-            train(poisoned, opt, [step], square_loss)
+        train_poisoned(poisoned, opt, *range(4))
         opt.synchronize()
         assert opt.skipped_steps == 1 and opt.grad_norm is not None and float(opt.grad_norm) > 0.03
     assert differing(weights(poisoned), weights(plain)) == []

@@ -21,7 +21,9 @@ from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
-from helpers import CLUSTER, SCRIPTS, adamw, perceptron, read_until, roles_below, square_loss, started, train, vectors
+from helpers import adamw, train
+from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
+from small_models import perceptron, square_loss, vectors
 
 from hytrain.errors import ClusterError, WorkerDied
 
@@ -89,8 +91,7 @@ def in_time(processes: dict[str, psutil.Process]) -> None:
 
 def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> int:
     """All processes end before the deadline; the exit status of the first."""
-    others = {role: process for role, process in family.items() if process.pid != first.pid}
-    in_time(others)
+    in_time({role: process for role, process in family.items() if process.pid != first.pid})
     try:
         return first.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -181,32 +182,22 @@ def test_the_private_cluster_leaves_with_its_script() -> None:
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
 @thrice
-def test_every_call_after_a_death_raises(role: str) -> None:
+def test_every_call_after_a_death_raises_and_another_run_can_follow(role: str) -> None:
     model = perceptron()
     with adamw(model, k=1.0 if role == "coordinator" else 0.5) as opt:
         train(model, opt, range(3), square_loss)
-        pids = {role: pid for role, pid, _ in opt.processes()}
-        optimizer, coordinator = psutil.Process(pids["optimizer"]), psutil.Process(pids["coordinator"])
-        victim = optimizer.parent() if role == "launcher" else psutil.Process(pids[role])
+        workers = {known: psutil.Process(pid) for known, pid, _ in opt.processes() if pid != os.getpid()}
+        victim = workers["optimizer"].parent() if role == "launcher" else workers[role]
         assert victim is not None and victim.pid != os.getpid()
         victim.kill()
         with pytest.raises(WorkerDied) as raised:
-            for step in range(100_000):
-                train(model, opt, [step], square_loss)
+            train(model, opt, range(100_000), square_loss)
         assert role == "launcher" or f"the {role} process" in str(raised.value)
         for call in (opt.synchronize, opt.state_dict, opt.step, lambda: model(vectors(0)), model.state_dict):
             with pytest.raises(ClusterError):
                 call()
     if role == "launcher":
-        in_time({"optimizer": optimizer, "coordinator": coordinator})
-
-
-def test_another_run_can_follow_a_death() -> None:
-    model = perceptron()
-    with adamw(model) as opt:
-        psutil.Process(dict((role, pid) for role, pid, _ in opt.processes())["optimizer"]).kill()
-        with pytest.raises(WorkerDied):
-            train(model, opt, range(100_000), square_loss)
+        in_time(workers)
     with adamw(model) as opt:
         train(model, opt, range(3), square_loss)
         assert opt.statistics().step == 3

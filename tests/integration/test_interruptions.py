@@ -1,85 +1,27 @@
-"""What comes in between: Ctrl-C at awkward places, other threads, forks, readers that nobody announced."""
+"""What comes in between: Ctrl-C in a construction, other threads, forks, readers that nobody announced."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import (
-    adamw,
-    differing,
-    perceptron,
-    process,
-    same_as_torch,
-    square_loss,
-    state,
-    train,
-    vectors,
-    wait_for_coordinator,
-    weights,
-)
+from helpers import adamw, process, same_as_torch, same_bits, train, wait_for_coordinator
+from small_models import perceptron, square_loss, vectors
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
-from hytrain.errors import NonFiniteGradients, StaleReadError, UsageError
+from hytrain.errors import StaleReadError, UsageError
 from hytrain.memory.arena import arena_socket
 from hytrain.model.consumed import ConsumedGradient
-from hytrain.model.lifecycle import Event, LayerLife
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.link import Link
-
-# ---------------------------------------------------------------- Ctrl-C
-
-
-def test_interrupted_in_its_report_a_step_is_over(tmp_path: Path) -> None:
-    def run(model: nn.Module, opt: Any) -> None:
-        train(model, opt, range(3), square_loss)
-        square_loss(model, 3).backward()
-        if isinstance(opt, hytrain.AdamW):
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(opt._engine._meter, "end_step", lambda step: signal.raise_signal(signal.SIGINT))
-                opt.step()
-            opt.save(tmp_path / "saved")
-            assert json.loads((tmp_path / "saved" / "index.json").read_text())["steps"] == 4
-        else:
-            opt.step()
-        opt.zero_grad()
-        train(model, opt, range(4, 7), square_loss)
-
-    same_as_torch(run, k=0.5)
-
-
-def test_interrupted_where_weights_have_come_forward_can_be_repeated() -> None:
-    def interrupt(frame: FrameType, what: str, arg: Any) -> None:
-        if frame.f_code is LayerLife.on.__code__ and frame.f_locals["event"] is Event.AWAITED:
-            sys.settrace(before)
-            signal.raise_signal(signal.SIGINT)
-
-    before = sys.gettrace()
-
-    def run(model: nn.Module, opt: Any) -> None:
-        train(model, opt, range(3), square_loss)
-        if isinstance(opt, hytrain.AdamW):
-            sys.settrace(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                square_loss(model, 3)
-            assert sys.gettrace() is before
-        train(model, opt, range(3, 6), square_loss)
-
-    same_as_torch(run, k=0.0)
 
 
 def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,21 +82,17 @@ def test_waiting_in_backward_for_what_comes_after_it_is_refused() -> None:
             square_loss(model, 2).backward()
 
 
-@contextmanager
-def forked() -> Iterator[bool]:
-    """Whether this is the child, whose failed assertions fail the parent's test."""
+def in_a_fork(check: Callable[[], None]) -> None:
+    """Call `check` in a child process, whose failed assertions fail this test."""
     child = os.fork()
-    if child:
-        yield False
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-        return
-    status = 1
-    try:
-        yield True
-        status = 0
-    finally:
-        os._exit(status)
+    if child == 0:
+        status = 1
+        try:
+            check()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -166,12 +104,14 @@ def test_a_forked_child_has_an_ordinary_model() -> None:
         opt.synchronize()
         planes = [plane for layer in opt._session.layers for plane in layer.arena.grads if plane is not None]
         before = [plane.clone() for plane in planes]
-        with forked() as is_child:
-            if is_child:
-                square_loss(model, 17).backward()
-                assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
-                with pytest.raises(UsageError, match="the optimizer is its parent's"):
-                    opt.step()
+
+        def train_alone() -> None:
+            square_loss(model, 17).backward()
+            assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+            with pytest.raises(UsageError, match="the optimizer is its parent's"):
+                opt.step()
+
+        in_a_fork(train_alone)
         assert all(map(torch.equal, planes, before))
         train(model, opt, range(3, 5), square_loss)
         assert {type(parameter.grad) for parameter in model.parameters()} == {type(None)}
@@ -188,11 +128,13 @@ def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
         process(opt, "optimizer").suspend()
         square_loss(model, 2).backward()
         opt.step()
-        with forked() as is_child:
-            if is_child:
-                for read in (lambda: model(vectors(0)), model.state_dict, opt.synchronize):
-                    with pytest.raises(UsageError, match=r"synchronize\(\) before forking"):
-                        read()
+
+        def read() -> None:
+            for read in (lambda: model(vectors(0)), model.state_dict, opt.synchronize):
+                with pytest.raises(UsageError, match=r"synchronize\(\) before forking"):
+                    read()
+
+        in_a_fork(read)
         process(opt, "optimizer").resume()
         opt.synchronize()
 
@@ -204,56 +146,37 @@ def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
 def test_a_checkpointed_region_that_reads_an_updated_block_is_refused(k: float) -> None:
     """Its recomputation comes after the block's own gradient."""
 
-    class Distilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = perceptron(depth=2)
+    before, block = model
 
-        def early(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.before(x)
-            with torch.no_grad():
-                target = self.block(x)
-            return x * target.sigmoid()
+    def early(x: torch.Tensor) -> torch.Tensor:
+        x = before(x)
+        with torch.no_grad():
+            target = block(x)
+        return x * target.sigmoid()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(checkpoint(self.early, x, use_reentrant=False))
-
-    model = Distilled()
-    with (
-        adamw(model, k=k),
-        pytest.raises(UsageError, match="is used again in the backward that has"),
-    ):
-        model(torch.randn(4, 8)).sum().backward()
-
-
-class Detached(nn.Module):
-    """Its backward reads a weight after that weight's own gradient is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.before, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(functional.linear(self.before(x), self.block.weight.detach()))
-
-
-def narrow_loss(model: nn.Module, step: int) -> torch.Tensor:
-    return model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+    with adamw(model, k=k), pytest.raises(UsageError, match="is used again in the backward that has"):
+        block(checkpoint(early, vectors(0), use_reentrant=False)).sum().backward()
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
-    model = Detached()
-    with adamw(model, k=k), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        narrow_loss(model, 0).backward()
-    ours, theirs = Detached(), Detached()
-    with adamw(ours, k=k, max_grad_norm=1e9) as opt:  # updates wait for the end of backward
+    """Backward reads a weight after that weight's own gradient is complete."""
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        first, second = model
+        return second(functional.linear(first(vectors(step)), second[0].weight.detach())).square().mean()
+
+    def run(model: nn.Module, opt: Any) -> None:
         for step in range(4):
-            train(ours, opt, [step], narrow_loss)
-            opt.synchronize()  # the next forward reads the weight before its module is called, which waits for nothing
-    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), range(4), narrow_loss)
-    assert differing(weights(ours), weights(theirs)) == []
+            train(model, opt, [step], loss_of)
+            if isinstance(opt, hytrain.AdamW):
+                opt.synchronize()  # the next forward reads the weight before its module is called
+
+    model = perceptron(depth=2)
+    with adamw(model, k=k), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(model, 0).backward()
+    same_as_torch(run, lambda: perceptron(depth=2), k=k, max_grad_norm=1e9)  # updates wait for the end of backward
 
 
 def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
@@ -304,38 +227,25 @@ def test_what_was_compiled_before_waits_too(again: bool) -> None:
                 opt._session.rebuild()
 
 
-# ---------------------------------------------------------------- defaults, and what is left behind
+# ---------------------------------------------------------------- defaults
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_the_default_dtype_changes_nothing(dtype: torch.dtype, k: float) -> None:
-    found, batches = [], [vectors(step) for step in range(4)]
-    for default in (torch.float32, dtype):
+    batches, defaults = [vectors(step) for step in range(4)], [torch.float32, dtype]
+
+    def make() -> nn.Module:
         model = perceptron()
-        torch.set_default_dtype(default)
-        try:
-            with adamw(model, k=k, max_grad_norm=0.05, on_nonfinite="skip") as opt:
-                for batch in batches:
-                    model(batch).square().mean().backward()
-                    opt.step()
-                    opt.zero_grad()
-                found.append(state(opt) | weights(model))
-                assert all(entry["step"].dtype is torch.float32 for entry in opt.state_dict()["state"].values())
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert differing(*found) == []
+        torch.set_default_dtype(defaults.pop(0))
+        return model
 
+    def run(model: nn.Module, opt: hytrain.AdamW) -> None:
+        train(model, opt, range(4), lambda model, step: model(batches[step]).square().mean())
+        assert all(entry["step"].dtype is torch.float32 for entry in opt.state_dict()["state"].values())
 
-def test_a_backward_that_says_no_leaves_no_gradient() -> None:
-    """Else the next one would be added to it."""
-    model = perceptron()
-    with adamw(model, k=0.0, on_nonfinite="raise") as opt:
-        train(model, opt, range(2), square_loss)
-        (square_loss(model, 2) * float("inf")).backward()
-        opt.step()
-        opt.zero_grad()
-        with pytest.raises(NonFiniteGradients):
-            square_loss(model, 3).backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        train(model, opt, range(3, 5), square_loss)
+    options = {"k": k, "max_grad_norm": 0.05, "on_nonfinite": "skip"}
+    try:
+        same_bits(run, make, options, options)
+    finally:
+        torch.set_default_dtype(torch.float32)

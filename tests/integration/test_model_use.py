@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,19 +19,16 @@ from helpers import (
     Reference,
     adamw,
     differing,
-    gpt2,
-    language_loss,
     on_waiting,
-    perceptron,
     process,
     same_as_torch,
     saved_and_loaded,
-    square_loss,
+    scale_by_hand,
     train,
-    vectors,
     wait_for_coordinator,
     weights,
 )
+from small_models import gpt2, language_loss, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,28 +119,6 @@ def test_a_copy_trains_freely(copied: Callable[[nn.Module], nn.Module]) -> None:
     assert differing(weights(copy.deepcopy(twin)), plain) == []
 
 
-def test_a_copy_can_have_a_hytrain_optimizer_of_its_own(run_dir: Path) -> None:
-    model = perceptron()
-    with adamw(model, k=0.3) as opt:
-        train(model, opt, range(8), square_loss)
-        twin = copy.deepcopy(model)
-        with adamw(twin, k=0.0, run_dir=f"{run_dir}-2") as other:
-            train(twin, other, range(5), square_loss)
-        train(model, opt, range(8, 20), square_loss)
-    assert differing(weights(twin), trained_alone(reference(range(8)))) == []
-    assert differing(weights(model), weights(reference())) == []
-
-
-def test_saved_weights_load_where_hytrain_is_not(tmp_path: Path) -> None:
-    """torch takes no class but its own from such a file."""
-    model = perceptron(depth=2)
-    with adamw(model) as opt:
-        train(model, opt, range(3), square_loss)
-        torch.save(model.state_dict(), tmp_path / "weights.pt")
-    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert differing(saved, weights(model)) == [] and type(saved["0.0.bias"]) is Tensor
-
-
 # ---------------------------------------------------------------- writing
 
 
@@ -153,42 +127,21 @@ def test_saved_weights_load_where_hytrain_is_not(tmp_path: Path) -> None:
 def test_loaded_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
     """Moments stay, and masters are exactly what was loaded."""
 
-    def run(opt: Any, model: nn.Module) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
         train(model, opt, range(6), square_loss)
         model.load_state_dict(perceptron(dtype=dtype).state_dict())
+        if isinstance(opt, Reference):
+            opt.import_weights()
         train(model, opt, range(6, 12), square_loss)
 
-    class Rewound(Reference):
-        """Its masters follow a load."""
-
-        def reload(self) -> None:
-            for parameter, master in self.master_of.items():
-                master.data.copy_(parameter.data)
-
-    expected = perceptron(dtype=dtype)
-    plain = Rewound(expected, lr=LR)
-    train(expected, plain, range(6), square_loss)
-    expected.load_state_dict(perceptron(dtype=dtype).state_dict())
-    plain.reload()
-    train(expected, plain, range(6, 12), square_loss)
-
-    model = perceptron(dtype=dtype)
-    with adamw(model, k=k) as opt:
-        run(opt, model)
-    assert differing(weights(model), weights(expected)) == []
+    same_as_torch(run, lambda: perceptron(dtype=dtype), k=k)
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_imported_weights_are_taken_over(k: float) -> None:
     def run(model: nn.Module, opt: Any) -> None:
         train(model, opt, range(6), square_loss)
-        if isinstance(opt, hytrain.AdamW):
-            opt.synchronize()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-        if isinstance(opt, hytrain.AdamW):
-            opt.import_weights()
+        scale_by_hand(model, opt)
         train(model, opt, range(6, 12), square_loss)
 
     same_as_torch(run, k=k)
@@ -217,30 +170,17 @@ class Attention(nn.Module):
         return nn.functional.linear(x[0], self.last.weight, self.last.bias)
 
 
-class Checkpointed(nn.Module):
-    """Blocks that run again inside backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = perceptron(depth=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
 class Repeated(nn.Module):
-    """One block three times in a forward, and again after the others; another not at all."""
+    """One block three times in a forward, one also again inside backward, another not at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = perceptron(depth=4)
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in (0, 0, 1, 0, 2, 1):
+        for index in (0, 0, 1, 0):
             x = x + self.blocks[index](x)
-        return x
+        return x + checkpoint(self.blocks[2], x, use_reentrant=False)
 
 
 class Nested(nn.Module):
@@ -263,33 +203,17 @@ class Nested(nn.Module):
         return self.head(self.body(x))
 
 
-@pytest.mark.parametrize("k", [0.0, 0.5])
-@pytest.mark.parametrize("make", [Attention, Checkpointed, Repeated, Nested])
-def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], k: float) -> None:
-    same_as_torch(lambda model, opt: train(model, opt, range(20), square_loss), make, k=k)
-
-
-def test_moving_layers_that_no_module_covers() -> None:
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"policy": "random"}])
+@pytest.mark.parametrize("make", [Attention, Repeated, Nested])
+def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(40):
             train(model, opt, [step], square_loss)
-            if isinstance(opt, hytrain.AdamW):
+            if "policy" in options and isinstance(opt, hytrain.AdamW):
                 wait_for_coordinator(opt)
-        assert not isinstance(opt, hytrain.AdamW) or opt.statistics().moved > 0
+        assert "policy" not in options or not isinstance(opt, hytrain.AdamW) or opt.statistics().moved > 0
 
-    same_as_torch(run, Attention, policy="random")
-
-
-def test_a_part_called_by_itself() -> None:
-    """The root's hook has not run; the parts' own have."""
-
-    def loss_of(model: nn.Module, step: int) -> Tensor:
-        x = vectors(step)
-        for block in model.children():
-            x = block(x)
-        return x.square().mean()
-
-    same_as_torch(lambda model, opt: train(model, opt, range(12), loss_of), k=0.0)
+    same_as_torch(run, make, **options)
 
 
 class Quantizer(nn.Module):
@@ -353,46 +277,34 @@ def test_what_no_hook_can_see_is_refused_rather_than_stale() -> None:
             x = nn.functional.linear(x, weight, bias).tanh()
         return x.square().mean()
 
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(5):
+            if isinstance(opt, hytrain.AdamW):
+                opt.synchronize()
+            train(model, opt, [step], loss_of)
+
     # torch's sentence, where the update before came between forward and backward
     refusal = "synchronize|modified by an inplace operation"
-    model, expected = perceptron(), perceptron()
+    model = perceptron()
     with adamw(model, k=0.0) as opt, pytest.raises(RuntimeError, match=refusal):
         train(model, opt, range(5), loss_of)
-    model = perceptron()
-    train(expected, Reference(expected, lr=LR), range(5), loss_of)
-    with adamw(model, k=0.0) as opt:
-        for step in range(5):
-            opt.synchronize()
-            train(model, opt, [step], loss_of)
-    assert differing(weights(model), weights(expected)) == []
+    same_as_torch(run, k=0.0)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
+class Block(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh() + x
+        return self[0](x) + x
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks(backend: str) -> None:
-    def compiled() -> tuple[nn.Module, torch._dynamo.testing.CompileCounterWithBackend]:
+    def run(model: nn.Module, opt: Any) -> None:
         torch._dynamo.reset()
-        torch.manual_seed(0)
-        blocks = nn.Sequential(*[Block() for _ in range(3)])
         counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-        for block in blocks:
+        for block in model.children():
             block.compile(backend=counter)
-        return blocks, counter
-
-    expected, counter = compiled()
-    train(expected, Reference(expected, lr=LR), range(10), square_loss)
-    assert counter.frame_count > 0
-    model, counter = compiled()
-    with adamw(model, k=0.3) as opt:
         train(model, opt, range(10), square_loss)
-    assert counter.frame_count > 0
-    assert differing(weights(model), weights(expected)) == []
+        assert counter.frame_count > 0
+
+    same_as_torch(run, lambda: nn.Sequential(*map(Block, perceptron())), k=0.3)

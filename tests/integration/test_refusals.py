@@ -8,29 +8,15 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    adamw,
-    cluster,
-    differing,
-    environment,
-    perceptron,
-    run,
-    square_loss,
-    train,
-    train_recipe,
-    vectors,
-    weights,
-    write_recipe,
-)
+from helpers import LR, adamw, differing, train, weights
+from programs import cluster, environment, train_recipe, write_recipe
+from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,9 +46,7 @@ def over_one_memory() -> nn.Module:
 #: kind: (the model, the words that help)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no parameters": (nn.Tanh, "no parameter that needs a gradient"),
-    "all frozen": (lambda: perceptron().requires_grad_(False), "no parameter that needs a gradient"),
     "float64": (with_weight(lambda: torch.zeros(4, 4).double()), r"1\.0\.weight has dtype torch.float64"),
-    "complex": (with_weight(lambda: torch.zeros(4, 4).cfloat()), r"1\.0\.weight has dtype torch.complex64"),
     "sparse gradients": (lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), "sparse=False"),
     "meta device": (lambda: nn.Linear(4, 4, device="meta"), "meta"),
     "gaps": (with_weight(lambda: torch.zeros(4, 8)[:, ::2]), "contiguous"),
@@ -97,7 +81,6 @@ def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 #: (options, the words that help)
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"k": 1.5}, r"k is 1\.5"),
-    ({"k": -0.1}, r"k is -0\.1"),
     ({"k": math.nan}, "k is nan"),
     ({"k": "half"}, '"auto"'),
     ({"k": True}, "k is True"),
@@ -106,7 +89,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"backend": "cuda"}, "backend 'cuda' is unknown: choose auto, native"),
     ({"gradient_dtype": torch.float16}, "gradients travel in"),
     ({"cores": "0-99999"}, "core"),
-    ({"cores": "all of them"}, "core"),
     ({"threads": 0}, "threads"),
     ({"overlap": "no"}, "overlap is 'no': True or False"),
     ({"lr": -1.0}, "lr"),
@@ -115,13 +97,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"param_groups": 3e-4}, "the second argument is param_groups: write lr=0.0003"),
     ({"weight_decay": None}, "weight_decay is None"),
     ({"betas": (0.9, 1.0)}, "betas"),
-    ({"betas": 0.9}, "betas is 0.9: two numbers"),
     ({"betas": (0.9, "0.95")}, r"betas\[1\] is '0.95'"),
     ({"maximize": "yes"}, "maximize is 'yes'"),
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
     ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
-    ({"max_grad_norm": "1"}, "max_grad_norm is '1': a number"),
     ({"clip": "value"}, "clip is 'value'"),
     ({"clip": "per_layer"}, "clips nothing without max_grad_norm"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'"),
@@ -132,16 +111,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"speculate": True, "loss_scale": 2.0}, "speculate=True with loss_scale"),
     ({"loss_scale": "static"}, 'loss_scale is .static.: "dynamic", a number'),
     ({"loss_scale": 0.0}, "loss_scale is 0.0"),
-    ({"loss_scale": math.nan}, "loss_scale is nan"),
     ({"loss_scale": math.inf}, "loss_scale is inf"),
-    ({"loss_scale": True}, "loss_scale is True"),
     ({"loss_scale": "dynamic", "on_nonfinite": "raise"}, "leave on_nonfinite out"),
     ({"accumulate_on": "gpu"}, "accumulate_on is 'gpu'"),
     ({"grad_accumulation": 0}, "grad_accumulation is 0"),
-    ({"grad_accumulation": -1}, "grad_accumulation is -1"),
     ({"grad_accumulation": 2.0}, "grad_accumulation is 2.0"),
-    ({"grad_accumulation": "all"}, "grad_accumulation is 'all'"),
-    ({"grad_accumulation": True}, "grad_accumulation is True"),
 ]
 
 
@@ -157,20 +131,16 @@ def one_sentence(error: Exception) -> None:
     assert text and "\n" not in text and "Traceback" not in text, text
 
 
-@pytest.mark.parametrize(
-    ("group", "sentence"),
-    [
-        ({"amsgrad": True}, "no option 'amsgrad'"),
-        ({"differentiable": True}, "no option 'differentiable'"),
-        ({"lr": torch.tensor(1e-3)}, "tensor learning rates"),
-        ({"params": [nn.Parameter(torch.zeros(3))]}, "that the model does not have"),
-    ],
-)
-def test_parameter_groups(group: dict[str, Any], sentence: str) -> None:
+def test_parameter_groups() -> None:
     model = perceptron()
-    others = group.pop("params", [])
-    with pytest.raises(UnsupportedError, match=sentence):
-        hytrain.AdamW(model, [{"params": [*model.parameters(), *others], **group}])
+    parameters = list(model.parameters())
+    for group, sentence in (
+        ({"amsgrad": True}, "no option 'amsgrad'"),
+        ({"lr": torch.tensor(1e-3)}, "tensor learning rates"),
+        ({"params": [*parameters, nn.Parameter(torch.zeros(3))]}, "that the model does not have"),
+    ):
+        with pytest.raises(UnsupportedError, match=sentence):
+            hytrain.AdamW(model, [{"params": parameters, **group}])
 
 
 def test_keys_of_others_in_parameter_groups() -> None:
@@ -231,31 +201,14 @@ def test_a_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 Practice = Callable[[Any, hytrain.AdamW], object]
 
 
-def loss(model: nn.Module, step: int = 0) -> Tensor:
-    return square_loss(model, step)
-
-
-def other_optimizer(**options: Any) -> Practice:
-    return lambda model, opt: torch.optim.AdamW(model.parameters(), lr=LR, **options).step()
-
-
-def scaler_is_used(use: Callable[[Any, Any], object]) -> Practice:
-    def practice(model: Any, opt: hytrain.AdamW) -> None:
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss(model)).backward()
-        use(scaler, opt)
-
-    return practice
+def use_a_scaler(model: Any, opt: hytrain.AdamW) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(square_loss(model, 0)).backward()
+    scaler.step(opt)
 
 
 def gradient_by_hand(model: Any, opt: hytrain.AdamW) -> None:
     model[0][0].weight.grad = torch.ones(32, 32)
-    opt.step()
-
-
-def all_gradients_by_hand(model: Any, opt: hytrain.AdamW) -> None:
-    for parameter in model[:3].parameters():
-        parameter.grad = torch.ones_like(parameter)
     opt.step()
 
 
@@ -266,27 +219,27 @@ def one_gradient_dropped(model: Any, opt: hytrain.AdamW) -> None:
 
 def scheduler_before_step(model: Any, opt: hytrain.AdamW) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-    train(model, opt, [0], loss, scheduler)
-    loss(model).backward()
+    train(model, opt, [0], square_loss, scheduler)
+    square_loss(model, 0).backward()
     scheduler.step()
     opt.step()
 
 
 def parameter_taken_out_of_its_group(model: Any, opt: hytrain.AdamW) -> None:
     opt.param_groups[0]["params"] = opt.param_groups[0]["params"][1:]
-    loss(model).backward()
+    square_loss(model, 0).backward()
 
 
 def a_group_too_many(model: Any, opt: hytrain.AdamW) -> None:
     opt.param_groups = [*opt.param_groups, {**opt.param_groups[0], "params": []}]
-    loss(model).backward()
+    square_loss(model, 0).backward()
 
 
 def written_from_outside(model: Any, opt: hytrain.AdamW) -> None:
     opt.synchronize()
     with torch.no_grad():
         model[0][0].weight.clamp_(-0.01, 0.01)
-    loss(model)
+    square_loss(model, 0)
 
 
 def fails_in_backward(model: Any) -> None:
@@ -303,30 +256,14 @@ def fails_in_backward(model: Any) -> None:
         x.square().mean().backward()
 
 
-def after_a_failed_backward(go_on: Practice) -> Practice:
-    return lambda model, opt: (fails_in_backward(model), go_on(model, opt))
-
-
-FAILED = "last backward ended with an exception"
-NO_SCALER = 'loss_scale="dynamic" .*without a GradScaler'
 ONE_OPTIMIZER = "give each parameter to one optimizer"
 
 #: What users do between a backward and step(): (a name, what they do, the words that help)
 AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("clip", lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "clip_grad_norm_"),
-    (
-        "clip by one kernel each",
-        lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
-        "clip_grad_norm_",
-    ),
     ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "clip_grad_value_"),
     ("read a gradient", lambda model, opt: model[0][0].weight.grad.square().sum(), "register_hook"),
-    ("two backwards", lambda model, opt: loss(model, 1).backward(), "second backward before step.*grad_accumulation=n"),
-    (
-        "two backwards with zero_grad",
-        lambda model, opt: (model.zero_grad(), loss(model, 1).backward()),
-        "or pass grad_accumulation=n",
-    ),
+    ("two backwards", lambda model, opt: square_loss(model, 1).backward(), "second backward.*grad_accumulation=n"),
     ("zero_grad", lambda model, opt: opt.zero_grad(), r"zero_grad\(\) between backward and step\(\) comes too late"),
     ("one gradient dropped", one_gradient_dropped, r"0\.0\.bias was dropped between backward and step\(\)"),
     (
@@ -334,57 +271,36 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
         lambda model, opt: (opt.param_groups[0].update(lr=LR / 2), opt.step()),
         "hyperparameters changed between backward and step",
     ),
-    (
-        "load a state",
-        lambda model, opt: opt.load_state_dict({}),
-        r"opt\.load_state_dict\(\) between backward and step\(\)",
-    ),
-    (
-        "load weights",
-        lambda model, opt: model.load_state_dict({}),
-        r"model\.load_state_dict\(\) between backward and step\(\)",
-    ),
+    ("load a state", lambda model, opt: opt.load_state_dict({}), r"opt\.load_state_dict\(\) between backward and step"),
+    ("load weights", lambda model, opt: model.load_state_dict({}), r"model\.load_state_dict\(\) between backward"),
     ("two steps", lambda model, opt: (opt.step(), opt.step()), r"step\(\) was called again without a backward"),
     ("zeros", lambda model, opt: (opt.step(), opt.zero_grad(set_to_none=False)), r"use zero_grad\(\)"),
-    (
-        "zeros through the model",
-        lambda model, opt: (opt.step(), model.zero_grad(set_to_none=False)),
-        r"use zero_grad\(\)",
-    ),
     ("another optimizer", lambda model, opt: torch.optim.SGD(model.parameters(), lr=LR).step(), ONE_OPTIMIZER),
-    ("another AdamW", other_optimizer(), ONE_OPTIMIZER),
-    ("another fused AdamW", other_optimizer(fused=True), ONE_OPTIMIZER),
+    ("another AdamW", lambda model, opt: torch.optim.AdamW(model.parameters(), fused=True).step(), ONE_OPTIMIZER),
 ]
 #: And at other times.
 PRACTICES: list[tuple[str, Practice, str]] = [
     ("gradient by hand", gradient_by_hand, "set by hand"),
-    ("all gradients by hand", all_gradients_by_hand, "set by hand"),
     ("state cleared", lambda model, opt: opt.state.clear(), r"opt\.state is empty"),
-    ("state replaced", lambda model, opt: setattr(opt, "state", defaultdict(dict)), r"opt\.state is empty"),
     ("moments edited", lambda model, opt: opt.state[model[0][0].weight]["exp_avg"].zero_(), r"opt\.state is empty"),
     ("parameter taken out of its group", parameter_taken_out_of_its_group, r"requires_grad_\(False\)"),
     ("a group too many", a_group_too_many, "use add_param_group"),
     (
         "momentum that goes to one",
-        lambda model, opt: (opt.param_groups[0].update(betas=(1.0, 0.999)), loss(model).backward()),
+        lambda model, opt: (opt.param_groups[0].update(betas=(1.0, 0.999)), square_loss(model, 0).backward()),
         r"betas in opt\.param_groups are \(1\.0, 0\.999\)",
     ),
     ("scheduler before step", scheduler_before_step, r"call the scheduler after opt\.step"),
-    ("create_graph", lambda model, opt: loss(model).backward(create_graph=True), "create_graph"),
-    ("scaler", scaler_is_used(lambda scaler, opt: scaler.step(opt)), NO_SCALER),
-    ("scaler that unscales", scaler_is_used(lambda scaler, opt: scaler.unscale_(opt)), NO_SCALER),
-    ("moved storage", lambda model, opt: loss(model.double().float()), "storage of .* was replaced"),
+    ("create_graph", lambda model, opt: square_loss(model, 0).backward(create_graph=True), "create_graph"),
+    ("scaler", use_a_scaler, 'loss_scale="dynamic" .*without a GradScaler'),
+    ("moved storage", lambda model, opt: square_loss(model.double().float(), 0), "storage of .* was replaced"),
     ("converted and saved", lambda model, opt: model.double().state_dict(), "storage of .* was replaced"),
-    ("other dtype", lambda model, opt: loss(model.bfloat16()), "storage of .* was replaced"),
     ("written from outside", written_from_outside, "written from outside.*import_weights"),
     (
         "reentrant checkpoint",
         lambda model, opt: checkpoint(model, vectors(0).requires_grad_(), use_reentrant=True).sum().backward(),
         "use_reentrant=False",
     ),
-    ("exception, then step", after_a_failed_backward(lambda model, opt: opt.step()), FAILED),
-    ("exception, then forward", after_a_failed_backward(lambda model, opt: (opt.zero_grad(), loss(model))), FAILED),
-    ("exception, then saving", after_a_failed_backward(lambda model, opt: model.state_dict()), FAILED),
 ]
 
 
@@ -402,19 +318,18 @@ def test_practices(backward_first: bool, practice: Practice, sentence: str) -> N
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(2), square_loss)
         if backward_first:
-            loss(model).backward()
+            square_loss(model, 0).backward()
         with pytest.raises(UsageError, match=sentence) as raised:
             practice(model, opt)
         one_sentence(raised.value)
 
 
-@pytest.mark.parametrize("k", [0.0, 1.0])
-@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(("stepped", "k"), [(False, 1.0), (True, 0.0), (True, 1.0)])
 def test_a_second_backward_through_an_old_graph(stepped: bool, k: float) -> None:
     """Whoever notices first, HyTrain or autograd: the weights that the graph saved are no longer there."""
     model = perceptron()
     with adamw(model, k=k) as opt:
-        value = loss(model)
+        value = square_loss(model, 0)
         value.backward(retain_graph=True)
         if stepped:
             opt.step()
@@ -437,11 +352,11 @@ def test_after_an_exception_in_backward_only_a_checkpoint_helps(k: float, tmp_pa
         torch.save(model.state_dict(), tmp_path / "model.pt")
         fails_in_backward(model)
         for _ in range(2):
-            for go_on in (opt.step, opt.synchronize, opt.state_dict, model.state_dict, lambda: loss(model)):
+            for go_on in (opt.step, opt.synchronize, opt.state_dict, model.state_dict, lambda: square_loss(model, 0)):
                 with pytest.raises(UsageError, match="load a checkpoint"):
                     go_on()
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.load_state_dict(torch.load(tmp_path / "model.pt"))
-    model.zero_grad()
     with adamw(model, k=k) as opt:
         opt.load(tmp_path / "optimizer")
         train(model, opt, range(5, 10), square_loss)
@@ -450,28 +365,19 @@ def test_after_an_exception_in_backward_only_a_checkpoint_helps(k: float, tmp_pa
 
 # ---------------------------------------------------------------- recipes, and the command line
 
-#: kind: (overrides, the words that help); what the file alone decides is in tests/test_recipe_config.py
-RECIPES: dict[str, tuple[list[str], str]] = {
-    "missing text": (["data.paths=[no-such-file.txt]"], r"no-such-file\.txt"),
-    "empty text": (["data.paths=[empty.txt]"], "empty"),
-    "batch too long": (["data.sequence_length=64"], "64"),
-    "missing GPU": (["train.device=cuda"], "cuda|GPU"),
-    "too little memory": (["optimizer.k=0"], "host memory"),
-}
 
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_recipes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "missing GPU" and torch.cuda.is_available():
-        pytest.skip("it is not missing")
-    if kind == "too little memory":
-        monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10000")
-    overrides, sentence = RECIPES[kind]
-    (tmp_path / "empty.txt").touch()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(HyTrainError, match=sentence) as raised:
-        train_recipe(write_recipe(tmp_path), tmp_path / "run", *overrides)
-    one_sentence(raised.value)
+def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file alone decides, and the text, are in tests/test_recipe_config.py and tests/test_recipe_data.py."""
+    monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for override, sentence in (
+        ("data.sequence_length=64", "64"),
+        ("train.device=cuda", "cuda|GPU"),
+        ("optimizer.k=0", "host memory"),
+    ):
+        with pytest.raises(HyTrainError, match=sentence) as raised:
+            train_recipe(write_recipe(tmp_path), tmp_path / "run", override)
+        one_sentence(raised.value)
 
 
 def refused(ran: subprocess.CompletedProcess[str], sentence: str) -> None:
@@ -484,37 +390,14 @@ def refused(ran: subprocess.CompletedProcess[str], sentence: str) -> None:
 def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     """Recipes, programs and settings; before it starts anything, and when its processes do."""
     recipe, script, listed = write_recipe(tmp_path), tmp_path / "script.py", tmp_path / "list.yaml"
+    places = {"HYTRAIN_CACHE": str(tmp_path / "cache"), "HYTRAIN_RUN_DIR": str(tmp_path / "without-compiler")}
+    without_compiler = environment(CXX="no-such-compiler", **places)
+    refused(cluster(recipe, "--set=optimizer.backend=native", env=without_compiler), "no-such-compiler.*='torch'")
     script.touch()
     listed.write_text("- a\n- list\n")
     refused(cluster(recipe, "--set", "train.stepz=3"), r'unknown key "train\.stepz"; did you mean "train\.steps"\?')
     refused(cluster(recipe, "--set", "cluster.cores=0-99999"), "core")
     refused(cluster(listed), "must be a mapping")
     refused(cluster(script, env=environment(HYTRAIN_THREADS="many")), "threads")
-    for name in ("missing.yaml", "missing.py", "missing"):
-        refused(cluster(tmp_path / name), re.escape(str(tmp_path / name)))
-    for option in ("--dry-run", "--print-config", "--set=train.steps=1"):
-        refused(cluster(option, script), "is for recipes")
-
-
-def test_a_recipe_without_a_compiler(tmp_path: Path) -> None:
-    """The trainer's sentence is the command's."""
-    without = environment(CXX="no-such-compiler", HYTRAIN_CACHE=str(tmp_path / "cache"))
-    recipe = write_recipe(tmp_path, optimizer={"backend": "native"})
-    refused(cluster(recipe, env=without), "no-such-compiler.*backend='torch'")
-
-
-def test_what_a_program_says_on_standard_error_stays_there(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print('result'); print('complaint', file=sys.stderr); sys.exit(2)")
-    ran = cluster(script)
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("result\n", "complaint\n", 2)
-    log = (tmp_path / "run" / "logs" / "trainer-0.log").read_text()
-    assert sorted(log.splitlines()) == ["complaint", "result"]
-
-
-def test_a_plain_script_ends_with_the_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import torch, hytrain\nhytrain.AdamW(torch.nn.Linear(2, 2), cores='99999')\n")
-    ran = run(sys.executable, script)
-    assert ran.returncode == 1
-    assert re.match(r"hytrain\.errors\.ConfigError: .*core", ran.stderr.splitlines()[-1])
+    refused(cluster(tmp_path / "missing.yaml"), re.escape(str(tmp_path / "missing.yaml")))
+    refused(cluster("--dry-run", script), "is for recipes")

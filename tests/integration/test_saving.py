@@ -8,30 +8,13 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers import (
-    LR,
-    Reference,
-    adamw,
-    differing,
-    gpt2,
-    keep,
-    llama,
-    perceptron,
-    saved_and_loaded,
-    square_loss,
-    state,
-    train,
-    train_recipe,
-    vectors,
-    weights,
-    write_recipe,
-)
+from helpers import LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
+from programs import train_recipe, write_recipe
 from safetensors.torch import load_file, save_file
+from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -53,20 +36,16 @@ def test_saved_at_30_and_resumed_to_60(make: Callable[..., nn.Module], dtype: to
 
     first = make(dtype)
     with adamw(first, k=0.0) as opt:
-        scheduler = schedule(opt)
-        train(first, opt, range(30), scheduler=scheduler)
-        torch.save([first.state_dict(), scheduler.state_dict()], tmp_path / "rest.pt")
+        train(first, opt, range(30), scheduler=schedule(opt))
+        torch.save(first.state_dict(), tmp_path / "model.pt")
         opt.save(tmp_path / "optimizer")
         train(first, opt, range(90, 93))  # what comes after the save is not in it
 
     second = make(dtype)
-    of_model, of_scheduler = torch.load(tmp_path / "rest.pt")
-    second.load_state_dict(of_model)
+    second.load_state_dict(torch.load(tmp_path / "model.pt"))
     with adamw(second, k=0.7) as opt:
-        scheduler = schedule(opt)
         opt.load(tmp_path / "optimizer")
-        scheduler.load_state_dict(of_scheduler)
-        train(second, opt, range(30, 60), scheduler=scheduler)
+        train(second, opt, range(30, 60), scheduler=schedule(opt, 29))
         assert opt.statistics().step == 60, "steps are counted from the beginning of training"
         assert differing(state(opt), expected) == []
     assert differing(weights(second), weights(whole)) == []
@@ -99,49 +78,15 @@ def test_state_dict_there_and_back(make: Callable[..., nn.Module], dtype: torch.
     first, second = make(dtype=dtype), make(dtype=dtype)
     with adamw(first, k=1.0) as opt:
         train(first, opt, range(20), square_loss)
-        saved = saved_and_loaded({"model": first.state_dict(), "optimizer": opt.state_dict()})
+        saved, kept = saved_and_loaded({"model": first.state_dict(), "optimizer": opt.state_dict()}), state(opt)
     second.load_state_dict(saved["model"])
     with adamw(second, k=0.0, lr=0.5) as opt:
         opt.load_state_dict(saved["optimizer"])
         assert opt.param_groups[0]["lr"] == LR
-        assert differing(state(opt), state_of(saved["optimizer"])) == []
+        assert differing(state(opt), kept) == []
         train(second, opt, range(20, 40), square_loss)
         assert differing(state(opt), expected) == []
     assert differing(weights(second), weights(whole)) == []
-
-
-@pytest.mark.parametrize("form", ["files", "dictionary"])
-def test_weights_loaded_into_a_model_that_has_its_optimizer(form: str, tmp_path: Path) -> None:
-    """As in torch, it does not matter that the optimizer is there before both are loaded."""
-    whole = perceptron(dtype=torch.bfloat16)
-    with adamw(whole, k=0.5) as opt:
-        train(whole, opt, range(20), square_loss)
-        load, saved = keep(opt, form, tmp_path), saved_and_loaded(whole.state_dict())
-        train(whole, opt, range(20, 40), square_loss)
-
-    second = perceptron(dtype=torch.bfloat16)
-    with adamw(second, k=0.5) as opt:
-        train(second, opt, range(7), square_loss)
-        second.load_state_dict(saved)
-        load(opt)
-        train(second, opt, range(20, 40), square_loss)
-    assert differing(weights(second), weights(whole)) == []
-
-
-@pytest.mark.parametrize("form", ["files", "dictionary"])
-def test_a_scheduler_made_anew_goes_on_after_loading(form: str, tmp_path: Path) -> None:
-    """torch's groups bring along what a scheduler put into them."""
-    model = perceptron()
-    with adamw(model) as opt:
-        train(model, opt, range(10), square_loss, schedule(opt))
-        load, expected = keep(opt, form, tmp_path), opt.param_groups[0]["lr"]
-    with adamw(model, lr=0.5) as opt:
-        load(opt)
-        assert schedule(opt, 9).get_last_lr() == [expected]
-
-
-def state_of(saved: dict[str, Any]) -> dict[str, Tensor]:
-    return {f"{plane}.{index}": tensor for index, entry in saved["state"].items() for plane, tensor in entry.items()}
 
 
 def test_torch_goes_on_with_the_same_arithmetic() -> None:
@@ -177,18 +122,25 @@ def test_state_goes_from_torch_to_hytrain_and_back() -> None:
 
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Of other shapes, or with other frozen parameters."""
     small, large = perceptron(width=32), perceptron(width=48)
     with adamw(small) as opt:
-        train(small, opt, range(1), square_loss)
-        opt.save(tmp_path / "small")
-        saved = opt.state_dict()
+        train(small, opt, range(2), square_loss)
+        loads = [keep(opt, form, tmp_path) for form in ("files", "dictionary")]
         with pytest.raises(ConfigError, match="nothing"):
             opt.load(tmp_path / "nothing")
     with adamw(large) as opt:
-        for load in (lambda: opt.load(tmp_path / "small"), lambda: opt.load_state_dict(saved)):
+        for load in loads:
             with pytest.raises(ConfigError, match="shape"):
-                load()
+                load(opt)
         train(large, opt, range(2), lambda model, step: model(vectors(step, 48)).square().mean())
+    small[3].requires_grad_(False)
+    with adamw(small, k=0.0) as opt:
+        from_files, from_dictionary = loads
+        with pytest.raises(ConfigError, match=r"3\.0\.bias was frozen in one of the two"):
+            from_files(opt)
+        from_dictionary(opt)
+        train(small, opt, range(2, 4), square_loss)
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -221,11 +173,12 @@ def test_weights_that_were_loaded_are_the_masters_though_their_state_was_refused
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
-def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(form: str, tmp_path: Path) -> None:
-    """A write before it needs no `import_weights`."""
+def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
+    """It belongs to those weights, also where they are written by hand just before it is loaded."""
     model = perceptron(dtype=torch.bfloat16)
-    with adamw(model, k=0.5) as opt:
+    with adamw(model, k=0.0) as opt:
         train(model, opt, range(3), square_loss)
+        model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
         load, kept = keep(opt, form, tmp_path), weights(model)
         train(model, opt, range(3, 6), square_loss)
         expected = state(opt) | weights(model)
@@ -235,37 +188,6 @@ def test_weights_that_were_written_by_hand_belong_to_the_state_that_is_loaded(fo
         load(opt)
         train(model, opt, range(3, 6), square_loss)
         assert differing(state(opt) | weights(model), expected) == []
-
-
-@pytest.mark.parametrize("form", ["files", "dictionary"])
-def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
-    """It belongs to those weights."""
-    model, other = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(3), square_loss)
-        loaded = {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
-        model.load_state_dict(loaded)
-        load = keep(opt, form, tmp_path)
-        train(model, opt, range(3, 6), square_loss)
-    with adamw(other, k=0.0) as opt:
-        other.load_state_dict(loaded)
-        load(opt)
-        train(other, opt, range(3, 6), square_loss)
-    assert differing(weights(other), weights(model)) == []
-
-
-def test_a_state_with_other_frozen_parameters(tmp_path: Path) -> None:
-    model = perceptron()
-    with adamw(model, k=0.0) as opt:
-        train(model, opt, range(2), square_loss)
-        opt.save(tmp_path)
-        state = copy.deepcopy(opt.state_dict())
-    model[3].requires_grad_(False)
-    with adamw(model, k=0.0) as opt:
-        with pytest.raises(ConfigError, match=r"3\.0\.bias was frozen in one of the two"):
-            opt.load(tmp_path)
-        opt.load_state_dict(state)
-        train(model, opt, range(2, 4), square_loss)
 
 
 @pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
@@ -290,32 +212,17 @@ def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path)
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
-    other: list[torch.optim.Optimizer] = []
-    for make in (
-        lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
-        lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1),
-        lambda parameters: torch.optim.Adam(parameters),
-    ):
-        model = perceptron()
-        other.append(make(model.parameters()))
-        train(model, other[-1], range(2), square_loss)
+    parameters = list(perceptron().parameters())
     with adamw(perceptron()) as opt:
         with pytest.raises(ConfigError, match="amsgrad"):
-            opt.load_state_dict(other[0].state_dict())
+            opt.load_state_dict(torch.optim.AdamW(parameters, amsgrad=True).state_dict())
         with pytest.raises(ConfigError, match="not of AdamW"):
-            opt.load_state_dict(other[1].state_dict())
-        opt.load_state_dict(other[2].state_dict())  # without decay the two are one
-        assert differing(state(opt), state(other[2])) == []
-
-
-def test_numpys_numbers_are_saved(tmp_path: Path) -> None:
-    model = perceptron()
-    with adamw(model, lr=0.5) as opt:
-        opt.param_groups[0]["lr"] = np.float32(0.25)
-        opt.save(tmp_path)
-        opt.param_groups[0]["lr"] = 0.5
-        opt.load(tmp_path)
-        assert opt.param_groups[0]["lr"] == 0.25
+            opt.load_state_dict(torch.optim.Adam(parameters, weight_decay=0.1).state_dict())
+        model = perceptron()
+        adam = torch.optim.Adam(model.parameters())
+        train(model, adam, range(2), square_loss)
+        opt.load_state_dict(adam.state_dict())  # without decay the two are one
+        assert differing(state(opt), state(adam)) == []
 
 
 def test_hooks_on_state_dicts_are_called_as_torch_does() -> None:
@@ -330,20 +237,14 @@ def test_hooks_on_state_dicts_are_called_as_torch_does() -> None:
     assert called == 2 * ["before", "loads 1", "after"]
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_the_optimizer_itself_is_neither_copied_nor_pickled(how: Callable[[Any], Any]) -> None:
-    with adamw(perceptron()) as opt, pytest.raises(UsageError, match=r"state_dict\(\)"):
-        how(opt)
-
-
-def test_saving_after_close_is_refused(tmp_path: Path) -> None:
-    model = perceptron()
-    with adamw(model) as opt:
-        train(model, opt, range(1), square_loss)
-    with pytest.raises(UsageError, match="closed"):
-        opt.save(tmp_path / "late")
-    with pytest.raises(UsageError, match="closed"):
-        opt.state_dict()
+def test_the_optimizer_itself_is_neither_copied_nor_pickled_nor_saved_after_its_end(tmp_path: Path) -> None:
+    with adamw(perceptron()) as opt:
+        for how in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match=r"state_dict\(\)"):
+                how(opt)
+    for read in (lambda: opt.save(tmp_path / "late"), opt.state_dict):
+        with pytest.raises(UsageError, match="closed"):
+            read()
 
 
 # ---------------------------------------------------------------- through recipes

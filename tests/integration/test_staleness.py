@@ -12,18 +12,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from helpers import (
-    LR,
-    Reference,
-    adamw,
-    differing,
-    on_waiting,
-    perceptron,
-    process,
-    square_loss,
-    train,
-    weights,
-)
+from helpers import LR, Reference, adamw, differing, on_waiting, process, train, weights
+from small_models import perceptron, square_loss
 
 from hytrain.memory.transfer import Copy, HostTransfers, Stream, Transfer
 from hytrain.model.lifecycle import InvalidTransition
@@ -56,28 +46,9 @@ def hold_back(patch: pytest.MonkeyPatch) -> threading.Event:
     return let_go
 
 
-def test_forward_waits_for_a_stopped_optimizer(
-    expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, waits = perceptron(), []
-    with adamw(model, k=0.0) as opt:
-        optimizer = process(opt, "optimizer")
-
-        def resume(what: str) -> None:
-            waits.append(what)
-            optimizer.resume()
-
-        on_waiting(monkeypatch, resume)
-        for step in range(STEPS):
-            optimizer.suspend()
-            train(model, opt, [step], square_loss)
-            assert len(waits) == 4 * step, "each forward but the first has waited for each of the four blocks"
-        opt.synchronize()
-    assert differing(weights(model), expected) == []
-
-
-def test_a_weight_that_is_read_waits_for_a_stopped_optimizer(
-    expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_read", [False, True])
+def test_forward_and_whoever_reads_a_weight_wait_for_a_stopped_optimizer(
+    is_read: bool, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for each update, wherever it is read, and for no other layer's."""
     model, waits = perceptron(), []
@@ -92,12 +63,16 @@ def test_a_weight_that_is_read_waits_for_a_stopped_optimizer(
         for step in range(STEPS):
             optimizer.suspend()
             train(model, opt, [step], square_loss)
+            if not is_read:
+                assert len(waits) == 4 * step, "each forward but the first has waited for each of the four blocks"
+                continue
             waits.clear()
             read = [model[2][0].weight.sum().item() for _ in range(3)]
             assert waits == ["the update of layer 2"] and len(set(read)) == 1
             optimizer.resume()
             opt.synchronize()
             assert model[2][0].weight.sum().item() == read[0]
+        opt.synchronize()
     assert differing(weights(model), expected) == []
 
 

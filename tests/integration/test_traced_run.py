@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import CLUSTER, SCRIPTS, adamw, llama, run, train, wait_for_coordinator
+from helpers import adamw, train, wait_for_coordinator
+from programs import CLUSTER, SCRIPTS, run
+from small_models import llama
 
 from hytrain.run import trace
 from protocol.address import Address
@@ -67,18 +68,19 @@ class Timeline(list[Event]):
                 yield event.args["step"], {lid for lid, name in enumerate(event.args["placements"]) if name == "gpu"}
 
 
-@pytest.fixture
-def timeline(run_dir: Path) -> Timeline:
-    """Of a run in which layers change owners all the time."""
+def test_a_run_in_which_layers_change_owners_all_the_time(run_dir: Path) -> None:
     model = llama()
     with adamw(model, policy="random", trace=True) as opt:
         for step in range(STEPS):
             train(model, opt, [step])
             wait_for_coordinator(opt)
-    return Timeline.of(run_dir)
+    timeline = Timeline.of(run_dir)
+    each_gradient_is_followed_to_its_weights(timeline)
+    all_three_processes_are_shown(timeline)
+    steps_k_and_plans_are_shown(timeline)
 
 
-def test_each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
+def each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
     lives = timeline.lives()
     lids = {lid for _, lid in lives}
     assert lids == set(range(len(lids))) and len(lids) > 3
@@ -116,7 +118,7 @@ def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward:
         assert landed.ended_s <= next_forward[-1].ended_s, where
 
 
-def test_all_three_processes_and_what_each_of_them_shows(timeline: Timeline) -> None:
+def all_three_processes_are_shown(timeline: Timeline) -> None:
     shown: dict[str, set[str]] = defaultdict(set)
     for event in timeline:
         shown[event.process].add(event.track.rstrip(" 0123456789"))
@@ -132,7 +134,7 @@ def test_all_three_processes_and_what_each_of_them_shows(timeline: Timeline) -> 
     assert named[0] == named[1], "layers have one name everywhere"
 
 
-def test_steps_k_and_plans(timeline: Timeline) -> None:
+def steps_k_and_plans_are_shown(timeline: Timeline) -> None:
     steps = [event for event in timeline if event.track == "step"]
     assert [event.name for event in steps] == [f"step {step}" for step in range(STEPS)]
     for before, after in zip(steps, steps[1:], strict=False):
@@ -141,21 +143,22 @@ def test_steps_k_and_plans(timeline: Timeline) -> None:
     assert len(ks) == STEPS and len({event.args["k"] for event in ks}) > 2
     for step, event in zip(steps, ks, strict=True):
         assert step.ended_s <= event.began_s, "one clock: k is that of the step that has just ended"
-    proposed = {event.name.split()[1] for event in timeline if event.name.endswith("proposed")}
-    assert {event.name.split()[1] for event in timeline if event.name.endswith("in effect")} <= proposed
-    reasons = [event.args["reason"] for event in timeline if event.name.endswith("proposed")]
-    assert all(reasons)
+    proposed = [event for event in timeline if event.name.endswith("proposed")]
+    held = {event.name.split()[1] for event in timeline if event.name.endswith("in effect")}
+    assert held <= {event.name.split()[1] for event in proposed} and all(event.args["reason"] for event in proposed)
 
 
-def test_without_overlap_backward_ends_before_any_update(run_dir: Path) -> None:
-    model = llama()
-    with adamw(model, k=0.5, overlap=False, trace=True) as opt:
-        train(model, opt, range(4))
-    lives = Timeline.of(run_dir).lives()
+def test_without_overlap_backward_ends_before_any_update(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment asks for the timeline."""
+    for asked in ("0", "1"):
+        monkeypatch.setenv("HYTRAIN_TRACE", asked)
+        model = llama()
+        with adamw(model, k=0.5, overlap=False) as opt:
+            train(model, opt, range(4))
+        assert (run_dir / trace.FILE).exists() is (run_dir / trace.FOLDER).is_dir() is (asked == "1")
+    timeline = Timeline.of(run_dir)
     for step in range(4):
-        events = [
-            event for (its_step, _), life in lives.items() if its_step == step for event in sum(life.values(), [])
-        ]
+        events = [event for event in timeline if event.args.get("step") == step]
         begun = [event.began_s for event in events if event.args.get("kind") in ("D2H", "update")]
         backwards = [event for event in events if event.args.get("kind") == "backward"]
         assert len(backwards) == len(begun) > 3
@@ -170,13 +173,3 @@ def test_a_program_under_the_launcher(run_dir: Path) -> None:
     ran = run(sys.executable, CLUSTER, "--trace", SCRIPTS / "plain.py", "hytrain", "6")
     assert ran.returncode == 0, ran.stderr
     assert {event.process for event in Timeline.of(run_dir)} == {"trainer-0", "optimizer-0", "coordinator-0"}
-
-
-def test_the_environment_asks_for_it_too(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for asked in ("0", "1"):
-        monkeypatch.setenv("HYTRAIN_TRACE", asked)
-        model = llama()
-        with adamw(model) as opt:
-            train(model, opt, range(2))
-        assert (run_dir / trace.FILE).exists() is (asked == "1")
-        assert os.path.isdir(run_dir / trace.FOLDER) is (asked == "1")

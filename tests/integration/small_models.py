@@ -1,0 +1,99 @@
+"""Small models, their batches and losses.
+
+All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of a tensor in another way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCAB = 256
+
+
+def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """About 120 k parameters, dropout on, the embedding tied to the head."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=48, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0
+    )
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.to(dtype).train()
+
+
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """About 150 k parameters, untied."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        vocab_size=VOCAB,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(dtype).train()
+
+
+def perceptron(width: int = 32, depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """A few blocks of a Linear and a Tanh: the quickest model with more than one layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]).to(dtype)
+
+
+class Poisoned(nn.Module):
+    """A perceptron, or another model, with gradients that are inf or NaN in chosen steps. The loop sets `step`.
+
+    `poison` has for each such step the number of the parameter, and the value.
+    """
+
+    def __init__(self, body: nn.Module, poison: dict[int, tuple[int, float]]) -> None:
+        super().__init__()
+        self.body, self.poison, self.step = body, poison, 0
+        for index, parameter in enumerate(body.parameters()):
+            parameter.register_hook(partial(self._poison, index))
+
+    def _poison(self, index: int, gradient: Tensor) -> Tensor | None:
+        where, value = self.poison.get(self.step, (-1, 0.0))
+        return gradient.index_fill(0, torch.tensor([1]), value) if where == index else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+def in_parts(model: nn.Module, step: int) -> Tensor:
+    """As `square_loss`, but the model itself is never called, only its children."""
+    x = vectors(step)
+    for block in model.children():
+        x = block(x)
+    loss: Tensor = (x - vectors(step).sin()).square().mean()
+    return loss
+
+
+def tokens(step: int, batch: int = 4, length: int = 16) -> Tensor:
+    """The batch of one step, int64 (batch, length)."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(VOCAB, (batch, length), generator=generator)
+
+
+def vectors(step: int, width: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The batch of one step for `perceptron`, (8, width)."""
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(1000 + step)).to(dtype)
+
+
+def language_loss(model: nn.Module, step: int) -> Tensor:
+    batch = tokens(step)
+    loss: Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
+
+
+def square_loss(model: nn.Module, step: int) -> Tensor:
+    x = vectors(step, dtype=next(model.parameters()).dtype)
+    loss: Tensor = (model(x) - x.sin()).float().square().mean()
+    return loss
