@@ -237,7 +237,7 @@ class AdamW(torch.optim.Optimizer):
         self._engine.import_written()
         self._engine.expose_state()
         state = saving.state_dict(*self._saved)
-        if (scaling := self._engine.verdicts.loss_scale) is not None:
+        if (scaling := self._engine.loss_scale) is not None:
             state["loss_scale"] = scaling.state()
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -257,9 +257,9 @@ class AdamW(torch.optim.Optimizer):
         self._engine.expose_state()
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         saving.load_state_dict(state_dict, *self._saved, names, when_checked=self._import_for_loading)
-        if (scaling := self._engine.verdicts.loss_scale) is not None:
+        if (scaling := self._engine.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
-        self._engine.masters.state_was_loaded = True
+        self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -294,7 +294,7 @@ class AdamW(torch.optim.Optimizer):
         Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
         The scale does not change between them.
         """
-        scaling = self._engine.verdicts.loss_scale
+        scaling = self._engine.loss_scale
         return loss if scaling is None else scaling.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -317,7 +317,7 @@ class AdamW(torch.optim.Optimizer):
         engine = self._engine
         engine.import_written()
         engine.expose_state()
-        saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.verdicts.loss_scale)
+        saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote. Load the model's weights yourself, before or after.
@@ -332,10 +332,10 @@ class AdamW(torch.optim.Optimizer):
             Path(folder),
             *self._saved,
             dict(self._model.named_parameters()),
-            loss_scale=self._engine.verdicts.loss_scale,
+            loss_scale=self._engine.loss_scale,
             when_checked=self._import_for_loading,
         )
-        self._engine.masters.state_was_loaded = True
+        self._engine.state_was_loaded()
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
@@ -348,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
         It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
-        return self._engine.verdicts.grad_norm
+        return self._engine.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -356,7 +356,7 @@ class AdamW(torch.optim.Optimizer):
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
-        scaling = self._engine.verdicts.loss_scale
+        scaling = self._engine.loss_scale
         return None if scaling is None else scaling.value
 
     @property
@@ -365,11 +365,11 @@ class AdamW(torch.optim.Optimizer):
 
         The last step may be missing: its norm may not be known yet.
         """
-        return self._engine.verdicts.skipped
+        return self._engine.skipped_steps
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and the layers that the GPU owns."""
-        return self._engine.boundary.statistics
+        return self._engine.statistics
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         """Role, process ID and cores of each of the run's processes."""

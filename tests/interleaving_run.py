@@ -126,13 +126,14 @@ class Run:
 
     def optimize(self) -> None:
         """The optimizer process, on a thread of its own."""
-        inbox, outboxes = Inbox(self.world), [SimpleNamespace(send=self._tell), SimpleNamespace(send=self._report)]
+        inbox, trainer, coordinator = Inbox(self.world), *(SimpleNamespace(send=f) for f in (self._tell, self._report))
         while (table := inbox.receive(None)) is None:
             continue
-        parts: Any = (table.message, Host(self), *outboxes, self._arenas[1])
-        self.session = optimizer.Session(
-            *parts, token=TOKEN, address=Address("optimizer", 0), max_threads=1, trace=None
-        )
+        network = SimpleNamespace(token=TOKEN, address=Address("optimizer", 0))
+        pinning = SimpleNamespace(cores=(0,))
+        server: Any = SimpleNamespace(network=network, pinning=pinning, coordinator=coordinator, trace=None)
+        parts: Any = (table.message, Host(self), trainer, self._arenas[1])
+        self.session = optimizer.Session(server, *parts)
         self._report(m.Calibration(cpu_update_s=1e-9))
         self.session.run(inbox)
 

@@ -328,6 +328,9 @@ class Inbox:
 class Planner:
     """A coordinator that proposes anything for any step: the real ledger without the real planner."""
 
+    #: `choices[lid % len(choices)]` are the placements that a layer may have.
+    choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu"),)
+
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))
 
@@ -351,7 +354,8 @@ class Planner:
                     self.propose(step + self.world.rng.choice((0, 1, 2, 3)))
 
     def propose(self, step: int) -> None:
-        placements = tuple(self.world.rng.choice(("cpu", "gpu")) for _ in self.world.layers)
+        lids = range(len(self.world.layers))
+        placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
         plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
         for role in ("trainer", "optimizer"):

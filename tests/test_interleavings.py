@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from interleaving_run import Run
 from interleaving_stand_ins import Coordinator, Planner, Streams
 from interleaving_world import Violation, World
 
+from hytrain.memory.planes import HOST_PLANES, ArenaPlanes
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Command, Event, InvalidTransition, LayerLife, State
 from hytrain.model.trained import TrainedLayer
@@ -29,8 +31,9 @@ from hytrain.step.backward import Backward
 from hytrain.step.boundary import Boundary
 from hytrain.step.handover import Handover
 from hytrain.step.reads import Reads
+from hytrain.tensors import address, count_write
 from protocol import messages as m
-from protocol.placement import Placement
+from protocol.placement import PLACEMENTS, Placement
 from workers.update_queue import Tile, UpdateQueue
 from workers.work_log import Progress
 
@@ -56,6 +59,37 @@ def test_runs_have_handovers_late_plans_and_undone_updates(coordinator: type[Any
 def test_the_same_seed_is_the_same_run() -> None:
     stories = [Run(7, layers=3, steps=6, coordinator=Coordinator).play().story for _ in range(2)]
     assert stories[0] == stories[1]
+
+
+class VisitingPlanes(ArenaPlanes):
+    """State in host memory that the GPU updates."""
+
+    def __init__(self, run: Run, file: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(file, *arguments, **options)
+        self._layer = run.layers[file.layout.lid]
+
+    def update(self, index: int, grads: Any, scalars: Any, host: Any = None, verdict: Any = None) -> None:
+        weights, moments = self._layer.weights[index], {}
+        for plane in ("exp_avg", "exp_avg_sq"):
+            moment = self.state(plane)[index]
+            assert moment is not None
+            moments[plane] = address(moment)
+        host.update(weights=address(weights), grads=address(grads), numel=weights.numel(), **moments)
+        count_write(weights)
+
+
+class PlannerOfVisits(Planner):
+    choices = (("gpu", "visit"), ("cpu", "gpu"))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, database=None)
+@given(seed=st.integers(0, 2**32), layers=st.integers(1, 3), steps=st.integers(1, 8))
+def test_a_third_placement_keeps_the_invariants(seed: int, layers: int, steps: int) -> None:
+    """It is in the table of placements and in that of planes, and nowhere else."""
+    visit = Placement("visit", state="host", updates="gpu")
+    run = Run(seed, layers=layers, steps=steps, coordinator=PlannerOfVisits)
+    with mock.patch.dict(PLACEMENTS, visit=visit), mock.patch.dict(HOST_PLANES, visit=partial(VisitingPlanes, run)):
+        run.play()
 
 
 # ---------------------------------------------------------------- planted faults: patches of the real code

@@ -147,7 +147,7 @@ class AfterLoadStateDict(_Hook["Engine"]):
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if (engine := self.target) is not None:
-            engine.masters.were_written = True
+            engine.weights_were_written()
 
 
 class _GuardedCopy:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
@@ -24,6 +25,7 @@ from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.trace import TraceWriter
+from hytrain.statistics import Statistics
 from hytrain.step.accumulation import Accumulation, choose_sums
 from hytrain.step.backward import Backward, Groups
 from hytrain.step.boundary import Boundary
@@ -33,6 +35,7 @@ from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
+from hytrain.step.scaling import LossScale
 from hytrain.step.verdict import Verdicts
 from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
 
@@ -65,13 +68,13 @@ class Engine:
         self._health = Health()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
-        self.verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
+        self._verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
         self.reads = Reads(layers, parameters, transfers=transfers, health=self._health, meter=self._meter)
-        self.masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
+        self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
-        self.boundary = Boundary(
+        self._boundary = Boundary(
             layers, link=link, handover=self._handover, meter=self._meter, plans=plans, free_gpu_bytes=free_gpu_bytes
         )
         self.backward = Backward(
@@ -84,16 +87,16 @@ class Engine:
             health=self._health,
             meter=self._meter,
             reads=self.reads,
-            masters=self.masters,
-            verdicts=self.verdicts,
+            masters=self._masters,
+            verdicts=self._verdicts,
             accumulation=accumulation,
             handover=self._handover,
-            boundary=self.boundary,
+            boundary=self._boundary,
         )
 
     def start(self, plan: Plan) -> None:
         try:
-            self.boundary.start(plan)
+            self._boundary.start(plan)
         except ClusterError as error:
             health = self._health
             with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
@@ -107,8 +110,8 @@ class Engine:
     def continue_from(self, before: Engine) -> None:
         """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
-        self.masters.state_was_loaded = before.masters.state_was_loaded
-        self.verdicts.continue_from(before.verdicts)
+        self._masters.state_was_loaded = before._masters.state_was_loaded
+        self._verdicts.continue_from(before._verdicts)
 
     def before_root(self) -> None:
         """The whole model is entered: import writes from outside, and wait for parameters that no other gate covers."""
@@ -137,14 +140,14 @@ class Engine:
             ended = life.step
             life.on(Event.STEP)
             self._accumulation.drop()
-            if self.verdicts.loss_scale is not None:
-                self.verdicts.loss_scale.end_step()
-        self.boundary.report(ended, self.steps)
+            if self._verdicts.loss_scale is not None:
+                self._verdicts.loss_scale.end_step()
+        self._boundary.report(ended, self.steps)
         if (positions := self.reads.learned_order()) is not None:
             for role in ("optimizer", "coordinator"):
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
-            self.boundary.begin_plan(life.step)
+            self._boundary.begin_plan(life.step)
 
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
@@ -184,14 +187,38 @@ class Engine:
             case WeightsReady():
                 self.backward.on_weights_ready(message)
             case Plan():
-                self.boundary.on_plan(message)
+                self._boundary.on_plan(message)
             case Reassign():
-                self.boundary.on_reassign(message)
+                self._boundary.on_reassign(message)
             case _:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 
     def on_failure(self, error: HyTrainError) -> None:
         self._health.fail(error)
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._boundary.statistics
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self._verdicts.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._verdicts.skipped
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return self._verdicts.loss_scale
+
+    def weights_were_written(self) -> None:
+        """Parameters were written from outside: they become the masters before the next update."""
+        self._masters.were_written = True
+
+    def state_was_loaded(self) -> None:
+        """The state included remainders, which belong to weights that are loaded before the next step."""
+        self._masters.state_was_loaded = True
 
     @property
     def steps(self) -> int:
@@ -207,14 +234,14 @@ class Engine:
         step = self._health.life.step
         if not in_backward():
             self._health.require(Event.OUTSIDE)
-        elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
+        elif self._verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
         self.reads.synchronize()
         with self._health.undivided("a handover of layers"):
-            self.boundary.finish_plan(step)
+            self._boundary.finish_plan(step)
         self._handover.await_copies()
-        self.verdicts.count_last()
+        self._verdicts.count_last()
 
     def expose_state(self) -> None:
         """Return once the optimizer state can be read and written, wherever it is kept."""
@@ -224,22 +251,22 @@ class Engine:
     def settle_writes(self) -> None:
         """Import the announced writes from outside. Raises `UsageError` for any other write."""
         self.import_written()
-        self.masters.refuse_foreign_writes()
+        self._masters.refuse_foreign_writes()
 
     def import_written(self) -> None:
         """Make parameters that were written from outside, and announced, the masters."""
-        if self.masters.were_written:
+        if self._masters.were_written:
             self.synchronize()
-            self.masters.import_written()
+            self._masters.import_written()
 
     def import_weights(self, *, keep_remainder: bool = False) -> None:
         """Make all parameters' values the masters, with no remainders or those that still fit. The moments stay.
 
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
-        self.masters.require_landed()
+        self._masters.require_landed()
         self.synchronize()
-        self.masters.import_all(keep_remainder=keep_remainder)
+        self._masters.import_all(keep_remainder=keep_remainder)
 
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
@@ -286,6 +313,6 @@ class Engine:
         for layer in self._layers:
             layer.close()
         self._accumulation.close()
-        self.verdicts.close()
+        self._verdicts.close()
         self.backward.close()
         self._meter.close()
