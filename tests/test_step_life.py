@@ -88,3 +88,12 @@ def test_any_walk_counts_steps_and_backwards(events: list[Event]) -> None:
         life.check()
         assert (life.step, life.backward, life.ended) == (steps, backwards, ended)
         assert life.state not in IN_BACKWARD or life.backward
+
+
+def test_a_fatal_refusal_is_raised_from_then_on() -> None:
+    health = Health()
+    for event in WAYS[State.COMMITTED]:
+        health.on(event)
+    for again in (Event.BEGIN_LAST, Event.OUTSIDE):
+        with pytest.raises(UsageError, match="training cannot go on"):
+            health.on(again, name="weight", advice="call opt.step()")
