@@ -137,14 +137,14 @@ def test_loaded_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
     same_as_torch(run, lambda: perceptron(dtype=dtype), k=k)
 
 
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_imported_weights_are_taken_over(k: float) -> None:
+@pytest.mark.parametrize(("k", "dtype"), [(0.0, torch.float32), (0.0, torch.bfloat16), (1.0, torch.bfloat16)])
+def test_imported_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
     def run(model: nn.Module, opt: Any) -> None:
         train(model, opt, range(6), square_loss)
         scale_by_hand(model, opt)
         train(model, opt, range(6, 12), square_loss)
 
-    same_as_torch(run, k=k)
+    same_as_torch(run, lambda: perceptron(dtype=dtype), k=k)
 
 
 # ---------------------------------------------------------------- reading in parts
