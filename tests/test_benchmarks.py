@@ -132,16 +132,6 @@ def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
     assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
 
 
-def test_last_meaningful_line() -> None:
-    told = guard.last_meaningful_line
-    assert told("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory\n[W] cleaning up\n\n") == (
-        "OutOfMemoryError: CUDA out of memory"
-    )
-    assert told("benchmarks.loop.Unavailable: needs a GPU\n") == "needs a GPU"
-    assert told("[rank0]: RuntimeError: no\n") == "RuntimeError: no"
-    assert told("one\ntwo\n\n") == "two" and told("") == ""
-
-
 # ---------------------------------------------------------------- host
 
 
@@ -162,14 +152,6 @@ def test_what_is_left_is_what_machine_and_control_groups_leave(tmp_path: Path, m
     assert host.left_bytes() == 17
 
 
-def test_a_machine_knows_itself_until_its_mark_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
-    first = host.identity()
-    assert len(first) == 12 and host.identity() == first
-    next(tmp_path.iterdir()).unlink()
-    assert host.identity() != first
-
-
 # ---------------------------------------------------------------- jobs, parts, rows
 
 
@@ -182,13 +164,6 @@ def test_every_part_names_known_systems_survives_the_command_line_and_is_short()
         assert {job.system.partition(":")[0] for job in jobs} <= set(SYSTEMS)
         assert all(job.segments and Job.from_json(job.to_json()) == job for job in jobs)
         assert sum(job.expected_s for job in jobs) < 540, f"{name} fits into nine minutes"
-
-
-def test_options_of_hytrain() -> None:
-    from benchmarks.systems import parse_options
-
-    assert parse_options("") == {} and parse_options("auto,serial") == {"k": "auto", "overlap": False}
-    assert parse_options("policy=balance,threads=7,k=1") == {"policy": "balance", "threads": 7, "k": 1.0}
 
 
 def test_hosts_are_never_mixed() -> None:
@@ -250,51 +225,11 @@ def test_a_goal_can_be_missed(words: str, change: dict[str, Any]) -> None:
     assert [met for what, met in changed.items() if words in what] == [False]
 
 
-def test_as_fast_with_more_memory_is_a_missed_goal() -> None:
-    def policies(deadline_gb: float, cotrain_s: float) -> Verdict:
-        how = {"deadline": (0.5, deadline_gb), "balance": (0.502, 25.0), "cotrain": (cotrain_s, 15.0)}
-        found = made_up("policies").where(batch=8, label=tuple(how))
-        measured = (how[one["label"]] for one in found)
-        changed = ({"step_s": step_s, "gpu_peak_gb": gb} for step_s, gb in measured)
-        return verdict(report.against_formulas, Rows({**one, **new} for one, new in zip(found, changed, strict=True)))
-
-    assert policies(20.0, 0.6).met and "less GPU memory at 1 of 1" in policies(20.0, 0.6).text
-    assert policies(30.0, 0.6).met is False and "more at 1" in policies(30.0, 0.6).text
-    assert policies(20.0, 0.5).met is False, "cotrain is as fast, with less"
-    assert policies(20.0, 0.4).met is False
-
-
-def test_where_hosts_differ_all_of_them_count() -> None:
-    slow, quick = made_up("batches", host="slow", at="2025"), made_up("batches", host="quick")
-    slow = slower(slow, 3.0, system="hytrain:auto", batch=1)
-    [goal] = [goal for goal in GOALS if goal.what.startswith("batch 1: step")]
-    assert goal.verdict(quick)[1:] == (True, "yes") and goal.verdict(slow)[1:] == (False, "**no**")
-    both = goal.verdict(Rows([*slow, *quick]))
-    assert both == ("0.833 at 32.5 %; 2.500 at 32.5 %", False, "on 1 of 2 hosts"), "the newest first"
-
-
-def test_a_prediction_where_steps_were_not_steady_is_told_and_does_not_count() -> None:
-    """It comes from the steps before: a machine that changes while it is looked at makes it wrong, too."""
-    found = [{**one, "step_s": one["step_s"] * 1.2} if one["part"] == "sweep" else one for one in made_up()]
-    told = verdict(report.prediction_error, Rows(found))
-    assert told.text == "at worst 5.0 % off in 18 rows; 12.5 % in 2 that were not steady" and told.met
-    only_sweep = Rows(one for one in found if one["part"] == "sweep")
-    assert verdict(report.prediction_error, only_sweep) == ("not measured", None, "–")
-
-
 def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:
     found = list(made_up("identical", "idle"))
     found[0]["digest"] = "beef"
     next(one for one in found if one["part"] == "idle")["idle"]["share"] = 0.04
     assert [met for met in verdicts(Rows(found)).values() if met is not None] == [False, False]
-
-
-def test_a_peer_that_failed_is_a_row_with_its_error() -> None:
-    found = [*made_up("peers")]
-    found[-1] = {name: found[-1][name] for name in found[-1] if not name.startswith(("step", "k", "tflops", "gpu"))}
-    found[-1]["error"] = "stopped: host memory, 7.9 GB were left"
-    text = report.systems(Rows(found))
-    assert "| torchao-bf16 | 8 | – | failed: stopped: host memory, 7.9 GB were left |" in text
 
 
 def test_every_table_can_be_made_and_says_when_nothing_was_measured() -> None:
@@ -376,11 +311,3 @@ def test_a_budget_starts_nothing_that_would_end_late(
     assert "not started" in capsys.readouterr().out
     run_suite(tmp_path, "main")
     assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
-
-
-def test_only_some_batch_sizes(tmp_path: Path, watched: list[Job]) -> None:
-    run_suite(tmp_path, "batches", "main", "--batch", "4", "1")
-    batches = {job.system: [segment.batch for segment in job.segments] for job in watched}
-    assert batches == {"no-offload": [4, 1], "forward-backward": [4, 1], "hytrain:auto": [4, 1], "torchao-fp32": [1]}
-    run_suite(tmp_path, "--systems", "no-offload", "--batch", "16", "2")
-    assert [job.segments[0].batch for job in watched[4:]] == [16, 2]

@@ -219,14 +219,6 @@ def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) ->
     assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="there is no trainer")
 
 
-def test_what_is_not_for_a_coordinator_is_refused(driver: Driver) -> None:
-    driver.start()
-    with pytest.raises(ValueError, match="cannot handle StepBegin"):
-        driver.handle(m.StepBegin(step=0, groups=(), awaits_verdict=True))
-    driver.handle(m.Failure(step=1, lid=2, error="OSError: no", traceback=""), OPTIMIZER)
-    assert driver.notes == "optimizer-0 failed: OSError: no"
-
-
 @pytest.mark.parametrize(("k", "gpu_lids"), [(0.0, ()), (0.3, (0, 1)), (1.0, ALL)])
 @pytest.mark.parametrize("trainer_first", [True, False])
 def test_the_first_plan_waits_for_both_calibrations(
@@ -359,15 +351,6 @@ def test_plans_come_every_so_many_steps_and_only_where_they_change_something() -
     driver.ask("k", "1.0")
     plan = driver.next_plan(5, 1)
     assert plan.step == 7 and on_gpu(plan.placements) == ALL and plan.policy == "fixed"
-
-
-def test_what_fits_no_longer_is_noted(driver: Driver) -> None:
-    size = layout(TABLE.layers[0]).nbytes
-    driver.start(policy="fixed", k=0.5, host_bytes=2 * size, gpu_bytes=1 << 40)
-    driver.handle(report(1, (0, 1), gpu_free_bytes=0))
-    assert driver.notes == ""
-    driver.handle(report(2, (), gpu_free_bytes=0))
-    assert "no plan fits" in driver.notes
 
 
 def test_positions_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> None:
@@ -607,16 +590,6 @@ def test_a_plan_that_the_last_trainer_left_behind_is_not_for_the_next(driver: Dr
     driver.handle(ack(plan.plan_id))
     driver.handle(m.Goodbye())
     assert driver.sent(ack(plan.plan_id), OPTIMIZER) == [], "a Reassign, for nobody"
-
-
-def test_a_trainer_that_left_before_it_began_leaves_no_trace(driver: Driver) -> None:
-    driver.join(TRAINER, 11)
-    driver.handle(m.Goodbye())
-    driver.start()
-    driver.handle(m.Goodbye(), OPTIMIZER)
-    assert driver.notes == "optimizer-0 says goodbye"
-    driver.join(OPTIMIZER, 20)
-    assert driver.status().layer_names, "the trainer's session goes on"
 
 
 OTHER, SERVING = Address("trainer", 1), Address("optimizer", 1)

@@ -449,11 +449,6 @@ def test_planes_that_do_not_belong_together(name: str, dtypes: tuple[str, str], 
         )  # fmt: skip
 
 
-def test_steps_count_from_one() -> None:
-    with pytest.raises(ValueError, match="counts from 1, not 0"):
-        scalars(HYPER, 0)
-
-
 @pytest.mark.spawns
 def test_native_brings_no_torch() -> None:
     """The optimizer process pins its cores first; and it is up sooner."""
@@ -585,24 +580,3 @@ def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pyt
         assert_identical(there.map(lambda plane: plane.cpu()), here)
     if gpu._takes_all_arguments():
         assert len(asked) == len(gpu._compiled) < len(launches) // 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"grads": torch.zeros(5, dtype=torch.bfloat16)}, "of one length"),
-        ({"exp_avg": torch.zeros(8)[::2]}, "contiguous"),
-        ({name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}, "one-dimensional"),
-        ({"exp_avg_sq": torch.zeros(4, dtype=torch.bfloat16)}, "moments are float32"),
-        ({"remainder": torch.zeros(4)}, "remainder of torch.bfloat16 weights is not torch.float32"),
-        ({"grads": torch.zeros(4)}, "no AdamW update"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_planes_that_do_not_belong_together_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    """Before anything is launched, so here too."""
-    from hytrain.kernels import gpu
-
-    planes: dict[str, Any] = vars(Planes.of(torch.zeros(4), "bfloat16")) | {"grads": torch.zeros(4).bfloat16()}
-    with pytest.raises(ValueError, match=sentence):
-        gpu.update(**(planes | changes), scalars=scalars(HYPER, 1))

@@ -82,13 +82,6 @@ def flipped(before: bytes, after: bytes, width: int) -> list[int]:
     ]
 
 
-def test_copy_copies_all() -> None:
-    planes = kernel.Planes(1001, "bfloat16", load("native", 2)[0])
-    kernel.Stream().copy(planes, threads=3).run()
-    assert bytes(planes.buffer("exp_avg")) == bytes(planes.buffer("exp_avg_sq"))
-    planes.arena.close()
-
-
 @pytest.mark.spawns
 def test_command(tmp_path: Path) -> None:
     """All of it on few elements, but for the systems that bring torch."""
@@ -102,11 +95,3 @@ def test_command(tmp_path: Path) -> None:
     assert cases >= {(f"{system} without prefetch", "bfloat16", 2) for system in ("native", "stream")}
     assert all(r["gparam_s"] > 0 for r in result["rows"])
     assert result["machine"]["cpu"] in done.stdout and "| native | bfloat16 |" in done.stdout
-
-
-@pytest.mark.spawns
-def test_a_system_that_fails_is_a_row() -> None:
-    command = [sys.executable, "-m", "benchmarks.kernel", "--threads", "2", "--numel", "0"]
-    command += ["--skip", "deepspeed", "torch", "gpu", "threads"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
-    assert "| native | failed: " in done.stdout and "ValueError" in done.stdout

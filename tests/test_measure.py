@@ -13,7 +13,6 @@ import pytest
 from hytrain.memory.clock import HostClock, Span
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
-from hytrain.step import measure
 from hytrain.step.measure import Meter
 from protocol.address import Address
 from protocol.messages import LayerTimes
@@ -176,16 +175,6 @@ def test_of_several_backwards_the_first_forward_and_the_last_backward_count(cloc
     assert meter.middle_s == 0.0
 
 
-def test_without_overlap_updates_follow_the_whole_backward(clock: FakeClock, meter: Meter) -> None:
-    meter_forward(meter, clock, (0,), 0, 0)
-    for lid, at_s in ((2, 3.0), (1, 5.0), (0, 8.0)):
-        meter_backward(meter, clock, lid, at_s)
-    meter.span("gpu_update_s", 2, 0, clock.span(9.0, 10.0))
-    meter.span("gpu_update_s", 1, 0, clock.span(10.0, 11.0))
-    times = end(meter, clock, 0, 12.0)
-    assert [times[lid].backward_s for lid in (2, 1, 0)] == [2.0, 2.0, 3.0]
-
-
 def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, meter: Meter) -> None:
     assert end(meter, clock, 0, 1.0) == {}, "a step without marks has no times"
     clock.passed_s = 15.9  # the step's own end is still ahead
@@ -237,18 +226,6 @@ def test_marks_are_used_again_and_never_twice_at_a_time(clock: FakeClock, meter:
     assert made[-1] == made[1] == 2 * made[0], "two steps' marks are enough for ever"
 
 
-def test_a_device_that_never_passes_anything_is_given_up(clock: FakeClock, meter: Meter) -> None:
-    """The oldest steps are dropped."""
-    clock.passed_s = -1.0
-    for step in range(measure.MAX_OPEN_STEPS + 5):
-        record(meter, clock, 20.0 * step)
-        assert end(meter, clock, step, 20.0 * step + 16.0) == {}
-    clock.passed_s = float("inf")
-    record(meter, clock, 1000.0)
-    end(meter, clock, 99, 1020.0)
-    assert meter.measured == 6, "the oldest that is still kept"
-
-
 # ---------------------------------------------------------------- the timeline
 
 
@@ -282,22 +259,6 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock
         ("D2H", "D2H a"): (115.0, 115.5),
     }
     assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
-
-
-def test_what_is_open_at_the_end_is_drawn_if_it_was_passed(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
-    """Two marks without work between them are no stall."""
-    clock.passed_s = -1.0
-    meter_forward(timeline, clock, (0,), 0.0, measure.MIN_STALL_S / 2)
-    meter_forward(timeline, clock, (1,), 1.0, 1.0 + measure.MIN_STALL_S * 2)
-    end(timeline, clock, 0, 2.0)
-    record(timeline, clock, 20.0)
-    end(timeline, clock, 1, 36.0)
-    timeline.span("h2d_s", 0, 0, clock.span(36.5, 37.0))
-    clock.passed_s = 35.0
-    timeline.close()
-    drawn = spans(tmp_path)
-    assert {span["args"]["step"] for span in drawn} == {0}
-    assert [span["name"] for span in drawn if span["args"].get("kind") == "stall"] == ["stall b"]
 
 
 def test_copies_are_noted_by_another_thread() -> None:

@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
-from protocol.channel import Incoming
 from protocol.handles import layout
-from protocol.messages import CpuUpdate, Goodbye, Layer, Message, PositionsLearned, Segment
+from protocol.messages import CpuUpdate, Layer, Segment
 from workers import arenas as memory
-from workers import optimizer, update_rate
+from workers import update_rate
 from workers.arenas import Arenas, SegmentPlanes
 from workers.update_queue import TILE_NUMEL
 from workers.update_rate import seconds_per_parameter
@@ -232,42 +230,6 @@ def test_what_was_for_nothing_is_work_and_no_update(progress: Progress, tmp_path
     report = progress.report(0, 1)
     assert report.busy_s == 4.0 and report.updates == (CpuUpdate(lid=0, update_s=2.0, queued_s=5.0),)
     assert drawn(tmp_path)["CPU update"] == [("a", 1.0, 2.0), ("b", 2.0, 3.0), ("a", 3.0, 5.0)]
-
-
-def test_the_time_in_which_nothing_is_owed_is_nobodys() -> None:
-    """The loop of the process, where a tile takes 1 s and a wait for messages 10 s."""
-    progress = Progress(None, NAMES)
-
-    class Session(optimizer.Session):
-        """Its own queue and inbox. Two messages come; each brings three tiles."""
-
-        def __init__(self) -> None:
-            self.now_s, self.owed, self._progress = 0.0, 0, progress
-            vars(self).update(_queue=self, _arenas=SimpleNamespace(pending=None))
-
-        idle = property(lambda self: not self.owed)
-
-        def receive(self, timeout_s: float | None) -> Incoming | None:
-            if timeout_s is not None:
-                return None
-            if self.now_s > 20.0:
-                return Incoming("trainer", TRAINER, Goodbye())
-            self.now_s, self.owed = self.now_s + 10.0, 3
-            progress.arrived(0, self.now_s)
-            return Incoming("trainer", TRAINER, PositionsLearned(positions=()))
-
-        def _handle(self, message: Message) -> None:
-            pass
-
-        def _work(self) -> None:
-            progress.updated(0, 0, self.now_s, self.now_s + 1.0)
-            self.now_s, self.owed = self.now_s + 1.0, self.owed - 1
-            if not self.owed:
-                progress.sent(0, 0, self.now_s)
-
-    session = Session()
-    session.run(session)  # type: ignore[arg-type]
-    assert progress.report(0, 1).busy_s == 6.0
 
 
 @pytest.fixture

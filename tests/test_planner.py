@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from planner_layers import NONE, made, with_cpu
 
 from hytrain.planner import (
-    ClippedShare,
     Decision,
     Infeasible,
     LayerProfile,
@@ -23,9 +22,7 @@ from hytrain.planner import (
     cotrain_k,
     deadline_k,
     decide,
-    drawn,
     gain,
-    is_worth_it,
     prefix_for,
     simulate,
 )
@@ -85,14 +82,6 @@ def test_two_layers_in_one_tile_each() -> None:
     assert (timeline.step_s, timeline.gpu_busy_s, timeline.cpu_busy_s) == (12, 6, 6)
     assert timeline.stalls_s == {first: 6}
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
-
-
-def test_an_earlier_layer_takes_over_at_the_end_of_the_tile() -> None:
-    timeline = simulate(uniform(2, d2h_s=1.0, h2d_s=1.0, backward_s=1.5), NONE, tile_numel=34)  # tiles of 1 s
-    # The first layer lands at 4.0, in the middle of the second layer's tile from 3.5 to 4.5.
-    updates = [event[1:] for event in timeline.events if event[0] == "cpu_update"]
-    assert updates == [(999, 2.5, 4.5), (1000, 4.5, 7.5), (999, 7.5, 8.5)]
-    assert timeline.stalls_s == {1000: 5.5} and timeline.step_s == 10.5
 
 
 @given(st.data())
@@ -175,20 +164,6 @@ def test_policies_without_limits() -> None:
     assert decision.gpu_lids == lids(0, 1, 2) and decision.k == 0.3 and decision.changed
     assert decision.predicted_step_s == simulate(profile, decision.gpu_lids).step_s == 33
     assert decision.reason == "CPU finishes 4000 ms late at k=0.20; k=0.30 is the least without stalls"
-
-
-@pytest.mark.parametrize(
-    ("policy", "changes", "sentence"),
-    [
-        ("fixed", {"fixed_k": None}, "needs a k"),
-        ("fixed", {"fixed_k": 1.5}, "k must be"),
-        ("oracle", {}, "unknown policy 'oracle', choose one of fixed"),
-        ("deadline", {"current": frozenset({5})}, "not in the profile"),
-    ],
-)
-def test_what_decide_refuses(policy: str, changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        choose(policy, uniform(3), **changes)
 
 
 @given(st.data(), st.sampled_from(["fixed", "cotrain", "balance", "deadline", "random"]))
@@ -317,23 +292,6 @@ def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float)
     never, some = gain(waiting, NONE, 0.0), gain(waiting, NONE, clipped)
     assert some == pytest.approx((1 - clipped) * never, abs=1e-9) and gain(waiting, NONE, 1.0) == pytest.approx(0.0)
     assert gain(waiting, profile.lids, 0.0) == 0.0, "the GPU waits for its own"
-
-
-def test_a_mode_that_is_hardly_worth_it_is_kept_and_not_begun() -> None:
-    assert [is_worth_it(gained, now=True) for gained in (0.02, 0.005, 0.001)] == [True, True, False]
-    assert [is_worth_it(gained, now=False) for gained in (0.02, 0.005, 0.001)] == [True, False, False]
-    assert {drawn(seed) for seed in range(20)} == {False, True}
-
-
-def test_the_share_of_clipped_steps_follows_what_happens() -> None:
-    share = ClippedShare()
-    for clipped in (True, True, False):
-        share.add(clipped=clipped)
-    assert share.value == pytest.approx(2 / 4), "the first steps are averaged, with one that was not"
-    for step in range(200):
-        share.add(clipped=step % 4 == 0)
-        share.check()
-    assert 0.15 < share.value < 0.35
 
 
 def test_held_gradients_take_memory_and_do_not_move() -> None:

@@ -92,15 +92,6 @@ def test_a_host_that_slows_down_is_not_taken_for_other_work(waits: float) -> Non
         assert contention.drag == 0.0
 
 
-def test_a_busy_while_of_the_host_is_not_how_it_is() -> None:
-    contention = Contention()
-    observe(contention, SOME, *[(5.0, 4.0)] * 40, starved=0.0)
-    observe(contention, SOME, *[(5.0, 4.0)] * 10, starved=0.5)
-    assert contention.drag == 0.0
-    observe(contention, SOME, *[(5.0, 4.0)] * 10, starved=0.5)
-    assert contention.drag == pytest.approx(TYPICAL_DRAG / 2), "that long it is"
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from([NONE, SOME, ALL]), st.floats(0, 10), st.floats(0, 10), st.floats(0, 20)), max_size=40
@@ -161,16 +152,3 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
         contention.observe(NONE, work_s=13.0, stall_s=6.0, beside_s=10.0, starved=0.5)
     observe(contention, SOME, *[(10.0, 4.0)] * ENOUGH_AFTER, starved=0.0)
     assert contention.drag == 0.0
-
-
-def test_a_drag_that_nothing_measured_so_far_can_hold_waits() -> None:
-    """Freed of it, times would be negative: what they were measured on was much shorter."""
-    book = MeasurementBook(TWO)
-    for factor in (1.0, 1.0, 20.0):  # with the third, waiting for launches is believed
-        book.observe_contention(work_s=factor, stall_s=0.0, cpu_busy_s=factor, starved=1.0, gpu_lids=(0,))
-        book.observe_trainer(forward_s={0: factor / 4, 1: factor / 4}, backward_s={0: factor / 4, 1: factor / 4})
-        book.observe_step(step_s=factor, stall_s=0.0, gpu_lids=(0,))
-        book.check()
-    assert profile_of(book).drag == 0.0
-    book.observe_contention(work_s=1.0, stall_s=0.0, cpu_busy_s=1.0, starved=1.0, gpu_lids=(0,))
-    assert profile_of(book).drag == pytest.approx(TYPICAL_DRAG)

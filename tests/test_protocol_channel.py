@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from memory_network import MemoryNetwork
 
-from protocol import channel
 from protocol.address import COORDINATOR, Address
 from protocol.channel import (
     HIGH_WATER_MARK,
@@ -27,7 +25,7 @@ from protocol.channel import (
     PeerNotReading,
     endpoint,
 )
-from protocol.codec import MAX_FRAME_BYTES, WireError, encode
+from protocol.codec import MAX_FRAME_BYTES, encode
 from protocol.messages import CommandReply, GiveUp, Goodbye, Message, StatusRequest, WeightsReady
 
 TOKEN = "token"
@@ -154,19 +152,6 @@ def test_a_number_that_came_before_is_dropped(
     other.close()
 
 
-def test_a_frame_that_libzmq_refuses_costs_its_sender_the_connection_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, folder: str, network: Network
-) -> None:
-    monkeypatch.setattr(channel, "SOCKET_FRAME_BYTES", 10_000)
-    inbox = network.inbox()
-    rude, polite = RawPeer(folder, "rude"), RawPeer(folder, "polite")
-    rude.send(b"\x00" * 10_001)
-    polite.good(seq=0, lid=2)
-    assert received(inbox) == ready(2)
-    rude.close()
-    polite.close()
-
-
 def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptureFixture) -> None:
     with (
         Network(folder, token="other run", address=COORDINATOR) as theirs,
@@ -201,13 +186,6 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> Non
     assert process.stdout.read() == b""
     process.stdout.close()
     process.wait()
-
-
-def test_who_has_died_already_cannot_be_watched(network: Network) -> None:
-    with child("") as process:
-        process.wait()
-    with pytest.raises(PeerDied, match="the coordinator died"):
-        network.inbox().watch("the coordinator", process.pid)
 
 
 LAST_WORDS = """
@@ -270,15 +248,3 @@ def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
     second = network.inbox()
     network.outbox(HERE).send(Goodbye())
     assert received(second) == Goodbye()
-
-
-def test_the_network_in_memory_refuses_as_the_real_one() -> None:
-    network = MemoryNetwork()
-    for sender in (HERE, MONITOR):
-        network.send(sender, "b", ready())
-    assert network.pending(["a", "b"]) == ["b"]
-    network._queues["b"] *= 2
-    assert network.try_receive("b") == Incoming("optimizer-0", HERE, ready())
-    assert network.try_receive("b") == Incoming("monitor-7", MONITOR, ready())
-    with pytest.raises(WireError, match="sequence number 0 after 0"):
-        network.try_receive("b")

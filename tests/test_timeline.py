@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,25 +53,6 @@ def test_a_picture_of_two_runs(path: Path, tmp_path: Path) -> None:
     timeline.main([str(out), f"before={path}", f"after={path}", "--steps", "1:3"])
     header = out.read_bytes()[:24]
     assert header.startswith(b"\x89PNG") and int.from_bytes(header[16:20], "big") == 1800
-
-
-@pytest.mark.parametrize(
-    ("file", "steps", "reason"), [("{path}", "7:9", "no step of 7:9"), ("nowhere.json", "1:2", "No such file")]
-)
-def test_what_cannot_be_drawn(
-    path: Path, file: str, steps: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        timeline.main([str(path.with_name("out.png")), file.format(path=path), "--steps", steps])
-    assert reason in capsys.readouterr().err
-
-
-def test_a_file_of_several_trainers_or_none_is_refused(path: Path) -> None:
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    other = [{**event, "pid": event["pid"] + 1} for event in events]
-    for made_up in (events + other, []):
-        with pytest.raises(ValueError, match="one trainer"):
-            timeline.Timeline(made_up)
 
 
 def test_a_picture_shows_what_is_in_its_window_and_later_layers_paler(path: Path) -> None:

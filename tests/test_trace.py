@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
@@ -75,20 +73,6 @@ def test_spans_that_overlap_get_lanes_and_instants_take_none(tmp_path: Path) -> 
     assert by_name.pop("elsewhere") == "H2D"
     assert list(by_name.values()) == ["waiting", "waiting 2", "waiting 3", "waiting", "waiting", "waiting 2"]
     assert {lanes[e["tid"]] for e in events if e["ph"] == "i"} == {"waiting"}
-
-
-def test_events_are_written_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "BUFFERED_EVENTS", 6)
-    writer = TraceWriter(tmp_path, Address("trainer", 0))  # two events name the process, two more its first track
-    writer.span("step", "one", 0.0, 1.0)
-    assert written(tmp_path) == [], "too few to be worth a write"
-    writer.span("step", "two", 1.0, 2.0)
-    assert len(written(tmp_path)) == 6
-    writer.counter("k", 2.0, k=0.0)
-    assert len(written(tmp_path)) == 6
-    writer.flush()
-    writer.flush()
-    assert [event["name"] for event in written(tmp_path)][-1] == "k" and len(written(tmp_path)) == 7
 
 
 def test_a_line_that_was_never_finished_is_left_out(tmp_path: Path) -> None:
