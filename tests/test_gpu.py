@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +28,41 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def llama(dtype: torch.dtype) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        vocab_size=1024,
-        attn_implementation="eager",
-        use_cache=False,
-    )
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**shape, vocab_size=1024, attn_implementation="eager", use_cache=False)
     model: nn.Module = transformers.LlamaForCausalLM(config).to("cuda", dtype).train()
     return model
+
+
+def state_of(model: nn.Module, optimizer: hytrain.AdamW) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state, on the CPU."""
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    for index, entry in optimizer.state_dict()["state"].items():
+        state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+    return state
+
+
+def assert_same(results: list[dict[str, torch.Tensor]]) -> None:
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
 
 
 def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: Any) -> tuple[dict[str, Any], int]:
     """Weights and optimizer state after STEPS steps, on the CPU; and how many handovers there were."""
     optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(run_dir), **options)
     generator = torch.Generator().manual_seed(0)
+    parts = options.get("grad_accumulation", 1)
     for _ in range(STEPS):
-        batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=batch, labels=batch).loss
-        optimizer.scale(loss).backward()
+        for _ in range(parts):
+            batch = torch.randint(0, 1024, (4, 64), generator=generator).cuda()
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=batch, labels=batch).loss / parts
+            optimizer.scale(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer._engine._handover.wait()
     scale = optimizer.loss_scale
-    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+    state = state_of(model, optimizer)
     if scale is not None:
         state["loss_scale"], state["skipped"] = scale.cpu(), torch.tensor(optimizer.skipped_steps)
     moved = optimizer.statistics().moved
@@ -66,18 +72,10 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
-    runs = {
-        "0": train(llama(dtype), tmp_path, k=0.0),
-        "0.3": train(llama(dtype), tmp_path, k=0.3),
-        "1": train(llama(dtype), tmp_path, k=1.0),
-        "auto": train(llama(dtype), tmp_path, k="auto"),
-        "random": train(llama(dtype), tmp_path, policy="random"),
-    }
-    expected, _ = runs["0"]
-    for name, (state, _) in runs.items():
-        different = [key for key in expected if not torch.equal(state[key], expected[key])]
-        assert not different, f"k={name}"
-    assert runs["random"][1] > 20
+    fixed = [train(llama(dtype), tmp_path, k=k)[0] for k in (0.0, 0.3, 1.0, "auto")]
+    random, moved = train(llama(dtype), tmp_path, policy="random")
+    assert_same([*fixed, random])
+    assert moved > 20
 
 
 def wide(dtype: torch.dtype) -> nn.Module:
@@ -103,43 +101,41 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
             optimizer.zero_grad()
             if step % 2:
                 optimizer._engine._handover.wait()
-        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-        for index, entry in optimizer.state_dict()["state"].items():
-            state.update({f"{index}.{key}": tensor.cpu().clone() for key, tensor in entry.items()})
+        results.append(state_of(model, optimizer))
         assert (optimizer.statistics().moved > 50) is ("policy" in options)
         optimizer.close()
-        results.append(state)
-    for other in results[1:]:
-        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+    assert_same(results)
 
 
-def poisoned(model: nn.Module, poison: dict[int, float]) -> nn.Module:
-    """The third parameter's gradient is made inf or NaN in some steps."""
-    steps = iter(range(10**6))
+POISON = {4: float("inf"), 5: float("nan"), 20: float("-inf")}
 
-    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-        value = poison.get(next(steps))
-        return None if value is None else gradient.index_fill(0, torch.tensor([1], device="cuda"), value)
 
-    list(model.parameters())[2].register_hook(hook)
-    return model
+def train_poisoned(dtype: torch.dtype, run_dir: Path, runs: list[dict[str, Any]], **common: Any) -> dict[str, Any]:
+    """The state that all runs end with; the third parameter's gradient is inf or NaN in some steps."""
+    results = []
+    for options in runs:
+        steps, model = iter(range(10**6)), llama(dtype)
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+            value = POISON.get(next(steps))  # noqa: B023
+            return None if value is None else gradient.index_fill(0, torch.tensor([1], device="cuda"), value)
+
+        list(model.parameters())[2].register_hook(hook)
+        results.append(train(model, run_dir, **common, **options)[0])
+    assert_same(results)
+    assert all(tensor.isfinite().all() for tensor in results[0].values())
+    return results[0]
 
 
 @pytest.mark.parametrize("max_norm", [0.7, 3.0, 100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, max_norm: float, tmp_path: Path) -> None:
     """Ahead of the verdict or behind it; in most steps, in some and in none."""
-    results = []
     ahead, behind = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
-    for options in ({"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}):
-        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
-        state, _ = train(model, tmp_path, max_grad_norm=max_norm, on_nonfinite="skip", **options)
-        results.append(state)
-    unclipped, _ = train(poisoned(llama(dtype), {}), tmp_path, k=0.0)
-    for other in results[1:]:
-        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
-    assert all(tensor.isfinite().all() for tensor in results[0].values())
-    assert not torch.equal(results[0]["lm_head.weight"], unclipped["lm_head.weight"])
+    runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}]
+    state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, on_nonfinite="skip")
+    unclipped, _ = train(llama(dtype), tmp_path, k=0.0)
+    assert not torch.equal(state["lm_head.weight"], unclipped["lm_head.weight"])
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.7])
@@ -148,17 +144,12 @@ def test_scaled_losses_give_the_same_bits_whoever_owns_a_layer(
     dtype: torch.dtype, max_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hytrain.step.scaling.GROWTH_STEPS", 6)
-    results = []
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}):
-        model = poisoned(llama(dtype), {4: float("inf"), 5: float("nan"), 20: float("-inf")})
-        state, _ = train(model, tmp_path, max_grad_norm=max_norm, loss_scale="dynamic", **options)
-        results.append(state)
-    for other in results[1:]:
-        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
-    assert all(tensor.isfinite().all() for tensor in results[0].values()) and int(results[0]["skipped"]) >= 3
+    runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, {"k": 0.0}, {"k": 1.0}, {"policy": "random"}]
+    state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, loss_scale="dynamic")
+    assert int(state["skipped"]) >= 3
     if dtype is torch.float16:
-        halves = [name for name in results[0] if name.endswith(".remainder")]
-        assert len(halves) == len(list(model.parameters()))
+        halves = [name for name in state if name.endswith(".remainder")]
+        assert len(halves) == len(list(llama(dtype).parameters()))
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -190,10 +181,9 @@ def test_replayed_float16_gradients_give_torchs_gradscaler(k: float, tmp_path: P
     optimizer.close()
 
 
-def test_autocast_over_float32_parameters(tmp_path: Path) -> None:
-    first, _ = train(llama(torch.float32), tmp_path, autocast=True, k=0.0)
-    second, _ = train(llama(torch.float32), tmp_path, autocast=True, k=1.0)
-    assert all(torch.equal(first[key], second[key]) for key in first)
+@pytest.mark.parametrize("options", [{"autocast": True}, {"gradient_dtype": torch.bfloat16}], ids=str)
+def test_float32_parameters_with_less_than_float32_elsewhere(options: dict[str, Any], tmp_path: Path) -> None:
+    assert_same([train(llama(torch.float32), tmp_path, k=k, **options)[0] for k in (0.0, 1.0)])
 
 
 class Replay(nn.Module):
@@ -235,29 +225,11 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
     ours.close()
 
 
-def test_gradients_in_bfloat16_for_float32_parameters(tmp_path: Path) -> None:
-    runs = [train(llama(torch.float32), tmp_path, k=k, gradient_dtype=torch.bfloat16)[0] for k in (0.0, 1.0)]
-    assert all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
-    results = []
     host = {"accumulate_on": "host"}
-    for options in ({"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}):
-        model = llama(dtype)
-        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), grad_accumulation=3, **options)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(10):
-            for _ in range(3):
-                batch = torch.randint(0, 1024, (2, 64), generator=generator).cuda()
-                (model(input_ids=batch, labels=batch).loss / 3).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append({name: tensor.cpu() for name, tensor in model.state_dict().items()})
-        optimizer.close()
-    for other in results[1:]:
-        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}
+    assert_same([train(llama(dtype), tmp_path, grad_accumulation=3, **options)[0] for options in runs])
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
@@ -347,22 +319,30 @@ class Branches(nn.Module):
         return x + (near + far).tanh()
 
 
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_gradients_of_two_streams(k: float, tmp_path: Path) -> None:
+def assert_streams_agree(build: Callable[[torch.cuda.Stream], nn.Module], x: torch.Tensor, k: float, run: Path) -> None:
     """The same operations in the same order on one stream: autograd adds up a tensor's gradients in that order."""
     results = []
     for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Branches(side) for _ in range(4)))
-        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(tmp_path / str(len(results))))
+        model = build(side)
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=k, run_dir=str(run / str(len(results))))
+        losses = []
         for number in range(10):
             torch.manual_seed(number)
-            model(torch.randn(4096, 1024, device="cuda")).square().mean().backward()
+            loss = model(torch.randn_like(x)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-        results.append({name: tensor.cpu().clone() for name, tensor in model.state_dict().items()})
+        results.append({**state_of(model, optimizer), "losses": torch.stack(losses).cpu()})
         optimizer.close()
-    assert all(torch.equal(results[1][name], tensor) for name, tensor in results[0].items())
+    assert_same(results)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_gradients_of_two_streams(k: float, tmp_path: Path) -> None:
+    x = torch.empty(4096, 1024, device="cuda")
+    assert_streams_agree(lambda side: nn.Sequential(*(Branches(side) for _ in range(4))), x, k, tmp_path)
 
 
 class Twice(nn.Module):
@@ -389,19 +369,4 @@ class Twice(nn.Module):
 
 
 def test_a_layer_that_is_called_on_two_streams(tmp_path: Path) -> None:
-    results = []
-    for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        torch.manual_seed(0)
-        model = Twice(side)
-        optimizer = hytrain.AdamW(model, lr=1e-3, k=0.0, run_dir=str(tmp_path / str(len(results))))
-        losses = []
-        for number in range(10):
-            torch.manual_seed(number)
-            loss = model(torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([loss.item() for loss in losses])
-        optimizer.close()
-    assert results[1] == results[0]
+    assert_streams_agree(Twice, torch.empty(64, 8192, device="cuda", dtype=torch.bfloat16), 0.0, tmp_path)
