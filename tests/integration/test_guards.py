@@ -14,15 +14,12 @@ import torch
 from helpers import LR, adamw, differing, same_as_torch, scale_by_hand, train, weights
 from small_models import in_parts, perceptron, square_loss, vectors
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import hytrain
-from hytrain.errors import HyTrainError, UnsupportedError, UsageError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
-from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
 from hytrain.step.handover import Handover
-from hytrain.step.reads import Reads
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -102,47 +99,6 @@ def test_an_empty_parameter_does_no_harm(k: float) -> None:
     model = made()
     with pytest.raises(UnsupportedError, match="nothing to train"):
         hytrain.AdamW(model, [{"params": [model.nothing]}])
-
-
-def test_users_pre_hooks_see_new_weights() -> None:
-    """Pruning computes the weight in a pre-hook of its own, which was there first."""
-
-    def pruned() -> nn.Sequential:
-        model = perceptron()
-        torch.manual_seed(1)
-        prune.random_unstructured(model[1][0], "weight", amount=0.5)
-        return model
-
-    same_as_torch(lambda model, opt: train(model, opt, range(6), square_loss), pruned, k=0.0)
-
-
-def test_a_handover_interrupted_before_its_end_ends_training_and_leaks_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first of two layers is the GPU's already when Ctrl-C comes; the leak check looks for its arena."""
-    finish, wait_for = Handover.finish, Reads.wait_for
-
-    def interrupted(self: Handover, step: int) -> Any:
-        calls = 0
-
-        def second(reads: Reads, layer: TrainedLayer) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise KeyboardInterrupt
-            wait_for(reads, layer)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Reads, "wait_for", second)
-            return finish(self, step)
-
-    monkeypatch.setattr(Handover, "finish", interrupted)
-    model = perceptron()
-    with adamw(model, policy="random") as opt:
-        with pytest.raises(KeyboardInterrupt):
-            train(model, opt, range(10_000), square_loss)
-        with pytest.raises(HyTrainError, match="handover of layers was interrupted"):
-            opt.state_dict()
 
 
 def test_the_memory_of_layers_that_left_the_device_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,14 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import adamw, process, same_as_torch, same_bits, train, wait_for_coordinator
+from helpers import adamw, process, same_as_torch, same_bits, train
 from small_models import perceptron, square_loss, vectors
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
-from hytrain.errors import StaleReadError, UsageError
+from hytrain.errors import UsageError
 from hytrain.memory.arena import arena_socket
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.run.cluster import PrivateCluster
@@ -157,53 +156,6 @@ def test_a_checkpointed_region_that_reads_an_updated_block_is_refused(k: float) 
 
     with adamw(model, k=k), pytest.raises(UsageError, match="is used again in the backward that has"):
         block(checkpoint(early, vectors(0), use_reentrant=False)).sum().backward()
-
-
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
-    """Backward reads a weight after that weight's own gradient is complete."""
-
-    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        first, second = model
-        return second(functional.linear(first(vectors(step)), second[0].weight.detach())).square().mean()
-
-    def run(model: nn.Module, opt: Any) -> None:
-        for step in range(4):
-            train(model, opt, [step], loss_of)
-            if isinstance(opt, hytrain.AdamW):
-                opt.synchronize()  # the next forward reads the weight before its module is called
-
-    model = perceptron(depth=2)
-    with adamw(model, k=k), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss_of(model, 0).backward()
-    same_as_torch(run, lambda: perceptron(depth=2), k=k, max_grad_norm=1e9)  # updates wait for the end of backward
-
-
-def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
-    """Its owner changes between the read and the gradient that tells of it."""
-    model, found = perceptron(depth=5), False
-    with adamw(model, policy="random") as opt:
-        optimizer, engine = process(opt, "optimizer"), opt._engine
-        for step in range(200):
-            loss = square_loss(model, step)
-            optimizer.suspend()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            move = engine._handover._move
-            coming = [] if move is None or not move.begun else [x for x in move.coming if not x.life.is_current]
-            if coming and step > 3:
-                direct = opt._session.layers[coming[0].lid].segments[0].owner.parameter
-                read = direct.sum()  # autograd keeps nothing of it whose version it could look at
-                optimizer.resume()
-                others = [block for block in model if direct not in set(block.parameters())]
-                with pytest.raises(StaleReadError, match="was read without its module being called"):
-                    (nn.Sequential(*others)(vectors(step)).square().mean() + read).backward()
-                found = True
-                break
-            optimizer.resume()
-            wait_for_coordinator(opt)
-    assert found
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -30,6 +30,7 @@ from helpers import (
 )
 from small_models import gpt2, language_loss, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
@@ -203,8 +204,16 @@ class Nested(nn.Module):
         return self.head(self.body(x))
 
 
+def pruned() -> nn.Module:
+    """A pre-hook that was there before HyTrain's computes a weight."""
+    model = perceptron()
+    torch.manual_seed(1)
+    prune.random_unstructured(model[1][0], "weight", amount=0.5)
+    return model
+
+
 @pytest.mark.parametrize("options", [{"k": 0.0}, {"policy": "random"}])
-@pytest.mark.parametrize("make", [Attention, Repeated, Nested])
+@pytest.mark.parametrize("make", [Attention, Repeated, Nested, pruned])
 def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(40):

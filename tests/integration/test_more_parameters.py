@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -283,35 +282,3 @@ def test_what_another_optimizer_trains_is_left_to_it() -> None:
                 optimizer.zero_grad()
 
     same_as_torch(run, half_frozen, k=0.5)
-
-
-def test_unfrozen_where_only_sums_are_made() -> None:
-    """The model is called inside no_sync: that backward is not the last, as it was told."""
-
-    def run(model: Any, optimizer: Any) -> None:
-        train(model, optimizer, range(2), square_loss)
-        model[2:].requires_grad_(True)
-        with optimizer.no_sync() if isinstance(optimizer, hytrain.AdamW) else nullcontext():
-            square_loss(model, 2).backward()
-        square_loss(model, 3).backward()
-        optimizer.step()
-
-    same_as_torch(run, half_frozen, k=0.5)
-
-
-def test_an_interrupted_beginning_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero moments must not be trained on in silence."""
-    model = half_frozen()
-    with adamw(model, k=0.5) as opt:
-        train(model, opt, range(2), square_loss)
-        monkeypatch.setattr("hytrain.saving.Resting.give", interrupted)
-        model[2:].requires_grad_(True)
-        with pytest.raises(KeyboardInterrupt):
-            square_loss(model, 2)
-        with pytest.raises(UsageError, match="beginning anew was interrupted|closed"):
-            square_loss(model, 2).backward()
-            opt.step()
-
-
-def interrupted(*args: object) -> None:
-    raise KeyboardInterrupt
