@@ -28,7 +28,7 @@ from helpers import (
     wait_for_coordinator,
     weights,
 )
-from small_models import gpt2, language_loss, perceptron, square_loss, vectors
+from small_models import gpt2, in_parts, language_loss, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -139,11 +139,12 @@ def test_loaded_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
-def test_imported_weights_are_taken_over(k: float) -> None:
+@pytest.mark.parametrize("loss_of", [square_loss, in_parts])
+def test_imported_weights_are_taken_over(loss_of: Callable[[nn.Module, int], Tensor], k: float) -> None:
     def run(model: nn.Module, opt: Any) -> None:
-        train(model, opt, range(6), square_loss)
+        train(model, opt, range(6), loss_of)
         scale_by_hand(model, opt)
-        train(model, opt, range(6, 12), square_loss)
+        train(model, opt, range(6, 12), loss_of)
 
     same_as_torch(run, k=k)
 

@@ -186,27 +186,6 @@ def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.
         train(model, opt, range(2, 4), square_loss)
 
 
-def test_what_was_written_before_is_not_lost() -> None:
-    """Loaded weights are the masters, without the old remainders; a write that nobody announced is refused."""
-    results = []
-    for later in (False, True):
-        model = half_frozen(torch.bfloat16)
-        with adamw(model, k=0.5) as opt:
-            train(model, opt, range(3), square_loss)
-            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
-            if later:
-                opt._session.rebuild()
-            train(model, opt, range(3, 5), square_loss)
-            results.append(state(opt) | weights(model))
-            with torch.no_grad():
-                model[0][0].weight.mul_(2)
-            with pytest.raises(UsageError, match="written from outside"):
-                opt._session.rebuild()
-            opt.import_weights()
-            opt._session.rebuild()
-    assert differing(*results) == []
-
-
 def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
     """The remainder that it was kept with belongs to other weights."""
     model = perceptron(dtype=torch.bfloat16)
