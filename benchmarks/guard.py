@@ -1,6 +1,6 @@
-"""Runs one child under watch: its rows as they come, the machine's memory, a time limit. `suite` calls it.
+"""Runs one child under watch: the machine's memory, a time limit, and at the end its rows. `suite` calls it.
 
-    Popen ─▶ every tenth of a second: rows? memory left? time left? ─▶ the child's end, or its whole tree is ended
+    Popen ─▶ every tenth of a second: memory left? time left? ─▶ the child's end, or its whole tree is ended ─▶ rows
 
 A system that eats the memory is stopped before the machine is. Whatever a child leaves behind is ended with it.
 """
@@ -14,10 +14,10 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import psutil
 
@@ -26,16 +26,18 @@ from benchmarks import host
 TICK_S: Final = 0.1
 GRACE_S: Final = 2.0
 END_S: Final = 30.0
-#: a line, and the most memory in use until then, above what was in use before the child
-OnLine = Callable[[str, int], None]
 #: "SomeError: what went wrong", as the last line of a traceback
 _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Error|Exception|Timeout|Unavailable)\b.*)$")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended. `error` is None if all is well; memory is the most in use, above what was in use before."""
+    """The whole lines that it wrote, and how it ended: `error` is None if all is well.
 
+    Memory is the most in use, above what was in use before.
+    """
+
+    lines: list[str]
     error: str | None
     host_peak_bytes: int
     took_s: float
@@ -50,8 +52,8 @@ class Bounds:
     total: int | None = None
 
 
-def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) -> Outcome:
-    """Run `command` with `--rows-to FILE` appended; what it writes there goes to `on_line`, all else to `log`."""
+def watch(command: Sequence[str], bounds: Bounds, log: Path) -> Outcome:
+    """Run `command` with `--rows-to FILE` appended; what it writes there are its lines, all else goes to `log`."""
     base, began_s, began_at = host.used_bytes(), time.monotonic(), log.stat().st_size if log.exists() else 0
     peak, stopped = base, None
     with tempfile.NamedTemporaryFile() as rows, log.open("ab") as output:
@@ -62,24 +64,16 @@ def watch(command: Sequence[str], bounds: Bounds, log: Path, on_line: OnLine) ->
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(TICK_S)
                 peak = max(peak, host.used_bytes())
-                _hand_out(rows, peak - base, on_line)
                 stopped = _reason_to_stop(bounds, time.monotonic() - began_s)
             took_s = time.monotonic() - began_s
         finally:
             _end(child)
-            _hand_out(rows, peak - base, on_line)
+        lines = [line.decode() for line in rows if line.endswith(b"\n")]
     error = stopped
     if stopped is None and child.returncode:
         told = log.read_bytes()[began_at:].decode(errors="replace")
         error = last_meaningful_line(told) or f"exit status {child.returncode}"
-    return Outcome(error, peak - base, took_s)
-
-
-def _hand_out(rows: IO[bytes], peak_bytes: int, on_line: OnLine) -> None:
-    """The whole lines that are new; what remains is the beginning of the next."""
-    while (line := rows.readline()).endswith(b"\n"):
-        on_line(line.decode(), peak_bytes)
-    rows.seek(-len(line), os.SEEK_CUR)
+    return Outcome(lines, error, peak - base, took_s)
 
 
 def _reason_to_stop(bounds: Bounds, running_s: float) -> str | None:

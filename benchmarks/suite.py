@@ -138,23 +138,19 @@ class Run:
 
     def _measure(self, part: str, job: Job, timeout_s: float) -> None:
         print(f"{part or 'systems'}: {job.system}, about {job.expected_s:.0f} s …", file=sys.stderr, flush=True)
-        log, got = self._arguments.results / "log.txt", list[rows.Row]()
+        log = self._arguments.results / "log.txt"
         with log.open("a") as file:
             file.write(f"\n===== {_now()} {part}: {job.system}\n")
         base_bytes = host.used_bytes()
-
-        def on_line(line: str, peak_bytes: int) -> None:
-            row = self._row(part, job, json.loads(line), base_bytes, peak_bytes)
-            got.append(row)
-            self._add(row)
-
         command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
         if self._arguments.runs:
             command += ["--run-dir", str((self._arguments.runs / job.system).resolve())]
-        outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log, on_line)
-        for segment in job.segments[len(got) :]:
-            failed = {"batch": segment.batch, "label": segment.label, "error": outcome.error or "ended without a word"}
-            self._add(self._row(part, job, failed, base_bytes, outcome.host_peak_bytes))
+        outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log)
+        found = [json.loads(line) for line in outcome.lines]
+        error = outcome.error or "ended without a word"
+        found += [{"batch": each.batch, "label": each.label, "error": error} for each in job.segments[len(found) :]]
+        for measured in found:
+            self._add(self._row(part, job, measured, base_bytes, outcome.host_peak_bytes))
         print(f"    {outcome.took_s:.0f} s, host memory up to {outcome.host_peak_bytes / 1e9:.1f} GB", file=sys.stderr)
 
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:

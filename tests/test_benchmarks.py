@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,16 +100,16 @@ def child(program: str) -> list[str]:
 
 @pytest.mark.spawns
 def test_rows_arrive_whole_and_a_failure_is_told_by_its_last_exception(tmp_path: Path) -> None:
-    log, got = tmp_path / "log.txt", list[str]()
+    log = tmp_path / "log.txt"
     log.write_text("OldError: of another child\n")
     program = "print('to the log'); say('{\"a\": 1}\\n{\"b\"'); say(': 2}\\nhalf a line'); sys.exit(3)"
-    outcome = guard.watch(child(program), UNBOUNDED, log, lambda line, peak: got.append(line))
+    outcome = guard.watch(child(program), UNBOUNDED, log)
     assert outcome.error == "to the log"
-    assert [json.loads(line) for line in got] == [{"a": 1}, {"b": 2}]
-    assert guard.watch(child("sys.exit(3)"), UNBOUNDED, log, print).error == "exit status 3"
-    assert guard.watch(child("pass"), UNBOUNDED, log, print).error is None
+    assert [json.loads(line) for line in outcome.lines] == [{"a": 1}, {"b": 2}]
+    assert guard.watch(child("sys.exit(3)"), UNBOUNDED, log).error == "exit status 3"
+    assert guard.watch(child("pass"), UNBOUNDED, log).error is None
     program = "raise ModuleNotFoundError(\"No module named 'torchao'\")"
-    assert guard.watch(child(program), UNBOUNDED, log, print).error == "ModuleNotFoundError: No module named 'torchao'"
+    assert guard.watch(child(program), UNBOUNDED, log).error == "ModuleNotFoundError: No module named 'torchao'"
 
 
 @pytest.mark.spawns
@@ -127,7 +126,7 @@ def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
 ) -> None:
     program = "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True); time.sleep(1000)"
     log = tmp_path / "log.txt"
-    outcome = guard.watch(child(program), bounds, log, print)
+    outcome = guard.watch(child(program), bounds, log)
     assert outcome.error is not None and outcome.error.startswith(error)
     assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
 
@@ -265,12 +264,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Jobs that the suite started; each answers with rows at once, but systems called fsdp2 fail."""
     started: list[Job] = []
 
-    def watch(command: list[str], bounds: Any, log: Path, on_line: Callable[[str, int], None]) -> guard.Outcome:
+    def watch(command: list[str], bounds: Any, log: Path) -> guard.Outcome:
         job = Job.from_json(command[3])
         started.append(job)
-        for segment in job.segments if job.system != "fsdp2" else ():
-            on_line(json.dumps(child_row(job, segment)), 3 * GB)
-        return guard.Outcome("boom" if job.system == "fsdp2" else None, 4 * GB, 0.1)
+        if job.system == "fsdp2":
+            return guard.Outcome([], "boom", 4 * GB, 0.1)
+        return guard.Outcome([json.dumps(child_row(job, each)) for each in job.segments], None, 4 * GB, 0.1)
 
     clock = itertools.count()
     monkeypatch.setattr(suite, "_now", lambda: f"2026-01-01T{next(clock):09}")

@@ -143,10 +143,11 @@ def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str
     assert f"{role}-0 (process {family[role].pid}) was killed by SIGKILL" in errors
 
 
+@pytest.mark.parametrize("command", [(CLUSTER, ENDLESS, "2"), (ENDLESS, "2")], ids=["launcher", "plain script"])
 @thrice
-def test_workers_and_trainer_leave_when_the_launcher_is_killed() -> None:
-    with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
-        family["launcher"].kill()
+def test_all_leave_when_the_process_that_began_is_killed(command: tuple[str | Path, ...]) -> None:
+    with training(sys.executable, *command) as (first, family), stopped_loaders(family["trainer"]):
+        first.kill()
         assert all_end(first, family) == -signal.SIGKILL
 
 
@@ -171,13 +172,6 @@ def test_a_plain_script_raises_and_ends(role: str) -> None:
     assert re.search(r"^hytrain\.errors\.WorkerDied: the (optimizer|coordinator) process .*", errors, re.MULTILINE)
     if role != "launcher":
         assert f"WorkerDied: the {role} process" in errors
-
-
-@thrice
-def test_the_private_cluster_leaves_with_its_script() -> None:
-    with training(sys.executable, ENDLESS, "2") as (first, family), stopped_loaders(family["trainer"]):
-        first.kill()
-        assert all_end(first, family) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])

@@ -159,6 +159,51 @@ def test_a_checkpointed_region_that_reads_an_updated_block_is_refused(k: float) 
         block(checkpoint(early, vectors(0), use_reentrant=False)).sum().backward()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_compiled_before_waits_too(again: bool) -> None:
+    model = perceptron()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(vectors(0))
+    with adamw(model, k=0.0) as opt:
+        for step in range(4):
+            loss = (compiled(vectors(step)) - 1.0).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                seen = compiled(vectors(99))
+            opt.synchronize()
+            with torch.no_grad():
+                assert seen.equal(model(vectors(99)))
+            if again:
+                opt._session.rebuild()
+
+
+# ---------------------------------------------------------------- defaults
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype, k: float) -> None:
+    batches, defaults = [vectors(step) for step in range(4)], [torch.float32, dtype]
+
+    def make() -> nn.Module:
+        model = perceptron()
+        torch.set_default_dtype(defaults.pop(0))
+        return model
+
+    def run(model: nn.Module, opt: hytrain.AdamW) -> None:
+        train(model, opt, range(4), lambda model, step: model(batches[step]).square().mean())
+        assert all(entry["step"].dtype is torch.float32 for entry in opt.state_dict()["state"].values())
+
+    options = {"k": k, "max_grad_norm": 0.05, "on_nonfinite": "skip"}
+    try:
+        same_bits(run, make, options, options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
     """Backward reads a weight after that weight's own gradient is complete."""
@@ -204,48 +249,3 @@ def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
             optimizer.resume()
             wait_for_coordinator(opt)
     assert found
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_what_was_compiled_before_waits_too(again: bool) -> None:
-    model = perceptron()
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        compiled(vectors(0))
-    with adamw(model, k=0.0) as opt:
-        for step in range(4):
-            loss = (compiled(vectors(step)) - 1.0).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            with torch.no_grad():
-                seen = compiled(vectors(99))
-            opt.synchronize()
-            with torch.no_grad():
-                assert seen.equal(model(vectors(99)))
-            if again:
-                opt._session.rebuild()
-
-
-# ---------------------------------------------------------------- defaults
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_the_default_dtype_changes_nothing(dtype: torch.dtype, k: float) -> None:
-    batches, defaults = [vectors(step) for step in range(4)], [torch.float32, dtype]
-
-    def make() -> nn.Module:
-        model = perceptron()
-        torch.set_default_dtype(defaults.pop(0))
-        return model
-
-    def run(model: nn.Module, opt: hytrain.AdamW) -> None:
-        train(model, opt, range(4), lambda model, step: model(batches[step]).square().mean())
-        assert all(entry["step"].dtype is torch.float32 for entry in opt.state_dict()["state"].values())
-
-    options = {"k": k, "max_grad_norm": 0.05, "on_nonfinite": "skip"}
-    try:
-        same_bits(run, make, options, options)
-    finally:
-        torch.set_default_dtype(torch.float32)

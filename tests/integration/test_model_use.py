@@ -28,8 +28,9 @@ from helpers import (
     wait_for_coordinator,
     weights,
 )
-from small_models import gpt2, language_loss, perceptron, square_loss, vectors
+from small_models import gpt2, in_parts, language_loss, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
@@ -138,11 +139,14 @@ def test_loaded_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(0.0, torch.float32), (0.0, torch.bfloat16), (1.0, torch.bfloat16)])
-def test_imported_weights_are_taken_over(k: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("loss_of", [square_loss, in_parts])
+def test_imported_weights_are_taken_over(
+    loss_of: Callable[[nn.Module, int], Tensor], k: float, dtype: torch.dtype
+) -> None:
     def run(model: nn.Module, opt: Any) -> None:
-        train(model, opt, range(6), square_loss)
+        train(model, opt, range(6), loss_of)
         scale_by_hand(model, opt)
-        train(model, opt, range(6, 12), square_loss)
+        train(model, opt, range(6, 12), loss_of)
 
     same_as_torch(run, lambda: perceptron(dtype=dtype), k=k)
 
@@ -203,8 +207,16 @@ class Nested(nn.Module):
         return self.head(self.body(x))
 
 
+def pruned() -> nn.Module:
+    """A pre-hook that was there before HyTrain's computes a weight."""
+    model = perceptron()
+    torch.manual_seed(1)
+    prune.random_unstructured(model[1][0], "weight", amount=0.5)
+    return model
+
+
 @pytest.mark.parametrize("options", [{"k": 0.0}, {"policy": "random"}])
-@pytest.mark.parametrize("make", [Attention, Repeated, Nested])
+@pytest.mark.parametrize("make", [Attention, Repeated, Nested, pruned])
 def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(40):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,27 +186,6 @@ def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.
         train(model, opt, range(2, 4), square_loss)
 
 
-def test_what_was_written_before_is_not_lost() -> None:
-    """Loaded weights are the masters, without the old remainders; a write that nobody announced is refused."""
-    results = []
-    for later in (False, True):
-        model = half_frozen(torch.bfloat16)
-        with adamw(model, k=0.5) as opt:
-            train(model, opt, range(3), square_loss)
-            model.load_state_dict({name: tensor * 1.25 for name, tensor in model.state_dict().items()})
-            if later:
-                opt._session.rebuild()
-            train(model, opt, range(3, 5), square_loss)
-            results.append(state(opt) | weights(model))
-            with torch.no_grad():
-                model[0][0].weight.mul_(2)
-            with pytest.raises(UsageError, match="written from outside"):
-                opt._session.rebuild()
-            opt.import_weights()
-            opt._session.rebuild()
-    assert differing(*results) == []
-
-
 def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
     """The remainder that it was kept with belongs to other weights."""
     model = perceptron(dtype=torch.bfloat16)
@@ -283,35 +261,3 @@ def test_what_another_optimizer_trains_is_left_to_it() -> None:
                 optimizer.zero_grad()
 
     same_as_torch(run, half_frozen, k=0.5)
-
-
-def test_unfrozen_where_only_sums_are_made() -> None:
-    """The model is called inside no_sync: that backward is not the last, as it was told."""
-
-    def run(model: Any, optimizer: Any) -> None:
-        train(model, optimizer, range(2), square_loss)
-        model[2:].requires_grad_(True)
-        with optimizer.no_sync() if isinstance(optimizer, hytrain.AdamW) else nullcontext():
-            square_loss(model, 2).backward()
-        square_loss(model, 3).backward()
-        optimizer.step()
-
-    same_as_torch(run, half_frozen, k=0.5)
-
-
-def test_an_interrupted_beginning_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zero moments must not be trained on in silence."""
-    model = half_frozen()
-    with adamw(model, k=0.5) as opt:
-        train(model, opt, range(2), square_loss)
-        monkeypatch.setattr("hytrain.saving.Resting.give", interrupted)
-        model[2:].requires_grad_(True)
-        with pytest.raises(KeyboardInterrupt):
-            square_loss(model, 2)
-        with pytest.raises(UsageError, match="beginning anew was interrupted|closed"):
-            square_loss(model, 2).backward()
-            opt.step()
-
-
-def interrupted(*args: object) -> None:
-    raise KeyboardInterrupt

@@ -5,7 +5,6 @@ After a refusal nothing trains on silently, and (the `no_leaks` fixture) nothing
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 from collections.abc import Callable
@@ -81,7 +80,6 @@ def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 #: (options, the words that help)
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"k": 1.5}, r"k is 1\.5"),
-    ({"k": math.nan}, "k is nan"),
     ({"k": "half"}, '"auto"'),
     ({"k": True}, "k is True"),
     ({"policy": "fixed"}, 'policy="fixed" needs a k'),
@@ -93,29 +91,22 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "no"}, "overlap is 'no': True or False"),
     ({"lr": -1.0}, "lr"),
     ({"lr": "1e-3"}, "lr is '1e-3': a number"),
-    ({"lr": math.nan}, "lr is nan"),
     ({"param_groups": 3e-4}, "the second argument is param_groups: write lr=0.0003"),
-    ({"weight_decay": None}, "weight_decay is None"),
     ({"betas": (0.9, 1.0)}, "betas"),
-    ({"betas": (0.9, "0.95")}, r"betas\[1\] is '0.95'"),
     ({"maximize": "yes"}, "maximize is 'yes'"),
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
-    ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
     ({"clip": "value"}, "clip is 'value'"),
     ({"clip": "per_layer"}, "clips nothing without max_grad_norm"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'"),
     ({"speculate": True}, "speculate is True, but no step waits"),
     ({"speculate": "yes", "max_grad_norm": 1.0}, "speculate is 'yes': True"),
-    ({"speculate": False, "max_grad_norm": 1.0, "clip": "per_layer"}, "speculate is False, but no step waits"),
     ({"speculate": True, "max_grad_norm": 1.0, "overlap": False}, "speculate=True with overlap=False"),
     ({"speculate": True, "loss_scale": 2.0}, "speculate=True with loss_scale"),
     ({"loss_scale": "static"}, 'loss_scale is .static.: "dynamic", a number'),
     ({"loss_scale": 0.0}, "loss_scale is 0.0"),
-    ({"loss_scale": math.inf}, "loss_scale is inf"),
     ({"loss_scale": "dynamic", "on_nonfinite": "raise"}, "leave on_nonfinite out"),
     ({"accumulate_on": "gpu"}, "accumulate_on is 'gpu'"),
     ({"grad_accumulation": 0}, "grad_accumulation is 0"),
-    ({"grad_accumulation": 2.0}, "grad_accumulation is 2.0"),
 ]
 
 

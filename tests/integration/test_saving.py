@@ -155,23 +155,6 @@ def test_a_state_loaded_where_it_lies_changes_nothing(dtype: torch.dtype, k: flo
         assert differing(state(opt), before) == []
 
 
-def test_weights_that_were_loaded_are_the_masters_though_their_state_was_refused(tmp_path: Path) -> None:
-    results = []
-    for refused in (False, True):
-        model = perceptron(dtype=torch.bfloat16)
-        with adamw(model, k=0.5) as opt:
-            train(model, opt, range(4), square_loss)
-            model.load_state_dict(perceptron(dtype=torch.bfloat16).state_dict())
-            if refused:
-                with pytest.raises(ConfigError):
-                    opt.load(tmp_path / "nothing")
-                with pytest.raises(ConfigError):
-                    opt.load_state_dict({**opt.state_dict(), "param_groups": []})
-            train(model, opt, range(4, 8), square_loss)
-            results.append(state(opt) | weights(model))
-    assert differing(*results) == []
-
-
 @pytest.mark.parametrize("form", ["files", "dictionary"])
 def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_path: Path) -> None:
     """It belongs to those weights, also where they are written by hand just before it is loaded."""

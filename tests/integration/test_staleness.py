@@ -15,9 +15,8 @@ import torch
 from helpers import LR, Reference, adamw, differing, on_waiting, process, train, weights
 from small_models import perceptron, square_loss
 
-from hytrain.memory.transfer import Copy, HostTransfers, Stream, Transfer
+from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.lifecycle import InvalidTransition
-from hytrain.model.trained import TrainedLayer
 from hytrain.step.backward import Backward
 from hytrain.step.reads import Reads
 from protocol.messages import WeightsReady
@@ -131,39 +130,3 @@ def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(InvalidTransition, match="FILLED of step 1 while"):
             train(model, opt, [1], square_loss)
         let_go.set()
-
-
-def test_a_stale_read_in_training_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting in backward, as planted here, keeps HyTrain's own order, but autograd counts versions."""
-    let_go = hold_back(monkeypatch)
-    wait, send = Reads.wait_for, Backward._send
-
-    def too_late(self: Backward, layer: TrainedLayer, stream: Stream) -> None:
-        if not layer.life.is_current:
-            let_go.set()
-            for late in self._layers:
-                wait(self._reads, late)
-        send(self, layer, stream)
-
-    monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
-    monkeypatch.setattr(Backward, "_send", too_late)
-    model = perceptron()
-    with adamw(model, k=0.0) as opt:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            train(model, opt, range(2), square_loss)
-
-
-def test_a_stale_read_in_evaluation_is_seen_by_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can notice this one but the tests, so they must: with the fault planted, the comparison fails."""
-    expected, wait = perceptron(), Reads.wait_for
-    train(expected, Reference(expected, lr=LR), [0], square_loss)
-    let_go = hold_back(monkeypatch)
-    model = perceptron()
-    with adamw(model, k=0.0) as opt, torch.no_grad():
-        with torch.enable_grad():
-            train(model, opt, [0], square_loss)
-        monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
-        assert square_loss(model, 1) == square_loss(perceptron(), 1) != square_loss(expected, 1)
-        monkeypatch.setattr(Reads, "wait_for", wait)
-        let_go.set()
-        assert square_loss(model, 1) == square_loss(expected, 1)
