@@ -7,15 +7,17 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hytrain.errors import ConfigError
@@ -28,7 +30,7 @@ from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
 from hytrain.recipe.schedule import factor
 from hytrain.recipe.task import assemble
-from hytrain.recipe.validation import Validation
+from hytrain.recipe.validation import Validation, evaluate
 from workers import trainer
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
@@ -315,3 +317,14 @@ def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(part in shown for part in ("a line", "12,346 tok/s", "1.25 TFLOP/s", "MFU 31%", "k 0.40", "2.1 ms"))
         assert ("step 40/40: loss 1.5000" in shown) is not terminal
         assert shown.count("loss 1.5") == 20 or terminal
+
+
+def test_training_goes_on_with_dropout_after_an_evaluation() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            assert not self.training
+            return SimpleNamespace(loss=torch.zeros(()), logits=torch.zeros(*input_ids.shape, 8))
+
+    corpus = SimpleNamespace(bytes_per_token=1.0, validation=[torch.zeros(1, 4, dtype=torch.int64)])
+    task: Any = SimpleNamespace(model=Model(), corpus=corpus, device="cpu", autocast=nullcontext)
+    assert evaluate(task) is not None and task.model.training
