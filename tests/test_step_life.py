@@ -83,17 +83,7 @@ def test_any_walk_counts_steps_and_backwards(events: list[Event]) -> None:
             continue
         steps += event is Event.STEP and life.state is State.COMMITTED
         backwards += event in (Event.BEGIN, Event.BEGIN_LAST)
-        ended = 0 if event in (Event.STEP, Event.DROP) else ended + (event is Event.END)
-        life.on(event)
+        ended = 0 if life.on(event) is State.IDLE else ended + (event is Event.END)
         life.check()
         assert (life.step, life.backward, life.ended) == (steps, backwards, ended)
         assert life.state not in IN_BACKWARD or life.backward
-
-
-def test_a_fatal_refusal_is_raised_from_then_on() -> None:
-    health = Health()
-    for event in WAYS[State.COMMITTED]:
-        health.on(event)
-    for again in (Event.BEGIN_LAST, Event.OUTSIDE):
-        with pytest.raises(UsageError, match="training cannot go on"):
-            health.on(again, name="weight", advice="call opt.step()")
