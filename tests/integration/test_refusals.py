@@ -255,6 +255,11 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "clip_grad_value_"),
     ("read a gradient", lambda model, opt: model[0][0].weight.grad.square().sum(), "register_hook"),
     ("two backwards", lambda model, opt: square_loss(model, 1).backward(), "second backward.*grad_accumulation=n"),
+    (
+        "no step",
+        lambda model, opt: (model.zero_grad(), square_loss(model, 1).backward()),
+        r"before step\(\) was called: call opt\.step\(\) after each backward, or pass grad_accumulation=n",
+    ),
     ("zero_grad", lambda model, opt: opt.zero_grad(), r"zero_grad\(\) between backward and step\(\) comes too late"),
     ("one gradient dropped", one_gradient_dropped, r"0\.0\.bias was dropped between backward and step\(\)"),
     (
