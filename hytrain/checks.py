@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.planner.policies import POLICIES
-from protocol.messages import OBJECTIVES
+from protocol.messages import OBJECTIVES, GroupHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,3 +205,36 @@ def check_group(group: dict[str, Any]) -> None:
 def _is_number(value: Any) -> bool:
     """Whether it is a finite number. True and False are not numbers."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
+    """The identity of each group's parameters."""
+    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
+
+
+def read_groups(param_groups: list[dict[str, Any]], ids: list[list[int]]) -> tuple[GroupHyper, ...]:
+    """The current hyperparameters. The user may have replaced the list of groups since `ids` were taken.
+
+    Raises `UsageError` for other groups or parameters, and for betas that cannot be.
+    """
+    if len(param_groups) != len(ids):
+        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {len(ids)}: use add_param_group")
+    if group_ids(param_groups) != ids:
+        raise UsageError(
+            "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze some "
+            "with requires_grad_(False), or make the optimizer anew"
+        )
+    for group in param_groups:
+        if not all(0.0 <= float(beta) < 1.0 for beta in group["betas"]):
+            raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
+    return tuple(
+        GroupHyper(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+        )
+        for group in param_groups
+    )

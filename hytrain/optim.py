@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain import saving, session
-from hytrain.checks import check_free, check_group, check_model, check_options, named_groups
+from hytrain.checks import check_free, check_group, check_model, check_options, group_ids, named_groups, read_groups
 from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
@@ -143,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
             "host_memory_limit": host_memory_limit,
             "trace": trace,
         }
-        self._group_ids = _ids(self.param_groups)
+        self._group_ids = group_ids(self.param_groups)
         me = weakref.ref(self)
         self._session = Session(
             model,
@@ -217,12 +217,12 @@ class AdamW(torch.optim.Optimizer):
             super().add_param_group(group)
         try:
             check_group(self.param_groups[-1])
-            self._group_ids = _ids(self.param_groups)
+            self._group_ids = group_ids(self.param_groups)
             self._session.rebuild()
         except BaseException:
             if self._engine is before:
                 del self.param_groups[len(self.param_groups) - len(named) :]
-                self._group_ids = _ids(self.param_groups)
+                self._group_ids = group_ids(self.param_groups)
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,32 +396,6 @@ def _groups(of: Callable[[], AdamW | None]) -> list[dict[str, Any]]:
     return [] if optimizer is None else optimizer.param_groups
 
 
-def _ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
-    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
-
-
 def _read_groups(of: Callable[[], AdamW | None]) -> tuple[GroupHyper, ...]:
-    """The current hyperparameters, checked. The user may have replaced the list of groups since the last call."""
-    param_groups, optimizer = _groups(of), of()
-    ids = [] if optimizer is None else optimizer._group_ids
-    if len(param_groups) != len(ids):
-        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {len(ids)}: use add_param_group")
-    if _ids(param_groups) != ids:
-        raise UsageError(
-            "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze some "
-            "with requires_grad_(False), or make the optimizer anew"
-        )
-    for group in param_groups:
-        if not all(0.0 <= float(beta) < 1.0 for beta in group["betas"]):
-            raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-    return tuple(
-        GroupHyper(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            maximize=bool(group["maximize"]),
-        )
-        for group in param_groups
-    )
+    optimizer = of()
+    return () if optimizer is None else read_groups(optimizer.param_groups, optimizer._group_ids)
