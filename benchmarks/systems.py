@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -230,8 +231,10 @@ def fsdp2(model: nn.Module, setting: Setting) -> Running:
 
 def _be_rank_zero_of_one() -> None:
     """What torch.distributed reads. This process measures one system and ends, so nobody else sees it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29501", **rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **rank)
 
 
 @dataclass(frozen=True)
