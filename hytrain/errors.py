@@ -4,12 +4,14 @@
 
     HyTrainError
     ├── ConfigError         (ValueError)    a setting is invalid: recipe, flag, environment, argument
+    │   └── MissingPackage  (ImportError)   a part of HyTrain needs a package that is not installed
     ├── UnsupportedError    (ValueError)    HyTrain refuses a model or practice at construction
     ├── UsageError          (RuntimeError)  a call would have trained something else than asked for
     ├── StaleReadError      (RuntimeError)  weights were read before their update had reached them
     ├── CapacityError       (MemoryError)   something cannot fit into memory; shows the arithmetic
     ├── BackendUnavailable  (RuntimeError)  this machine cannot run an update backend
     ├── NonFiniteGradients                  gradients had inf or NaN, with on_nonfinite="raise"
+    ├── Diverged                            a recipe's training diverged, with on_divergence: stop
     └── ClusterError        (RuntimeError)  the processes of a run
         ├── WorkerDied                      a process ended; says which, and its last words
         └── ClusterTimeout                  a process did not answer in time
@@ -24,6 +26,10 @@ class HyTrainError(Exception):
 
 class ConfigError(HyTrainError, ValueError):
     """A setting is invalid."""
+
+
+class MissingPackage(ConfigError, ImportError):
+    """A part of HyTrain needs a package that is not installed. The message says how to install it."""
 
 
 class UnsupportedError(HyTrainError, ValueError):
@@ -48,6 +54,10 @@ class BackendUnavailable(HyTrainError, RuntimeError):
 
 class NonFiniteGradients(HyTrainError):
     """A gradient was inf or NaN. The step was skipped, and no bit of the state has changed."""
+
+
+class Diverged(HyTrainError):
+    """A recipe's training has diverged. The message says at which step."""
 
 
 class ClusterError(HyTrainError, RuntimeError):

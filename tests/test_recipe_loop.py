@@ -28,7 +28,7 @@ from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
-from hytrain.recipe.schedule import factor
+from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from workers import trainer
@@ -140,7 +140,7 @@ def test_losses_are_those_of_a_plain_loop(runs: Runs) -> None:
     expected = []
     for step in range(12):
         for group in opt.param_groups:
-            group["lr"] = recipe.train.lr * factor(step, recipe.train)
+            group["lr"] = recipe.train.lr * factors(recipe.train)(step)
         loss = task.model(input_ids=task.batch(step), labels=task.batch(step)).loss
         loss.backward()
         opt.step()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
 from hytrain.recipe import config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
-from hytrain.recipe.schedule import cosine, factor
+from hytrain.recipe.schedule import factors, scheduler
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -102,17 +104,60 @@ def test_peak_by_name(gpu: str, peak: float) -> None:
 
 def test_schedule_warms_up_and_ends_at_the_floor_and_resumes_where_it_was() -> None:
     train = config.Train(steps=100, lr=1.0, min_lr=0.1, warmup_steps=10)
-    assert [factor(step, train) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
-    assert factor(55, train) == pytest.approx(0.55)
-    assert factor(100, train) == pytest.approx(0.1)
-    assert all(factor(s, train) >= factor(s + 1, train) for s in range(9, 100))
+    factor = factors(train)
+    assert [factor(step) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
+    assert factor(55) == pytest.approx(0.55)
+    assert factor(100) == pytest.approx(0.1)
+    assert all(factor(s) >= factor(s + 1) for s in range(9, 100))
+    for step in range(10, 101):
+        assert factor(step) == 0.1 + (1 - 0.1) * (1 + math.cos(math.pi * ((step - 10) / 90))) / 2, "the same bits"
     for start in (0, 7, 40):
         opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=123.0)
-        schedule = cosine(opt, train, start)
+        schedule = scheduler(opt, train, start)
         for step in range(start, 60):
-            assert opt.param_groups[0]["lr"] == factor(step, train)
+            assert opt.param_groups[0]["lr"] == factor(step)
             opt.step()
             schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("linear", {}),
+        ("constant", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("inverse_sqrt", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear"}),
+    ],
+)
+def test_other_schedules_are_those_of_transformers(name: str, options: dict[str, Any]) -> None:
+    """From the end of the warm-up on, and the same after a resume."""
+    train = config.Train.model_validate(
+        {"steps": 100, "lr": 0.5, "warmup_steps": 10, "schedule": name, "schedule_options": options}
+    )
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5) for _ in range(3)]
+    theirs, ours, resumed = optimizers
+    library = get_scheduler("constant_with_warmup" if name == "constant" else name, theirs, 10, 100, options)
+    whole, late = scheduler(ours, train, 0), None
+    for step in range(100):
+        late = scheduler(resumed, train, 60) if step == 60 else late
+        expected = theirs.param_groups[0]["lr"] if step >= 10 else 0.5 * (step + 1) / 10
+        assert ours.param_groups[0]["lr"] == expected
+        assert late is None or resumed.param_groups[0]["lr"] == expected
+        for optimizer, schedule in ((theirs, library), (ours, whole), (resumed, late)):
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [("warmup_stable_decay", {}, "num_decay_steps"), ("linear", {"power": 2}, "power")],
+)
+def test_options_of_another_schedule_are_one_sentence(name: str, options: dict[str, Any], part: str) -> None:
+    train = config.Train.model_validate({"steps": 10, "schedule": name, "schedule_options": options})
+    with pytest.raises(ConfigError, match=rf"do not fit train\.schedule: {name}: .*{part}"):
+        factors(train)
 
 
 @pytest.mark.parametrize(

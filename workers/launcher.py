@@ -2,6 +2,8 @@
 
     hytrain-cluster RECIPE.yaml [--set a.b=v …]     trains a Hugging Face model on text
     hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
+    hytrain-cluster -m package.module [argument …]  the same, for a module
+    hytrain-cluster init [FILE]                     writes a recipe with every key
     (python -m workers.launcher --attach PID)       starts coordinator and optimizer for a running process
 
     coordinator ─ READY ─▶ optimizer ─ READY ─▶ cluster.json ─▶ trainer
@@ -27,8 +29,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Final, Self
 
+from hytrain import __version__
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
+from hytrain.extras import needed
 from hytrain.run import trace
 from protocol.address import COORDINATOR, Address
 from protocol.channel import endpoint
@@ -40,6 +44,11 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S: Final = 3.0
 EXIT_USAGE: Final = 2
+INIT: Final = "init"
+#: Endings of files that are no programs, but may be meant as a recipe's data.
+DATA: Final = (".txt", ".md", ".json", ".jsonl", ".csv", ".parquet", ".xz", ".gz")
+#: What the first argument may be.
+PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 #: A trainer may fail because a worker died. Its end may be noticed up to this long before the worker's.
 SAME_END_S: Final = 0.5
 HOME: Final = str(Path(__file__).resolve().parents[1])
@@ -63,13 +72,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Train with the optimizer's state in host memory, at the speed of a GPU that could hold it.",
         parents=[_options()],
     )
-    parser.add_argument("program", nargs="?", help="a recipe (.yaml) or a Python program (.py)")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the Python program")
+    parser.add_argument("--version", action="version", version=f"hytrain {__version__}")
+    parser.add_argument(
+        "program",
+        nargs="?",
+        help='a recipe (.yaml), a Python program (.py), or "init", which writes a recipe',
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program; the file of init")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="", help="run a module with arguments, as python -m does"
+    )
     parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.program is None and arguments.attach is None:
-        parser.error("name a recipe (.yaml) or a Python program (.py)")
+    if arguments.program is None and arguments.attach is None and not arguments.module:
+        parser.error(f"name {PROGRAMS}")
     return arguments
 
 
@@ -89,20 +106,52 @@ def _options() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Run a recipe or a program in the foreground."""
+    if arguments.module:
+        name = arguments.module[0].rpartition(".")[2]
+        return _run_program(["-m", *arguments.module], name, arguments)
+    if arguments.program == INIT:
+        return _init(arguments.arguments)
     program = Path(arguments.program)
     if program.suffix in (".yaml", ".yml"):
         late = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml", parents=[_options()])
         return _run_recipe(program, late.parse_args(arguments.arguments, arguments))
+    if program.suffix in DATA:
+        raise ConfigError(
+            f"{program} is no program: name it in a recipe, as data.paths; hytrain-cluster {INIT} writes a recipe"
+        )
     if not program.is_file():
-        raise ConfigError(f"there is no program {program}: name a recipe (.yaml) or a Python program (.py)")
-    for name in ("set", "print_config", "dry_run"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is for recipes: a Python program has its own settings")
+        raise ConfigError(f"there is no program {program}: name {PROGRAMS}")
+    return _run_program([str(program), *arguments.arguments], program.stem, arguments)
+
+
+def _run_program(command: Sequence[str], name: str, arguments: argparse.Namespace) -> int:
+    """Run a user's own program: what `python` is to run, and the run's default name."""
+    for option in ("set", "print_config", "dry_run"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option.replace('_', '-')} is for recipes: a Python program has its own settings")
     config = ClusterConfig.resolve(flags=_flags(arguments))
     if config.run_dir is not None:
         run_folder.claim(Path(config.run_dir).resolve())
-    with Supervisor(config, default_name=program.stem) as supervisor:
-        return supervisor.supervise([sys.executable, str(program), *arguments.arguments])
+    with Supervisor(config, default_name=name) as supervisor:
+        return supervisor.supervise([sys.executable, *command])
+
+
+def _init(arguments: Sequence[str]) -> int:
+    """Write a recipe with every key. Raises `ConfigError` if the file exists or cannot be written."""
+    from hytrain.recipe.template import template
+
+    if len(arguments) > 1:
+        raise ConfigError(f"{INIT} takes one file, and not {' '.join(arguments)}")
+    path = Path(arguments[0] if arguments else "recipe.yaml")
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path} would be no recipe: name a .yaml file")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(template())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from None
+    print(f"wrote {path}: name your data in it, then run hytrain-cluster {path}")
+    return 0
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +166,8 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
         print(recipes.dump(recipe), end="")
         return 0
     if arguments.dry_run:
-        from hytrain.recipe.estimate import estimate
+        with needed("--dry-run", "hytrain[recipe]"):
+            from hytrain.recipe.estimate import estimate
 
         print(estimate(recipe).render())
         return 0

@@ -92,6 +92,8 @@ def line(status: m.Status) -> str:
 def _training(record: dict[str, Any]) -> list[str]:
     """The loop's own numbers, as far as the program logs them."""
     shown = [f"step {record['step']}"]
+    if (step := record.get("diverged_at")) is not None:
+        shown.append(f"diverged at step {step:g}")
     for name, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),
@@ -217,4 +219,6 @@ def _require_rich() -> None:
     try:
         import rich  # noqa: F401, only checks that it exists
     except ImportError:
-        raise ConfigError("the table needs rich (pip install rich); --json and --follow work without it") from None
+        raise ConfigError(
+            "the table needs rich: python -m pip install 'hytrain[monitor]'; --json and --follow work without it"
+        ) from None

@@ -1,7 +1,7 @@
 """The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
 
 The launcher starts it, or a user's own program in its place. It builds what the recipe says, trains, and prints a
-summary. For bad input it prints one sentence and exits with status 2.
+summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 1.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from hytrain.errors import BackendUnavailable, CapacityError, ConfigError, UnsupportedError
+from hytrain.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    Diverged,
+    NonFiniteGradients,
+    UnsupportedError,
+)
+from hytrain.extras import needed
 from hytrain.recipe import config
 from workers.process import worker_logging
 
+EXIT_DIVERGED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 #: Sent by batch systems, and by a terminal that closes.
@@ -36,12 +45,16 @@ def main() -> int:
             signal.signal(number, _interrupt)
     try:
         recipe = config.load(arguments.recipe)
-        from hytrain.recipe.loop import train
+        with needed("a recipe", "hytrain[recipe]"):
+            from hytrain.recipe.loop import train
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
     except KeyboardInterrupt:
         print(f"hytrain: interrupted; {_way_on(arguments.run_dir)}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except (Diverged, NonFiniteGradients) as error:
+        print(f"hytrain: {error}; {_way_on(arguments.run_dir)}", file=sys.stderr)
+        return EXIT_DIVERGED
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
         print(f"hytrain: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -73,10 +73,12 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
         raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
     if not (folder / STATE_FILE).is_file():
         raise ConfigError(f"{folder} is not a checkpoint, because it has no {STATE_FILE}; correct train.resume.")
-    saved, wanted = _read(folder)["recipe"]["model"], recipe.model_dump(mode="json")["model"]
+    saved, wanted = _read(folder)["recipe"], recipe.model_dump(mode="json")
     for key in ("config", "dtype"):
-        if saved[key] != wanted[key]:
+        if saved["model"][key] != wanted["model"][key]:
             raise ConfigError(f"The checkpoint {folder} was made with another model.{key}; resume with the same.")
+    if saved.get("lora") != wanted["lora"]:
+        raise ConfigError(f"The checkpoint {folder} was made with another lora; resume with the same.")
     return folder
 
 

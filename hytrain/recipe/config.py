@@ -27,6 +27,7 @@ from hytrain.errors import ConfigError
 
 Tree = dict[str, Any]
 
+NEAR = 0.75  # similarity of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`
 INPUT_PATHS = (("model", "path"), ("tokenizer", "path"), ("data", "paths"), ("train", "resume"))
 
 
@@ -56,6 +57,10 @@ Share = Annotated[
 ]
 
 
+#: Names of `transformers.SchedulerType` for schedules that depend on the step alone.
+Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
+
+
 class Section(BaseModel):
     """A frozen part of the recipe. Unknown keys are errors."""
 
@@ -69,6 +74,7 @@ class Run(Section):
     dir: Path = Path("runs")
     seed: Count = 0
     threads: Positive = 2  # of a trainer on a CPU; gradients depend on the number, so it is never guessed
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # [tensorboard, wandb]; W&B offline, or as WANDB_MODE says
 
 
 class Model(Section):
@@ -89,6 +95,15 @@ class Model(Section):
         if self.autocast and self.dtype != "float32":
             raise ValueError("model.autocast is for float32 parameters, so leave one of autocast and dtype out")
         return self
+
+
+class Lora(Section):
+    """Low-rank adapters, by PEFT's names: they are trained, and the weights of `model.path` are frozen."""
+
+    r: Positive = 8  # rank
+    alpha: Positive = 16  # the adapters' output is multiplied by alpha / r
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"  # or names: [q_proj, v_proj]
 
 
 class Tokenizer(Section):
@@ -126,14 +141,18 @@ class Train(Section):
 
     steps: Positive
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Count = 0
+    min_lr: Annotated[float, Field(ge=0)] = 0.0  # the schedule ends here
+    warmup_steps: Count = 0  # linear
+    schedule: Schedule = "cosine"  # after the warm-up: one of Transformers' schedules, by its name
+    schedule_options: Tree = {}  # of that schedule, by Transformers' names: {num_decay_steps: 100}
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     loss_scale: Scale | None = None  # for float16; "dynamic", or a number
+    on_nonfinite: Literal["skip", "raise"] | None = None  # what to do with a step whose gradients have inf or NaN
+    on_divergence: Literal["stop", "continue"] = "stop"  # what to do once the loss is not finite
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved
@@ -190,6 +209,7 @@ class Recipe(Section):
 
     run: Run = Run()
     model: Model
+    lora: Lora | None = None
     tokenizer: Tokenizer = Tokenizer()
     data: Data
     train: Train
@@ -201,6 +221,8 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         if self.data.batch_size % self.train.grad_accumulation:
             raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
+        if self.lora is not None and self.model.path is None:
+            raise ValueError("lora needs model.path, because only the adapters are trained and saved")
         if self.sample is not None and self.data.kind == "random":
             raise ValueError("sample needs data.kind: text, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":
@@ -246,7 +268,7 @@ def dump(recipe: Recipe) -> str:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `; did you mean "steps"?` or a full stop."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=NEAR)
     return f'; did you mean "{close[0]}"?' if close else "."
 
 
@@ -303,15 +325,15 @@ def _sentence(error: ErrorDetails) -> str:
 
 
 def _suggest_key(location: Sequence[str]) -> str:
-    """Suggests a sibling with a similar name, else such a key anywhere in the recipe."""
+    """Suggests a sibling with a similar name, else such a key anywhere in the recipe, else names the siblings."""
     *parents, word = location
     keys = list(_keys(Recipe))
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == ".".join(parents)}
     elsewhere = {key.rpartition(".")[2]: key for key in keys}
     for names in (siblings, elsewhere):
-        if close := difflib.get_close_matches(word, list(names), n=1):
+        if close := difflib.get_close_matches(word, list(names), n=1, cutoff=NEAR):
             return f'; did you mean "{names[close[0]]}"?'
-    return "."
+    return f"; the keys {'of ' + '.'.join(parents) if parents else 'of a recipe'} are {', '.join(siblings)}."
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from hytrain.memory.host import available_bytes
+from hytrain.recipe import adapters, tokenizer
 from hytrain.recipe import model as models
-from hytrain.recipe import tokenizer
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.report import table
 
@@ -99,6 +99,8 @@ def estimate(recipe: Recipe) -> Estimate:
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
     model = models.skeleton(hf, recipe.model.dtype)
+    if recipe.lora is not None:
+        model = adapters.adapt(model, recipe.lora, None)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trainable

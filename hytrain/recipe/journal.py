@@ -1,11 +1,12 @@
 """The record of a run: one entry per step, for the optimizer's log, the progress display and the history.
 
     loop ─ note(step, loss) ─▶ Readout ─ a step later ─▶ opt.log ─▶ metrics.jsonl
-                                                    ├──▶ Progress
+                                                    ├──▶ Progress, TensorBoard, W&B
                                                     └──▶ History ─▶ curve, summary
 
 A step's entry is written once its loss has been read, together with the gradients' norm and the loss scale after the
-step, if there are any. A validation of the same step is added to it.
+step, if there are any. A validation of the same step is added to it, and once training has diverged, the step at which
+that was seen.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
+from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
+from hytrain.recipe.trackers import Write
 from hytrain.recipe.validation import Validation
 
 
@@ -59,14 +62,17 @@ class Journal:
         opt: TrainingOptimizer,
         progress: Progress,
         history: History,
+        trackers: Sequence[Write] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.history = history
         self.tokens = 0
         self.seconds = 0.0  # spent in training steps
+        self.divergence = Divergence(task.recipe.train)
         self._task = task
         self._opt = opt
         self._progress = progress
+        self._trackers = trackers
         self._clock = clock
         self._readout = Readout(task.device)
         self._entry: tuple[int, float, Speed] | None = None  # step, learning rate, speed
@@ -117,6 +123,12 @@ class Journal:
             numbers["validation_nats_per_byte"] = validation.nats_per_byte
             numbers["validation_accuracy"] = validation.accuracy
             self.history.validation.append((step, validation.nats_per_token))
+            self.divergence.look_at_validation(step, validation.nats_per_token)
+        self.divergence.look_at_loss(step, read["loss"])
+        if self.divergence.step is not None:
+            numbers["diverged_at"] = self.divergence.step
         self._opt.log(step, **numbers)
+        for write in self._trackers:
+            write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))
         self._progress.show(step, read["loss"], speed)

@@ -13,15 +13,16 @@ from typing import cast
 
 import torch
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, Diverged
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
-from hytrain.recipe.schedule import cosine
+from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
+from hytrain.recipe.trackers import trackers
 from hytrain.recipe.validation import Validation, evaluate
 
 
@@ -31,8 +32,10 @@ def train(
     """Trains the recipe in the existing folder `run_dir`, draws the curve, writes the sample, returns the summary.
 
     `terminal` chooses between a progress bar and plain lines; by default, stderr decides.
-    Raises ConfigError, before anything is started, if the recipe asks for something impossible.
+    Raises ConfigError, before anything is started, if the recipe asks for something impossible, and Diverged if the
+    training diverges with `train.on_divergence: stop`.
     """
+    factors(recipe.train)
     resumed = checkpoint.find(run_dir, recipe)
     task = assemble(recipe, resumed)
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
@@ -40,8 +43,9 @@ def train(
     end = recipe.train.stop_at or recipe.train.steps
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
-    with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:
-        journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start))
+    bar = sys.stderr.isatty() if terminal is None else terminal
+    with Progress(start, end, bar) as progress, trackers(recipe, run_dir, start) as writes:
+        journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)
         validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
     cost, curve = task.cost, run_dir / "loss.png"
     report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
@@ -59,15 +63,20 @@ def train(
         checkpoint=saved,
         curve=curve,
         processes=tuple(opt.processes()),
-        sample=report.continue_text(task, recipe.sample) if recipe.sample else None,
+        sample=report.continue_text(task, recipe.sample) if recipe.sample and saved is not None else None,
     )
 
 
 def run_steps(
     task: Task, opt: TrainingOptimizer, journal: Journal, progress: Progress, run_dir: Path, steps: range
-) -> tuple[Validation | None, Path]:
-    model, plan = task.model, task.recipe.train
-    schedule = cosine(cast(torch.optim.Optimizer, opt), plan, steps.start)
+) -> tuple[Validation | None, Path | None]:
+    """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
+
+    Raises Diverged.
+    """
+    model, plan, divergence = task.model, task.recipe.train, journal.divergence
+    schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
+    validation, saved = None, None
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
@@ -82,12 +91,21 @@ def run_steps(
         schedule.step()
         journal.note(step + 1, loss, lr)
 
-        if due(plan.eval_every, step, steps):
+        evaluates, saves = due(plan.eval_every, step, steps), due(plan.checkpoint_every, step, steps)
+        if saves:
+            opt.synchronize()
+            saves = divergence.look_at_weights(step + 1, model)
+        if evaluates:
             validation = evaluate(task)
             journal.validated(validation)
             if validation is not None:
                 progress.say(f"step {step + 1}: validation {validation}")
-        if due(plan.checkpoint_every, step, steps):
+        if saves or divergence.step is not None:
+            journal.validated(None)  # reads this step's loss, if it is still to be read
+        if divergence.step is not None and plan.on_divergence == "stop":
+            raise Diverged(f"training has diverged: {divergence.sign}")
+        saved = None
+        if saves:
             saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe)
         journal.restart_clock()
     return validation, saved

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +53,7 @@ PEAK_TFLOPS = {
 class Cost(NamedTuple):
     """The cost of one token in a training step: forward and backward, without recomputation."""
 
-    parameters: int
+    parameters: int  # that are trained
     flops_per_token: float
 
     def mfu(self, tokens_per_s: float, peak_tflops: float | None) -> float | None:
@@ -90,7 +92,7 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     """
     dtype = getattr(torch, model.dtype)
     if model.path is None:
-        with device:
+        with _refused(hf), device:
             module = _AUTO_MODEL.from_config(hf, dtype=dtype)
     else:
         try:
@@ -108,9 +110,30 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     return module
 
 
+@torch.no_grad()
+def try_out(model: Any, hf: Any, sequence_length: int) -> None:
+    """Runs a new model once. Raises ConfigError if its fields do not fit together, which only its forward may show."""
+    model.eval()  # without dropout, which would take random numbers
+    with _refused(hf):
+        model(input_ids=torch.zeros(1, sequence_length, dtype=torch.int64, device=model.device), use_cache=False)
+    model.train()
+
+
+@contextmanager
+def _refused(hf: Any) -> Iterator[None]:
+    """Turns what Transformers raises for an impossible configuration into a ConfigError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"model.config makes no {hf.model_type} that works: {reason}") from None
+
+
 def skeleton(hf: Any, dtype: str) -> Any:
-    """The model on the meta device: shapes and dtypes without memory."""
-    with torch.device("meta"):
+    """The model on the meta device: shapes and dtypes without memory. Raises ConfigError for an impossible one."""
+    with _refused(hf), torch.device("meta"):
         return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
 
 
@@ -125,11 +148,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
-    """6 FLOPs per parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved)."""
-    parameters = sum(p.numel() for p in model.parameters())
+    """6 FLOPs per parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved).
+
+    A frozen parameter takes 4, because it has no gradient.
+    """
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - parameters
     text = hf.get_text_config()
     attention = 6 * text.num_hidden_layers * text.hidden_size * sequence_length
-    return Cost(parameters, float(6 * parameters + attention))
+    return Cost(parameters, float(6 * parameters + 4 * frozen + attention))
 
 
 def device(wanted: str) -> torch.device:

@@ -56,7 +56,7 @@ def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
 
     train, options = recipe.train, recipe.optimizer.model_dump()
     dtype = options.pop("gradient_dtype")
-    names = {"lr", "betas", "eps", "weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale"}
+    names = {"lr", "betas", "eps", "weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale", "on_nonfinite"}
     optimizer = hytrain.AdamW(
         model,
         decay_groups(model, train.weight_decay),

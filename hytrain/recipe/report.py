@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
 from hytrain.recipe import config
 from hytrain.recipe.journal import History
@@ -32,7 +33,7 @@ class Summary:
     tflops: float
     mfu: float | None
     k: float
-    checkpoint: Path
+    checkpoint: Path | None  # None if the weights are not finite
     curve: Path
     processes: tuple[Process, ...]
     sample: str | None
@@ -52,13 +53,12 @@ class Summary:
             lines += ["", table(("process", "pid", "cores"), rows)]
         if self.sample is not None:
             lines += ["", "a sample:", self.sample]
-        return "\n".join([*lines, "", f"checkpoint  {self.checkpoint}", f"curve       {self.curve}"])
+        saved = self.checkpoint or "none, because the weights are not finite"
+        return "\n".join([*lines, "", f"checkpoint  {saved}", f"curve       {self.curve}"])
 
 
 def draw_curve(history: History, path: Path, title: str) -> None:
     """Saves a PNG of training and validation loss per step, with k on a second axis."""
-    from matplotlib.figure import Figure  # without pyplot, which would look for a window system
-
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     losses = figure.add_subplot()
     shares = losses.twinx()

@@ -2,7 +2,7 @@
 
     recipe ─▶ device
           ├─▶ text ─▶ split ─▶ tokenizer ─▶ batches, validation windows
-          └─▶ model: new, from model.path, or from the checkpoint that is resumed
+          └─▶ model: new, from model.path, or from the checkpoint that is resumed; with adapters, if it has `lora`
 
 The loop calls `assemble` once. Its errors are ConfigErrors, raised before any process is started.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from hytrain.recipe import adapters, text, tokenizer
 from hytrain.recipe import model as models
-from hytrain.recipe import text, tokenizer
 from hytrain.recipe.batches import RandomBatches, Source, TextBatches, validation_batches
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import Cost
@@ -64,7 +64,7 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
     if device.type == "cpu":
         torch.set_num_threads(recipe.run.threads)
     source = recipe.model
-    if checkpoint is not None:
+    if checkpoint is not None and recipe.lora is None:
         source = source.model_copy(update={"path": checkpoint, "config": None})
     torch.manual_seed(recipe.run.seed)
     if recipe.data.kind == "random":
@@ -74,6 +74,10 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
         corpus, vocab_size = _read_corpus(recipe, checkpoint)
         hf = models.configuration(source, vocab_size, recipe.data.sequence_length)
     model = models.build(source, hf, device)
+    if source.path is None:
+        models.try_out(model, hf, recipe.data.sequence_length)
+    if recipe.lora is not None:
+        model = adapters.adapt(model, recipe.lora, checkpoint)
     cost = models.cost(model, hf, recipe.data.sequence_length)
     return Task(recipe, device, model, corpus, cost, models.peak_tflops(device))
 
