@@ -22,5 +22,5 @@ def needed(what: str, install: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] in OWN:
             raise
         raise MissingPackage(
-            f"{what} needs {error.name}, which is not installed: python -m pip install '{install}'", name=error.name
+            f"{what} needs {error.name}, which is not installed: python -m pip install '{install}'"
         ) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,16 +15,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, MissingPackage
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.config import Recipe
+from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.journal import History
 from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process
@@ -328,3 +335,104 @@ def test_training_goes_on_with_dropout_after_an_evaluation() -> None:
     corpus = SimpleNamespace(bytes_per_token=1.0, validation=[torch.zeros(1, 4, dtype=torch.int64)])
     task: Any = SimpleNamespace(model=Model(), corpus=corpus, device="cpu", autocast=nullcontext)
     assert evaluate(task) is not None and task.model.training
+
+
+def test_a_diverged_run_stops_and_keeps_the_last_good_checkpoint(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs.folder / "run"
+    folder.mkdir()
+    options = ["--set", "train.lr=1e30", "--set", "train.checkpoint_every=1"]
+    resolved = folder / "recipe.yaml"
+    resolved.write_text(config.dump(config.load(runs.recipe_file, options[1::2])))
+    monkeypatch.setattr(sys, "argv", ["trainer", str(resolved), "--run-dir", str(folder)])
+    train = loop.train
+    monkeypatch.setattr(loop, "train", lambda *args, **named: train(*args, runs.optimizer, **named))
+    assert trainer.main() == 1
+    said, records = capsys.readouterr(), runs.optimizers[0].records
+    step, numbers = records[-1]
+    assert re.search(rf"training has diverged: the (loss of|weights after) step {step} ", said.err), said.err
+    assert numbers["diverged_at"] == step and not any("diverged_at" in before for _, before in records[:-1])
+    kept = checkpoint.latest(folder)
+    assert kept is not None and kept.name == f"step-{step - 1}" and f"resumes from {kept}" in said.err
+    assert all(weight.isfinite().all() for weight in runs.weights("run", step - 1).values())
+
+
+def test_a_run_that_shall_go_on_after_diverging_saves_no_broken_weights(runs: Runs) -> None:
+    summary = runs.train("run", "train.lr=1e30", "train.on_divergence=continue", "sample={prompt: the}")
+    assert summary.step == 12 and summary.checkpoint is None and summary.sample is None
+    assert "none, because the weights are not finite" in summary.render()
+    assert checkpoint.latest(runs.folder / "run") is None
+    marks = [numbers.get("diverged_at") for _, numbers in runs.optimizers[0].records]
+    assert marks[0] is None and len({*marks}) == 2, "the step that diverged, and all after it"
+
+
+@pytest.mark.parametrize(("options", "seen"), [({}, 5), ({"on_nonfinite": "skip"}, 26), ({"loss_scale": 8}, 26)])
+def test_one_bad_batch_is_no_divergence_where_it_is_skipped(options: dict[str, Any], seen: int) -> None:
+    divergence = Divergence(config.Train.model_validate({"steps": 40, **options}))
+    for step in range(1, 41):
+        good = step < 4 or step == 6
+        loss, norm = (math.nan, 1.0) if step % 2 else (1.0, math.inf)
+        divergence.look_at_step(step, *((1.0, 1.0) if good else (loss, norm)))
+    assert divergence.step == seen and f"step {seen} " in divergence.sign
+
+
+def test_trackers_have_the_numbers_of_the_records(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's across a resume; W&B offline, and without a process that is left."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    children = psutil.Process().children(recursive=True)
+    options = ["train.steps=4", "train.eval_every=2"]
+    runs.train("run", *options, "train.stop_at=2", "run.log_to=[tensorboard]")
+    runs.train("run", *options, "train.resume=latest", "run.log_to=[tensorboard, wandb]")
+    events = EventAccumulator(str(runs.folder / "run" / "tensorboard"))
+    events.Reload()
+    expected = runs.optimizers[0].records + runs.optimizers[1].records
+    for name in ("loss", "lr", "validation_loss"):
+        found = [(scalar.step, pytest.approx(scalar.value)) for scalar in events.Scalars(name)]
+        assert [(step, numbers[name]) for step, numbers in expected if name in numbers] == found
+    assert {"k", "stall_s", *expected[0][1]} <= {*events.Tags()["scalars"]}
+    [offline] = (runs.folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"validation_loss" in offline.read_bytes()
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_missing_trackers_are_one_sentence(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingPackage, match=rf"log_to: \[{name}\] needs .*pip install '{name}'"):
+            runs.train("run", f"run.log_to=[{name}]")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # that PEFT reads
+def test_adapters_alone_are_trained_and_saved_and_resume_bit_for_bit(runs: Runs) -> None:
+    new = f"model.config={json.dumps(LLAMA)}"
+    base = runs.train("base", "model=null", new, "train.steps=4").checkpoint
+    given = [
+        f"model={{path: {base}, config: null, dtype: bfloat16}}",
+        "lora={r: 2, dropout: 0.1, target_modules: [q_proj, v_proj]}",
+    ]
+    runs.train("whole", *given, "train.steps=6")
+    first = runs.train("parts", *given, "train.steps=6", "train.stop_at=3").checkpoint
+    with pytest.raises(ConfigError, match="made with another lora"):
+        runs.train("parts", *given, "lora.r=4", "train.resume=latest")
+    torch.manual_seed(99)
+    runs.train("parts", *given, "train.steps=6", "train.resume=latest")
+    _, whole, *parts = (optimizer for optimizer in runs.optimizers if optimizer.records)
+    losses = [(step, numbers["loss"]) for step, numbers in whole.records]
+    assert losses == [(step, numbers["loss"]) for part in parts for step, numbers in part.records]
+    [expected, resumed] = [
+        load_file(runs.folder / name / "checkpoints" / "step-6" / "adapter_model.safetensors")
+        for name in ("whole", "parts")
+    ]
+    assert expected.keys() == resumed.keys() and len(expected) == 2 * 2 * 2, "two matrices, two modules, two layers"
+    assert all(expected[name].equal(resumed[name]) and resumed[name].dtype is torch.bfloat16 for name in expected)
+    assert sum(len(group["params"]) for group in whole.param_groups) == 8, "the base has no state"
+    assert first is not None and not (first / "model.safetensors").exists()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), first)
+    assert adapted(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
+
+
+def test_modules_that_the_model_has_not_are_one_sentence(runs: Runs) -> None:
+    base = runs.train("base", "train.steps=4").checkpoint
+    with pytest.raises(ConfigError, match="lora does not fit the model: .*nothing"):
+        runs.train("run", f"model={{path: {base}, config: null}}", "lora.target_modules=[nothing]")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ def adapt(model: Any, lora: config.Lora, checkpoint: Path | None) -> Any:
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
     try:
-        # Adapters in the model's dtype have float32 masters, as all parameters have.
-        if checkpoint is None:
-            adapted: Any = get_peft_model(model, wanted, autocast_adapter_dtype=False)
-        else:
-            adapted = PeftModel.from_pretrained(model, checkpoint, is_trainable=True, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():  # PEFT reads a property that Transformers has renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # Adapters in the model's dtype have float32 masters, as all parameters have.
+            if checkpoint is None:
+                adapted: Any = get_peft_model(model, wanted, autocast_adapter_dtype=False)
+            else:
+                adapted = PeftModel.from_pretrained(model, checkpoint, is_trainable=True, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ConfigError(f"lora does not fit the model: {' '.join(str(error).split())}") from None
     return adapted.train()

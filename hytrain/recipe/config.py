@@ -152,7 +152,7 @@ class Train(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     loss_scale: Scale | None = None  # for float16; "dynamic", or a number
     on_nonfinite: Literal["skip", "raise"] | None = None  # what to do with a step whose gradients have inf or NaN
-    on_divergence: Literal["stop", "continue"] = "stop"  # what to do once the loss is not finite
+    on_divergence: Literal["stop", "continue"] = "stop"  # what to do once the loss or the weights are not finite
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved

@@ -1,6 +1,10 @@
 """Whether training has diverged: a loss, a validation loss or weights that are not finite.
 
-The journal looks at each loss when it has been read; the loop looks at the weights before it saves them, and stops.
+Where steps whose gradients are not finite are skipped, one such step may be that of a bad batch, and float16 begins
+with some. Then it takes many of them in a row.
+
+The journal passes in each step's numbers once they have been read; the loop has the weights checked before it saves
+them, and stops.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from hytrain.recipe import config
 
-#: Where steps with inf or NaN are skipped, one such loss may be that of a bad batch, and the weights are still good.
-LOSSES_IN_A_ROW = 10
+SKIPPED_IN_A_ROW = 20
 
 
 class Divergence:
@@ -24,14 +27,20 @@ class Divergence:
     sign = ""
 
     def __init__(self, train: config.Train) -> None:
-        skips = train.on_nonfinite == "skip" or train.loss_scale is not None
-        self._patience = LOSSES_IN_A_ROW if skips else 1
+        self._skips = train.on_nonfinite == "skip" or train.loss_scale is not None
         self._in_a_row = 0
 
-    def look_at_loss(self, step: int, loss: float) -> None:
-        self._in_a_row = 0 if math.isfinite(loss) else self._in_a_row + 1
-        if self._in_a_row >= self._patience:
-            self._note(step, f"the loss of step {step} is {loss}")
+    def look_at_step(self, step: int, loss: float, grad_norm: float) -> None:
+        """`grad_norm` is any finite number if it is not known."""
+        if not self._skips:
+            if not math.isfinite(loss):
+                self._note(step, f"the loss of step {step} is {loss}")
+            return
+        self._in_a_row = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else self._in_a_row + 1
+        if self._in_a_row == SKIPPED_IN_A_ROW:
+            self._note(
+                step, f"the last {SKIPPED_IN_A_ROW} steps until step {step} had a loss or gradients with inf or NaN"
+            )
 
     def look_at_validation(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):

@@ -124,7 +124,7 @@ class Journal:
             numbers["validation_accuracy"] = validation.accuracy
             self.history.validation.append((step, validation.nats_per_token))
             self.divergence.look_at_validation(step, validation.nats_per_token)
-        self.divergence.look_at_loss(step, read["loss"])
+        self.divergence.look_at_step(step, read["loss"], read.get("grad_norm", 0.0))
         if self.divergence.step is not None:
             numbers["diverged_at"] = self.divergence.step
         self._opt.log(step, **numbers)
