@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+import hytrain
 from hytrain.errors import ConfigError
 from hytrain.recipe import config
+from hytrain.recipe.template import EXAMPLE, template
+from workers import launcher
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MINIMAL: dict[str, Any] = {
@@ -56,14 +60,20 @@ def test_defaults_and_overrides(recipe_file: Path) -> None:
         ("train.stpes", "train.steps"),
         ("trian.steps", "train"),
         ("lr", "train.lr"),
+        ("train.batchsize", "data.batch_size"),
         ("optimizer.learning", None),
+        ("train.epochs", None),
+        ("data.block_size", None),
+        ("data.dataset", None),
+        ("sample.top_p", None),
         ("sample.token", "sample.tokens"),
     ],
 )
 def test_unknown_key_comes_with_a_suggestion(recipe_file: Path, key: str, meant: str | None) -> None:
     sentence = refusal(recipe_file, f"{key}=1")
     assert f'unknown key "{key if meant != "train" else "trian"}"' in sentence
-    assert (f'did you mean "{meant}"?' in sentence) if meant else ("did you mean" not in sentence)
+    section, _, _ = key.rpartition(".")
+    assert (f'did you mean "{meant}"?' if meant else f"the keys of {section} are") in sentence
 
 
 K = 'must be "auto" or a number from 0 to 1'
@@ -84,6 +94,10 @@ SCALE = 'the loss\'s scale must be "dynamic" or a number'
         ("train.min_lr=1", "not be above train.lr"),
         ("train.stop_at=11", "not be above train.steps"),
         ("train.device=tpu", "'cpu'"),
+        ("train.schedule=cosin", "'warmup_stable_decay'"),
+        ("train.on_divergence=stay", "'continue'"),
+        ("run.log_to=[mlflow]", "'wandb'"),
+        ("lora.r=4", "lora needs model.path"),
         ("model.path=x", "either a path or a config"),
         ("model.config.model_type=3", "needs a model_type"),
         ("model={config: {model_type: llama}, dtype: bfloat16, autocast: true}", "autocast"),
@@ -139,3 +153,60 @@ def test_dump_is_the_same_recipe(example: Path, tmp_path: Path) -> None:
 def test_reading_a_recipe_does_not_import_torch() -> None:
     code = "import sys, hytrain.recipe.config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_template_has_every_key_with_its_default(tmp_path: Path) -> None:
+    """It loads as it is; and with the optional sections, it is the same recipe as without any key that has a default."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(template())
+    assert config.load(path).train.steps
+    everything = re.sub(r"^# (?=\w+:|  )", "", template(), flags=re.MULTILINE)
+    tree = yaml.safe_load(everything) | {"model": {"path": "folder"}}
+    assert tree.keys() == config.Recipe.model_fields.keys()
+    sections = config.validate(tree, "the template")
+    for name, section in sections:
+        assert {*yaml.safe_load(everything)[name]} == {*type(section).model_fields}, name
+    short = {name: values for name, values in EXAMPLE.items() if name != "model"} | {"lora": {}, "model": tree["model"]}
+    assert config.validate(short, "the shortest") == sections
+    assert (
+        "# clips the global norm" in everything and "schedule: cosine  # or cosine_with_restarts, linear" in everything
+    )
+
+
+def test_init_writes_a_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    assert launcher.main(["init", str(path)]) == 0 and path.read_text() == template()
+    path.write_text("mine")
+    assert launcher.main(["init", str(path)]) == 2 and path.read_text() == "mine"
+    assert launcher.main(["init", str(tmp_path / "mine.py")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "File exists" in said[0] and "name a .yaml file" in said[1]
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "text.txt", "shards/1.parquet"])
+def test_data_in_place_of_a_program_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main([name, "--lr", "3"]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"{name} is no program" in said and "data.paths" in said
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(["--version"])
+    assert ended.value.code == 0 and hytrain.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("workers.trainer", "transformers", "recipe"),
+        ("hytrain.integrations.accelerate", "accelerate", "hf"),
+    ],
+)
+def test_a_missing_extra_is_one_sentence(module: str, missing: str, extra: str, recipe_file: Path) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import {module}; sys.exit({module}.main())"
+    command = [sys.executable, "-c", code, str(recipe_file), "--run-dir", str(recipe_file.parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    *above, last = said.stderr.splitlines()
+    assert f"needs {missing}, which is not installed: python -m pip install 'hytrain[{extra}]'" in last
+    assert said.returncode and bool(above) == (extra == "hf"), "an import raises; a recipe says it"

@@ -74,6 +74,20 @@ def test_impossible_models_are_one_sentence(fields: dict[str, Any], vocab_size: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [GPT2 | {"n_head": 5}, LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 3}],
+    ids=["gpt2", "llama"],
+)
+def test_fields_that_do_not_fit_together_are_one_sentence(fields: dict[str, Any]) -> None:
+    """The one raises when the model is made, the other in its first forward."""
+    wanted = config.Model(config=fields)
+    with pytest.raises(ConfigError, match=rf"model\.config makes no {fields['model_type']} that works: ") as caught:
+        hf = model.configuration(wanted, 256, 64)
+        model.try_out(model.build(wanted, hf, CPU), hf, 64)
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_gpu_is_refused_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert model.device("auto") == model.device("cpu") == CPU

@@ -17,7 +17,17 @@ LOCK: Final = ".lock"
 #: The progress of a run that has not completed a step.
 NOTHING: Final = 0, frozenset[str]()
 #: What a run writes into its folder, as patterns.
-CONTENTS: Final = ("recipe.yaml", "metrics*.jsonl", "loss.png", "trace.json", "traces", "checkpoints", "logs")
+CONTENTS: Final = (
+    "recipe.yaml",
+    "metrics*.jsonl",
+    "loss.png",
+    "trace.json",
+    "traces",
+    "checkpoints",
+    "logs",
+    "tensorboard",
+    "wandb",
+)
 
 
 def default(run_name: str) -> Path:

@@ -26,11 +26,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-import accelerate
 from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.extras import needed
+
+with needed("hytrain.integrations.accelerate", "hytrain[hf]"):
+    import accelerate
 
 FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the first optimizer
 

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
-from transformers.training_args import OptimizerNames
 
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.extras import needed
 from hytrain.integrations import accelerate
 from hytrain.integrations.accelerate import AdamW
+
+with needed("hytrain.integrations.transformers", "hytrain[hf]"):
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+    from transformers.training_args import OptimizerNames
 
 _log = logging.getLogger(__name__)
 

@@ -239,6 +239,15 @@ def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:
         assert all(map(lambda a, b: a.equal(b), first.parameters(), second.parameters()))
 
 
+def test_a_module_as_python_m_runs_it(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:])")
+    ran = cluster("--run-dir", tmp_path / "run", "-m", "package.module", "--set", "a=b", "-m", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "__main__ package.module ['--set', 'a=b', '-m']\n"
+
+
 @pytest.mark.parametrize(("ending", "status"), [("sys.exit(7)", 7), ("1 / 0", 1)])
 def test_the_programs_own_end_is_passed_on(ending: str, status: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
