@@ -49,7 +49,8 @@ class Divergence:
     @torch.no_grad()
     def look_at_weights(self, step: int, model: nn.Module) -> bool:
         """Whether all parameters are finite. Waits for the device."""
-        finite = bool(get_total_norm(model.parameters(), norm_type=math.inf).isfinite())
+        weights = [weight for weight in model.parameters() if weight.numel()]
+        finite = bool(get_total_norm(weights, norm_type=math.inf).isfinite())
         if not finite:
             self._note(step, f"the weights after step {step} are not finite")
         return finite
