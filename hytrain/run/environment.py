@@ -5,7 +5,6 @@ A list, newest last: a resumed run adds an entry. It is written atomically, and 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -21,12 +20,10 @@ from typing import Any, Final
 import psutil
 import torch
 
-from hytrain import __version__
-
 ENVIRONMENT_FILE: Final = "environment.json"
 GIT_TIMEOUT_S: Final = 2.0
 #: Their versions are written down if the program has imported them.
-LIBRARIES: Final = ("transformers", "accelerate", "peft", "lightning", "numpy")
+LIBRARIES: Final = ("hytrain", "torch", "numpy", "transformers", "accelerate", "peft", "trl", "lightning")
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +70,10 @@ def commit(folder: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"hytrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version()}
     for name in LIBRARIES:
-        if name in sys.modules:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(name)
+        if (version := getattr(sys.modules.get(name), "__version__", None)) is not None:
+            found[name] = str(version)
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
