@@ -122,12 +122,7 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
 
 
 def _list(where: str | None, *, as_json: bool) -> int:
-    runs = _runs_in(where)
-    if where is None:  # and live ones with folders elsewhere
-        known = {run.folder for run in runs}
-        elsewhere = {Path(run.run_dir) for run in live_runs()} - known
-        runs = [*(run_folder.look(folder) for folder in sorted(elsewhere) if folder.is_dir()), *runs]
-    for line in view.listing(runs, time.time(), as_json=as_json):
+    for line in view.listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
         print(line)
     return 0
 
@@ -159,11 +154,16 @@ def _prune(where: str | None, keep: int | None) -> int:
     return 1 if left else 0
 
 
-def _runs_in(where: str | None) -> list[run_folder.Run]:
+def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run]:
+    """The runs in a folder. Without one, those in the default folder, and with `or_live` the live ones elsewhere."""
     folder = run_folder.default() if where is None else Path(where).resolve()
     if where is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    return run_folder.find(folder)
+    runs, live = run_folder.find(folder), {Path(run.run_dir) for run in live_runs()}
+    if where is None and or_live:
+        elsewhere = sorted(live - {run.folder for run in runs})
+        runs = [*(run_folder.look(path) for path in elsewhere if path.is_dir()), *runs]
+    return [replace(run, live=run.live or run.folder in live) for run in runs]
 
 
 # ---------------------------------------------------------------- which run
