@@ -31,6 +31,7 @@ class ClusterConfig(BaseModel):
     host_memory_limit: int | None = Field(default=None, ge=0)  # bytes for planes; None is all that is free
     run_dir: str | None = None  # folder of the run; None makes one in ~/.local/state/hytrain/runs
     run_name: str | None = None
+    keep_runs: int = Field(default=50, ge=1)  # how many runs keep their folders in ~/.local/state/hytrain/runs
     replan_every: int = Field(default=4, ge=1)  # steps between two decisions of the planner
     trace: bool = False  # whether the processes write the timeline, `trace.json`
     start_timeout_s: float = Field(default=120.0, gt=0)  # time limit for the start of each process

@@ -12,6 +12,7 @@ It presents a session as a torch optimizer. `session` has the processes and the 
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -230,13 +231,14 @@ class AdamW(torch.optim.Optimizer):
 
         Tensors are views of the planes, not copies. bfloat16 parameters have a `remainder` (int16) next to the moments:
         weights and remainder together are the master. The `remainder` of float16 parameters is the master itself
-        (float32). The loss scale's state has a key that torch ignores.
+        (float32). The loss scale's state and the step's number have keys that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.import_written()
         self._engine.expose_state()
         state = saving.state_dict(*self._saved)
+        state["steps"] = self._engine.steps
         if (scaling := self._engine.loss_scale) is not None:
             state["loss_scale"] = scaling.state()
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -259,6 +261,8 @@ class AdamW(torch.optim.Optimizer):
         saving.load_state_dict(state_dict, *self._saved, names, when_checked=self._import_for_loading)
         if (scaling := self._engine.loss_scale) is not None:
             scaling.load(state_dict.get("loss_scale"))
+        counts = (int(entry["step"]) for entry in state_dict["state"].values())
+        self._session.restored(state_dict.get("steps", max(counts, default=0)))
         self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -328,18 +332,25 @@ class AdamW(torch.optim.Optimizer):
         """
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
-        self._engine.steps = saving.load(
+        steps = saving.load(
             Path(folder),
             *self._saved,
             dict(self._model.named_parameters()),
             loss_scale=self._engine.loss_scale,
             when_checked=self._import_for_loading,
         )
+        self._session.restored(steps)
         self._engine.state_was_loaded()
 
     def log(self, step: int, **numbers: float) -> None:
-        """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`, counted from 1."""
-        self._session.log(step, {name: float(value) for name, value in numbers.items()})
+        """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`.
+
+        Call it after the step, before it, or some steps later. Steps are counted from 1 and on from what `load` or
+        `load_state_dict` restored, unless the loop counts in another way: if the first `step` of this process is
+        not one of its steps or the next one, it becomes the number of the last finished step, or of the next step
+        if the last one is already logged or none is finished.
+        """
+        self._session.log(operator.index(step), {name: float(value) for name, value in numbers.items()})
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -34,18 +34,22 @@ from hytrain.memory.transfer import transfers_for
 from hytrain.model import hooks
 from hytrain.model.layers import split_layers
 from hytrain.model.trained import TrainedLayer, TrainedParameter, build_gates, build_layers
+from hytrain.run import environment
 from hytrain.run.calibration import calibrate
-from hytrain.run.cluster import find_or_start
+from hytrain.run.cluster import Seat, find_or_start
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.trace import TraceWriter
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
+from hytrain.step.numbers import StepNumbers
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
+#: A log this many steps late is probably none of an earlier step, but of a loop that counts in another way.
+LATE_STEPS: Final = 100
 
 _log = logging.getLogger(__name__)
 
@@ -78,15 +82,18 @@ class Session:
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
+        self._numbers = StepNumbers()
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
-        self._closed = False
+        self._closed = self._said_late = False
         self._cluster, self._place = find_or_start(config)
         try:
             self._build()
         except BaseException:
             self._place.close()
             raise
+        launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
+        environment.write(self.run_dir, self._device, launcher)
         _sessions.add(self)
 
     @property
@@ -256,7 +263,27 @@ class Session:
             )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._link.post("coordinator", Log(step=step, numbers=numbers))
+        if step < 0:
+            raise UsageError(f"opt.log({step}, …): steps are counted from 1, or from 0")
+        finished = self.engine.steps
+        place = self._numbers.place(step, finished, between=self.engine.between_steps)
+        if place.renames is not None:
+            self.engine.steps += step - place.renames
+        elif step <= finished - LATE_STEPS and not self._said_late:
+            self._said_late = True
+            _log.warning(
+                "opt.log(%d, …) after step %d: what the record of step %d has already stays as it is; a step's number "
+                "is counted through the whole run, not anew in each epoch",
+                step,
+                finished,
+                step,
+            )
+        self._link.post("coordinator", Log(step=step, numbers=numbers, renames=place.renames, ahead=place.ahead))
+
+    def restored(self, steps: int) -> None:
+        """The state of a run after `steps` steps was loaded: go on with its count."""
+        self.engine.steps = steps
+        self._numbers.restored(steps)
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         cluster = self._cluster

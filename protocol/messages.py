@@ -382,6 +382,7 @@ class TrainerReport(Message):
     """Trainer to coordinator, after each step.
 
     `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
+    `at_s`: monotonic; `wall_time`: seconds since 1970.
     `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `middle_s` and
     `starved` belong to this step.
     `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
@@ -392,6 +393,7 @@ class TrainerReport(Message):
     step: int
     number: int
     at_s: float
+    wall_time: float
     step_s: float
     measured: int | None
     stall_s: float
@@ -448,10 +450,15 @@ class SetMode(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Message):
-    """Trainer to coordinator: the loop's own numbers (loss, tokens/s, …) for the record of step number `step`."""
+    """Trainer to coordinator: the loop's own numbers (loss, tokens/s, …) for the record of step number `step`.
+
+    `renames`: the number that this step had so far, if the loop has another count. `ahead`: its report comes later.
+    """
 
     step: int
     numbers: dict[str, float]
+    renames: int | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Run:
 
     def play(self) -> World:
         """Let chance decide who goes on, until all is done."""
-        time: Any = SimpleNamespace(monotonic=self.streams.clock.mark)
+        time: Any = SimpleNamespace(monotonic=self.streams.clock.mark, time=self.streams.clock.mark)
         threads: Any = SimpleNamespace(Thread=partial(Baton, self.scheduler), Lock=threading.Lock)
         verdicts: Any = partial(Verdicts, self.world, self.streams)
         queues: Any = partial(Queue, tile_numel=TILE)

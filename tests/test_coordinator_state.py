@@ -19,7 +19,7 @@ from protocol.handles import layout
 from protocol.handshake import HandshakeError
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Answer, Command, Note, Publish, Send, Write
+from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning
 from workers.records import LOG_PATIENCE_STEPS
 
@@ -179,7 +179,7 @@ def times(forward_s: float = 1e-3, backward_s: float = 2e-3, layers: int = LAYER
 
 
 STEP: dict[str, Any] = {"step": 0, "number": 1, "measured": 0, "at_s": 100.0, "step_s": 0.5, "stall_s": 0.1, "k": 0.0}
-STEP |= {"middle_s": 0.0, "starved": 0.0, "moving": False, "gpu_free_bytes": None}
+STEP |= {"wall_time": 1e9, "middle_s": 0.0, "starved": 0.0, "moving": False, "gpu_free_bytes": None}
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
 
@@ -531,8 +531,8 @@ def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     (published,) = [command.status for command in driver.commands if isinstance(command, Publish)]
     assert json.loads(published.record) == record
     assert driver.status() == published
-    driver.handle(m.Log(step=9, numbers={"validation": 2.0}))
-    assert driver.records == [{"step": 9, "validation": 2.0}], "too late, a line of their own"
+    driver.handle(m.Log(step=5, numbers={"validation": 2.0}))
+    assert driver.commands == [Amend(5, {"validation": 2.0}, 0)], "too late for the line as it was written"
 
 
 def test_a_record_gets_the_stall_of_its_own_step(driver: Driver) -> None:
@@ -567,7 +567,7 @@ def test_numbers_that_json_does_not_have_are_null(driver: Driver) -> None:
     shown = view.line(driver.status())
     assert "loss 2.5000" in shown and "norm" not in shown
     driver.handle(m.Log(step=1, numbers={"loss": math.nan}))
-    assert driver.records == [{"step": 1, "loss": None}]
+    assert driver.commands == [Amend(1, {"loss": None}, 0)]
 
 
 @pytest.mark.parametrize("trainer_first", [True, False])

@@ -28,6 +28,7 @@ PURE = (
     "hytrain/run/ownership.py",
     "hytrain/model/lifecycle.py",
     "hytrain/step/life.py",
+    "hytrain/step/numbers.py",
     "protocol/address.py",
     "protocol/handshake.py",
     "protocol/messages.py",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +21,7 @@ import pytest
 from hytrain.config import Cluster
 from protocol import messages as m
 from protocol.address import Address
-from workers import monitor
+from workers import monitor, run_folder
 from workers import monitor_view as view
 from workers.monitor_view import Snapshot, Usage
 
@@ -196,6 +198,54 @@ def test_without_a_run_it_says_so(
     first, second = capsys.readouterr().err.splitlines()
     assert "you have no live run" in first
     assert "'somewhere'" in second and second.endswith("live runs: none")
+
+
+def test_it_lists_runs_and_deletes_ended_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    runs = run_folder.default()
+    for hours, name in enumerate(("newest", "middle", "oldest"), 1):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "metrics.jsonl").write_text('{"step": 41, "loss": 1.25}\n{"step": 42, "loss": null}\n')
+        at_s = time.time() - hours * 3600
+        for path in (runs / name / "metrics.jsonl", runs / name):
+            os.utime(path, (at_s, at_s))
+    lock = run_folder.claim(runs / "going-on")
+
+    def shown(*arguments: str, status: int = 0) -> list[str]:
+        assert monitor.main(arguments) == status
+        out, err = capsys.readouterr()
+        return (out + err).splitlines()
+
+    head, live, newest, *_ = [line.split() for line in shown("--list")]
+    assert head == ["run", "state", "steps", "loss", "age", "size", "folder"]
+    assert live[:4] == ["going-on", "live", "-", "-"] and live[-1] == str(runs / "going-on")
+    assert newest[:6] == ["newest", "ended", "42", "1.2500", "1", "h"] and newest[-1] == str(runs / "newest")
+    listed = [json.loads(line) for line in shown("--list", "--json", str(runs))]
+    assert [(run["live"], run["steps"], run["loss"]) for run in listed] == [
+        (True, None, None),
+        *[(False, 42, 1.25)] * 3,
+    ]
+    assert shown("--list", str(tmp_path / "nowhere"), status=2) == [
+        f"hytrain-monitor: there is no folder {tmp_path / 'nowhere'}"
+    ]
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    said = shown("--prune", status=2)
+    assert f"{runs / 'going-on'} stays: it is live" in said and "nothing was deleted" in said[-1]
+    assert len(run_folder.find(runs)) == 4
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert shown("--prune")[-1] == "nothing was deleted" and len(run_folder.find(runs)) == 4
+    assert str(runs / "oldest") in shown("--prune", "--keep", "3")[-1]
+    assert {run.folder.name for run in run_folder.find(runs)} == {"going-on", "newest", "middle"}
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    shown("--prune")
+    assert [run.folder.name for run in run_folder.find(runs)] == ["going-on"]
+    assert shown("--prune", "--keep", "0")[-1] == "there is nothing to delete"
+    os.close(lock)
 
 
 RECORD = {"step": 7, "at_s": 1.0, "step_s": 2.0, "stall_s": 0.5, "cpu_busy_s": 0.2, "k": 0.25}

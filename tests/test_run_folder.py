@@ -1,4 +1,4 @@
-"""A recipe's folder: claimed by one run at a time, cleared for a fresh one."""
+"""A run's folder: claimed by one run at a time, cleared for a fresh one, pruned when it is old."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hytrain.errors import ConfigError
-from workers.run_folder import bring_back, claim, claim_or_beside, set_aside
+from workers import run_folder
+from workers.run_folder import bring_back, claim, claim_or_beside, create, default, find, prune, set_aside
 
 
 def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
@@ -66,3 +67,56 @@ def test_a_folder_that_cannot_be_written_to(take: Callable[[Path], object], tmp_
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/run cannot be written to: Not a directory"):
         take(tmp_path / "file" / "run")
+
+
+def made(folder: Path, *, at_s: float, others: tuple[str, ...] = ()) -> Path:
+    """The folder of a run that has ended, last written to at `at_s`."""
+    (folder / "logs").mkdir(parents=True)
+    (folder / ".lock").touch()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "k": 0.5}\n{"step": 3, "lo')
+    for name in others:
+        (folder / name).touch()
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (at_s, at_s))
+    return folder
+
+
+def test_runs_are_found_with_what_they_did(tmp_path: Path) -> None:
+    old, new = made(tmp_path / "old", at_s=1e9), made(tmp_path / "new", at_s=2e9, others=("model.pt",))
+    (tmp_path / "no run").mkdir()
+    lock = claim(tmp_path / "live")
+    live, second, third = find(tmp_path)
+    assert (live.folder, live.live, live.steps, live.loss) == (tmp_path / "live", True, None, None)
+    assert (second.folder, second.own, second.prunable) == (new, False, False), "a program's own files are kept"
+    assert (third.folder, third.steps, third.loss, third.at_s, third.prunable) == (old, 2, 2.0, 1e9, True)
+    assert find(old) == [third] and find(tmp_path / "nothing") == []
+    assert not prune(live) and prune(third) and not old.exists()
+    os.close(lock)
+    assert prune(live)
+
+
+def test_a_program_s_run_has_a_folder_of_its_own_and_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never one of a run that goes on, nor one with checkpoints or the program's files."""
+    held = list[int]()
+    monkeypatch.setattr(run_folder, "claim", lambda folder: held.append(claim(folder)))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    runs = default()
+    assert runs == tmp_path / "hytrain" / "runs"
+    made(runs / "kept", at_s=1e9, others=("model.pt",))
+    made(runs / "saved", at_s=1e9, others=("checkpoints",))
+    made(runs / "first", at_s=2e9)
+    made(runs / "second", at_s=3e9)
+    running = claim(runs / "running")
+    assert create("train", 6) == runs / "train" and len(find(runs)) == 6, "there is room"
+    assert create("train", 4) == runs / "train-2"
+    left = {"kept", "saved", "running", "second", "train", "train-2"}
+    assert {run.folder.name for run in find(runs)} == left
+    create("train", 1)
+    assert {run.folder.name for run in find(runs)} == left - {"second"} | {"train-3"}
+    for descriptor in (*held, running):
+        os.close(descriptor)
+    create("train", 1)
+    assert {run.folder.name for run in find(runs)} == {"kept", "saved", "train-4"}
+    os.close(held[-1])

@@ -24,7 +24,8 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Answer, Command, Note, Publish, Send, Write
+from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
+from workers.metrics_file import MetricsFile
 from workers.process import begin_worker, read_token, say_ready, worker_parser
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
@@ -63,12 +64,12 @@ class Metrics:
 
     def __init__(self, run_dir: str) -> None:
         self._folder = Path(run_dir)
-        self._files = {0: (self._folder / "metrics.jsonl").open("a", buffering=1)}
+        self._files = {0: MetricsFile(self._folder / "metrics.jsonl")}
 
-    def write(self, line: str, rank: int) -> None:
+    def of(self, rank: int) -> MetricsFile:
         if rank not in self._files:
-            self._files[rank] = (self._folder / f"metrics-{rank}.jsonl").open("a", buffering=1)
-        self._files[rank].write(line + "\n")
+            self._files[rank] = MetricsFile(self._folder / f"metrics-{rank}.jsonl")
+        return self._files[rank]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -132,7 +133,10 @@ class Coordinator:
             case Answer(message):
                 self._inbox.reply(incoming.sender, message)
             case Write(line, rank):
-                self._metrics.write(line, rank)
+                self._metrics.of(rank).append(line)
+            case Amend(step, numbers, rank):
+                if not self._metrics.of(rank).amend(step, numbers):
+                    _log.warning("there is no record of step %d: dropped %s", step, numbers)
             case Publish(status):
                 self._publisher.publish(status)
             case Note(text):

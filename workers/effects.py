@@ -3,6 +3,7 @@
 Send      a message to a process
 Answer    a message to the sender of the message being handled
 Write     a line to the metrics of the trainer of this rank
+Amend     numbers that belong to a line which was written
 Publish   a status to monitors
 Note      a line to the coordinator's log
 """
@@ -33,6 +34,13 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Amend:
+    step: int
+    numbers: dict[str, float | None]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     status: m.Status
 
@@ -42,4 +50,4 @@ class Note:
     text: str
 
 
-Command = Send | Answer | Write | Publish | Note
+Command = Send | Answer | Write | Amend | Publish | Note

@@ -8,11 +8,13 @@ The optimizer of rank r serves the trainer of rank r. Seats are independent of e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from protocol import messages as m
 from protocol.address import Address
-from workers.effects import Command, Note, Send, Write
+from workers.effects import Amend, Command, Note, Send, Write
 from workers.planning import Planning
-from workers.records import Records
+from workers.records import Late, Line, Records
 
 
 class TrainerSeat:
@@ -61,8 +63,8 @@ class TrainerSeat:
                     number = message.number - message.step + message.measured
                     self.records.measured(number, message.stall_s)
                 return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
-            case m.Log(step=step, numbers=numbers):
-                return self._write(self.records.log(step, numbers))
+            case m.Log():
+                return self._write(self.records.log(message))
             case _:
                 raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
         return []
@@ -71,8 +73,9 @@ class TrainerSeat:
         """Write the open records: the trainer has left."""
         return self._write(self.records.close())
 
-    def _write(self, lines: list[str]) -> list[Command]:
-        return [Write(line, self.trainer.rank) for line in lines]
+    def _write(self, lines: Sequence[Line | Late]) -> list[Command]:
+        rank = self.trainer.rank
+        return [Amend(it.step, it.numbers, rank) if isinstance(it, Late) else Write(it, rank) for it in lines]
 
     def ends(self, role: str) -> bool:
         """The trainer or its optimizer has ended the session. Returns whether both have; then the seat is free."""

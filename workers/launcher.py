@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.attach is not None:
-            return _attach(arguments.attach, ClusterConfig(**json.loads(arguments.config)))
+            return _attach(arguments.attach, arguments.name, ClusterConfig(**json.loads(arguments.config)))
         return _run(arguments)
     except (ClusterError, ConfigError, FileNotFoundError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
@@ -83,6 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="", help="run a module with arguments, as python -m does"
     )
     parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="python", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.program is None and arguments.attach is None and not arguments.module:
@@ -99,6 +100,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--cores", help='cores of the optimizer: "auto", "node:0", or a list such as "2-15"')
     options.add_argument("--threads", type=int, help="threads of the optimizer; default: one per core, half below 4")
     options.add_argument("--run-dir", help="the run's folder")
+    options.add_argument("--keep-runs", type=int, metavar="N", help="keep the folders of the N newest programs' runs")
     options.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
     options.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
     return options
@@ -155,7 +157,8 @@ def _init(arguments: Sequence[str]) -> int:
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in ("cores", "threads", "run_dir", "host_memory_limit", "trace")}
+    names = ("cores", "threads", "run_dir", "keep_runs", "host_memory_limit", "trace")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
@@ -214,7 +217,7 @@ def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _attach(parent: int, config: ClusterConfig) -> int:
+def _attach(parent: int, name: str, config: ClusterConfig) -> int:
     """Run coordinator and optimizer for process `parent`, until it closes our standard input or is gone."""
     try:
         parent_fd = os.pidfd_open(parent)
@@ -222,7 +225,7 @@ def _attach(parent: int, config: ClusterConfig) -> int:
         return 0
     if config.run_dir is not None:  # a program may have several optimizers but one folder
         config = config.model_copy(update={"run_dir": str(run_folder.claim_or_beside(Path(config.run_dir).resolve()))})
-    with Supervisor(config, default_name=f"process-{parent}") as supervisor:
+    with Supervisor(config, default_name=name) as supervisor:
         print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
         return supervisor.attend(parent_fd)
 
@@ -233,7 +236,7 @@ class Supervisor:
     def __init__(self, config: ClusterConfig, *, default_name: str) -> None:
         self._config = config
         self.run_name = config.run_name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.run_dir = Path(config.run_dir or run_folder.default(self.run_name)).resolve()
+        self.run_dir = Path(config.run_dir or run_folder.create(self.run_name, config.keep_runs)).resolve()
         self._log_dir = self.run_dir / "logs"
         self._children: list[Child] = []
         self._signal: int | None = None

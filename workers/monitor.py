@@ -1,10 +1,12 @@
-"""`hytrain-monitor`: watches a running run from outside.
+"""`hytrain-monitor`: watches a running run from outside, and lists and deletes the folders of runs.
 
     hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
     hytrain-monitor [RUN] --once [--json]    the current status
     hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
+    hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
+    hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
 
     <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Attachment ─ StatusRequest, Command ─▶ coordinator
                                                     ▲────────── Status, again each step ──┘
@@ -38,6 +40,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
+from workers import run_folder
 from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
@@ -64,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when the run has ended, and 2 if there is no such run or it refuses a command."""
     arguments = _parse(argv)
     try:
+        if arguments.list:
+            return _list(arguments.run, as_json=arguments.json)
+        if arguments.prune:
+            return _prune(arguments.run, arguments.keep)
         with Attachment(find(arguments.run, alone=arguments.command is not None)) as attachment:
             return _run(attachment, arguments)
     except KeyboardInterrupt:
@@ -79,14 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hytrain-monitor", description="Watch a running HyTrain run.")
     parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default: the newest")
+    parser.add_argument("--keep", type=int, metavar="N", help="with --prune: keep the N newest runs, and do not ask")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="print the current status and exit")
     mode.add_argument("--follow", action="store_true", help="print one line per step, until the run ends")
     for name, value, effect in SETTINGS:
         command = partial(lambda name, value: m.Command(name=name, value=value), name)
         mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
+    folder = f"RUN is a folder with runs, by default {run_folder.default()}"
+    mode.add_argument("--list", action="store_true", help=f"list runs, live and ended; {folder}")
+    mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
     parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one per step")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.keep is not None and (arguments.keep < 0 or not arguments.prune):
+        parser.error("--keep N is for --prune: how many runs are kept, 0 or more")
+    return arguments
 
 
 def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
@@ -102,6 +116,54 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
     else:
         _watch(attachment)
     return 0
+
+
+# ---------------------------------------------------------------- runs' folders
+
+
+def _list(where: str | None, *, as_json: bool) -> int:
+    for line in view.listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
+        print(line)
+    return 0
+
+
+def _prune(where: str | None, keep: int | None) -> int:
+    """Delete ended runs beyond the `keep` newest. Without a number, ask first. Says what is deleted."""
+    runs = _runs_in(where)
+    doomed = [run for run in runs[keep or 0 :] if run.prunable]
+    for run in runs[keep or 0 :]:
+        if not run.prunable:
+            print(f"{run.folder} stays: {'it is live' if run.live else 'it has files that the run did not write'}")
+    if not doomed:
+        print("there is nothing to delete")
+        return 0
+    print("these runs are deleted, with their checkpoints:")
+    for line in view.listing(doomed, time.time()):
+        print(f"  {line}")
+    if keep is None:
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                "nothing was deleted: there is no terminal to ask on; --keep N deletes without a question"
+            )
+        if input("delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
+            return 0
+    left = [run.folder for run in doomed if not run_folder.prune(run)]
+    for folder in left:
+        print(f"{folder} could not be deleted", file=sys.stderr)
+    return 1 if left else 0
+
+
+def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run]:
+    """The runs in a folder. Without one, those in the default folder, and with `or_live` the live ones elsewhere."""
+    folder = run_folder.default() if where is None else Path(where).resolve()
+    if where is not None and not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    runs, live = run_folder.find(folder), {Path(run.run_dir) for run in live_runs()}
+    if where is None and or_live:
+        elsewhere = sorted(live - {run.folder for run in runs})
+        runs = [*(run_folder.look(path) for path in elsewhere if path.is_dir()), *runs]
+    return [replace(run, live=run.live or run.folder in live) for run in runs]
 
 
 # ---------------------------------------------------------------- which run

@@ -3,6 +3,7 @@
     record of metrics.jsonl ─┬─▶ line              --follow
     layers, places, reason ──┼─▶ as_json           --once --json
     processes, their use ────┴─▶ table ─▶ as_text  --once; `live` redraws it
+    runs' folders ─────────────▶ listing           --list, --prune
 
 It reads no clock, file or socket. Only the table needs rich.
 """
@@ -10,6 +11,7 @@ It reads no clock, file or socket. Only the table needs rich.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
     from rich.text import Text
+
+    from workers.run_folder import Run
 
 #: For each placement, in the order of `PLACEMENTS`.
 STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan"), strict=False))
@@ -117,6 +121,42 @@ def _timing(record: dict[str, Any]) -> list[str]:
 def seconds(duration_s: float) -> str:
     """A duration in seconds or milliseconds."""
     return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
+
+
+# ---------------------------------------------------------------- the list of runs
+
+
+def listing(runs: Sequence[Run], now_s: float, *, as_json: bool = False) -> Iterator[str]:
+    """A line for each run, below a head; or a JSON object for each."""
+    if as_json:
+        for run in runs:
+            yield json.dumps({**asdict(run), "folder": str(run.folder)})
+        return
+    rows = [("run", "state", "steps", "loss", "age", "size", "folder")]
+    for run in runs:
+        rows.append(
+            (
+                run.folder.name,
+                "live" if run.live else "ended",
+                "-" if run.steps is None else str(run.steps),
+                "-" if run.loss is None else f"{run.loss:.4f}",
+                age(now_s - run.at_s),
+                f"{run.nbytes / 1e6:,.1f} MB",
+                str(run.folder),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(w) if 2 <= n <= 5 else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths))]
+        yield "  ".join(cells).rstrip()
+
+
+def age(seconds_ago: float) -> str:
+    """A time span in its largest unit."""
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds_ago >= unit_s:
+            return f"{seconds_ago / unit_s:.0f} {unit}"
+    return f"{max(seconds_ago, 0):.0f} s"
 
 
 # ---------------------------------------------------------------- the table

@@ -349,6 +349,7 @@ class Planning:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
         return {
             "step": report.number,
+            "wall_time": report.wall_time,
             "at_s": report.at_s,
             "step_s": report.step_s,
             "stall_s": report.stall_s,

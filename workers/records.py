@@ -3,6 +3,7 @@
     TrainerReport ─ add ─▶ open record ─┬─ log ─▶ with the loop's numbers ─▶ line
                  (measured: its stall)  │
                                         └─ some steps later, without ─────▶ line
+    log before the step has ended ─▶ kept for its record        log after its line ─▶ added to the line
 
 Reading a loss at once would make the GPU wait for the CPU, so loops log late or not at all. JSON has no NaN or
 infinity, so such a number becomes null: for example, the norm of a step whose scaled gradients overflowed.
@@ -15,46 +16,80 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from protocol import messages as m
+
 #: A record waits this many steps for the loop's own numbers.
 LOG_PATIENCE_STEPS: Final = 4
+Line = str
+Numbers = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Numbers for a step whose line is written."""
+
+    step: int
+    numbers: Numbers
 
 
 @dataclass(slots=True)
 class Records:
     """The records that are not written yet, by the user's step number. `newest` is the last line written."""
 
-    newest: str = "{}"
+    newest: Line = "{}"
     _open: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _early: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers of steps that have not ended
+    _last: int | None = None  # the step of this trainer's last line
 
-    def add(self, record: dict[str, Any]) -> list[str]:
+    def add(self, record: dict[str, Any]) -> list[Line]:
         """Add a finished step's record; return the lines of records that have waited long enough."""
-        self._open[record["step"]] = record
-        return self._close(through=record["step"] - LOG_PATIENCE_STEPS)
+        step = record["step"]
+        again = self._close() if step <= max(self._open, default=step - 1) else []  # the loop went back
+        self._open[step] = {**record, **self._early.pop(step, {})}
+        return again + self._close(through=step - LOG_PATIENCE_STEPS)
 
     def measured(self, step: int, stall_s: float) -> None:
         """Set a step's stall, which is measured after its end. If its line is already written, nothing changes."""
         if step in self._open:
             self._open[step]["stall_s"] = stall_s
 
-    def log(self, step: int, numbers: dict[str, float]) -> list[str]:
-        """Add the loop's numbers; return all lines up to this step. If its line is written, they get their own line."""
-        if step not in self._open:
-            return [_line({"step": step, **numbers})]
-        self._open[step].update(numbers)
-        return self._close(through=step)
+    def log(self, log: m.Log) -> list[Line | Late]:
+        """Add the loop's numbers; return all lines up to this step, or the numbers if its line is written."""
+        if log.renames is not None:
+            self._renumber(log.step - log.renames, ahead=log.ahead)
+        if log.ahead:
+            self._early.setdefault(log.step, {}).update(log.numbers)
+            return []
+        if log.step not in self._open:
+            return [Late(log.step, _finite(log.numbers))] if log.numbers else []
+        self._open[log.step].update(log.numbers)
+        return [*self._close(through=log.step)]
 
-    def close(self) -> list[str]:
-        """The lines of all open records."""
-        return self._close(through=max(self._open, default=0))
+    def close(self) -> list[Line | Late]:
+        """The lines of all open records. The last one gets the numbers of steps that never ended."""
+        early = {name: value for numbers in self._early.values() for name, value in numbers.items()}
+        lines: list[Line | Late] = [*self._close()]
+        if early and self._last is not None:
+            lines.append(Late(self._last, _finite(early)))
+        self._early.clear()
+        self._last = None
+        return lines
 
-    def _close(self, *, through: int) -> list[str]:
-        lines = [_line(self._open.pop(step)) for step in sorted(self._open) if step <= through]
-        self.newest = lines[-1] if lines else self.newest
+    def _renumber(self, by: int, *, ahead: bool) -> None:
+        """The loop has another count. If it logs a finished step, the open ones before it get its numbers, too."""
+        if not ahead:
+            self._open = {step + by: {**record, "step": step + by} for step, record in self._open.items()}
+        self._early = {step + by: numbers for step, numbers in self._early.items()}
+
+    def _close(self, *, through: float = math.inf) -> list[Line]:
+        steps = [step for step in sorted(self._open) if step <= through]
+        lines = [json.dumps(_finite(self._open.pop(step))) for step in steps]
+        if lines:
+            self.newest, self._last = lines[-1], steps[-1]
         return lines
 
 
-def _line(record: dict[str, Any]) -> str:
-    finite = {
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
-    return json.dumps(finite, allow_nan=False)

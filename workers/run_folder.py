@@ -1,15 +1,19 @@
 """A run's folder. It has one run at a time, and a fresh run of a recipe does not mix with an earlier run's files.
 
 claim ─▶ a lock until the process ends      set_aside ─▶ NAME.1, NAME.2, …      nothing was trained ─▶ bring_back
+create ─▶ a program's own folder; old ones beyond `keep_runs` are pruned      find ─▶ the runs in a folder, for --list
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hytrain.errors import ConfigError
 
@@ -20,6 +24,7 @@ NOTHING: Final = 0, frozenset[str]()
 CONTENTS: Final = (
     "recipe.yaml",
     "metrics*.jsonl",
+    "environment.json",
     "loss.png",
     "trace.json",
     "traces",
@@ -28,12 +33,39 @@ CONTENTS: Final = (
     "tensorboard",
     "wandb",
 )
+#: How much of the end of a run's records is read to find its last step and loss.
+TAIL_BYTES: Final = 1 << 16
 
 
-def default(run_name: str) -> Path:
-    """The folder for logs and metrics of a run that was given none."""
+def default() -> Path:
+    """The folder that has the folders of the runs that were given none."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "hytrain" / "runs" / f"{run_name}-{os.getpid()}"
+    return state / "hytrain" / "runs"
+
+
+def create(run_name: str, keep_runs: int) -> Path:
+    """Make and claim a new folder for a run that was given none, and prune old ones, so that `keep_runs` remain.
+
+    Raises `ConfigError` if it cannot be written to.
+    """
+    number, folder = 1, default() / run_name
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+                folder = default() / f"{run_name}-{number}"
+    except OSError as error:
+        raise ConfigError(unwritable(folder, error)) from None
+    claim(folder)
+    if len(_folders(default())) > keep_runs:
+        for run in find(default())[keep_runs:]:
+            if run.prunable and not (run.folder / "checkpoints").exists():
+                prune(run)
+    return folder
 
 
 def claim(folder: Path) -> int:
@@ -64,7 +96,7 @@ def unwritable(folder: Path, error: OSError) -> str:
     return f"the run's folder {folder} cannot be written to: {error.strerror}; choose another"
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, *, even_without_locks: bool = True) -> int | None:
     """The lock's descriptor, or None if another process has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +108,111 @@ def _lock(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:
-        pass  # a file system without locks
+    except OSError:  # a file system without locks
+        if not even_without_locks:
+            os.close(descriptor)
+            return None
     return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder, as `hytrain-monitor --list` shows it. `at_s`: when it was last written to, since 1970.
+
+    `own`: whether everything in it is the run's. Folders with other files, such as a program's checkpoints, are kept.
+    """
+
+    folder: Path
+    live: bool
+    own: bool
+    steps: int | None
+    loss: float | None
+    at_s: float
+    nbytes: int
+
+    @property
+    def prunable(self) -> bool:
+        return self.own and not self.live
+
+
+def find(folder: Path) -> list[Run]:
+    """The runs in a folder, the newest first, or the run that the folder is."""
+    runs = []
+    for path in [folder] if _is_run(folder) else _folders(folder):
+        with suppress(FileNotFoundError):  # pruned meanwhile
+            runs.append(look(path))
+    return sorted(runs, key=lambda run: (run.live, run.at_s), reverse=True)
+
+
+def look(folder: Path) -> Run:
+    """What a run's folder says about it. Raises `FileNotFoundError` if it is gone."""
+    files = [folder.stat()]
+    for above, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a live run removes temporary files
+                files.append(os.lstat(Path(above, name)))
+    records = _last_records(folder / "metrics.jsonl")
+    of_run = {LOCK, *(path.name for pattern in CONTENTS for path in folder.glob(pattern))}
+    return Run(
+        folder=folder,
+        live=_is_locked(folder),
+        own={path.name for path in folder.iterdir()} <= of_run,
+        steps=next((record["step"] for record in records if "step" in record), None),
+        loss=next((record["loss"] for record in records if record.get("loss") is not None), None),
+        at_s=max(file.st_mtime for file in files),
+        nbytes=sum(file.st_blocks * 512 for file in files),
+    )
+
+
+def prune(run: Run) -> bool:
+    """Delete a run's folder, unless a run uses it by now. Returns whether it did."""
+    try:
+        descriptor = _lock(run.folder, even_without_locks=False)
+    except ConfigError:
+        return False
+    if descriptor is None:
+        return False
+    shutil.rmtree(run.folder, ignore_errors=True)
+    os.close(descriptor)
+    return not run.folder.exists()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """The folders of runs in a folder."""
+    try:
+        return [path for path in folder.iterdir() if _is_run(path)]
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / LOCK).is_file() or (folder / "metrics.jsonl").is_file())
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a run uses the folder. On a file system without locks, every run counts as one that does."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _last_records(metrics: Path) -> list[dict[str, Any]]:
+    """The last records of a run, the newest first."""
+    records = []
+    with suppress(OSError), metrics.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with suppress(ValueError):  # cut off at its beginning, or by a crash
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def set_aside(folder: Path) -> Path | None:

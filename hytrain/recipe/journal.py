@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -39,13 +40,12 @@ class History:
     @classmethod
     def read(cls, metrics: Path, until: int) -> History:
         """The first `until` steps in a run's metrics file: the past of a resumed run."""
-        records = {}  # by step, so a step repeated after a resume counts once
+        history, records = cls(), list[dict[str, Any]]()
         for line in metrics.read_text().splitlines() if until and metrics.is_file() else []:
             with contextlib.suppress(ValueError):  # a line that a crash has cut off
-                record = json.loads(line)
-                records[record.get("step", 0)] = record
-        history = cls()
-        for step, record in sorted(records.items()):
+                records.append(json.loads(line))
+        for record in records:
+            step = record["step"]
             if step <= until and record.get("loss") is not None:
                 history.training.append((step, record["loss"], record.get("k", 0.0)))
             if step <= until and record.get("validation_loss") is not None:

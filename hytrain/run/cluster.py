@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -32,7 +33,7 @@ class PrivateCluster:
     def __init__(self, config: ClusterConfig) -> None:
         """Wait until the cluster's processes are ready. Raises `ClusterError` with the launcher's output otherwise."""
         self._pid = os.getpid()
-        options = ["--attach", str(self._pid), "--config", config.model_dump_json()]
+        options = ["--attach", str(self._pid), "--name", program_name(), "--config", config.model_dump_json()]
         self._launcher = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.launcher", *options],
             stdin=subprocess.PIPE,
@@ -111,6 +112,13 @@ def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat
         return Cluster.read(socket_dir), seat
     private = PrivateCluster(config)
     return private.cluster, private
+
+
+def program_name() -> str:
+    """The name of this process's program, which names its run."""
+    path = Path(sys.argv[0]) if sys.argv else Path()
+    stem = path.absolute().parent.name if path.stem == "__main__" else path.stem
+    return "notebook" if stem == "ipykernel_launcher" else re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
 
 
 def _becomes_readable(descriptor: int, timeout_s: float) -> bool:

@@ -63,6 +63,7 @@ class Boundary:
                 step=step,
                 number=number,
                 at_s=now_s,
+                wall_time=time.time(),
                 step_s=self.statistics.step_s,
                 measured=self._meter.measured,
                 stall_s=self.statistics.stall_s,

@@ -221,8 +221,13 @@ class Engine:
         self._masters.state_was_loaded = True
 
     @property
+    def between_steps(self) -> bool:
+        """Whether no backward has run since the last step."""
+        return self._health.life.state is State.IDLE
+
+    @property
     def steps(self) -> int:
-        """The number of steps finished since training began, including those before it was resumed."""
+        """The last finished step's number: counted since training began, or as the loop counts in `opt.log`."""
         return self._steps_before + self._health.life.step
 
     @steps.setter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -127,7 +128,7 @@ def scale_by_hand(model: nn.Module, opt: Any, factor: float = 0.5) -> None:
 def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
     opt = hytrain.AdamW(model, *arguments, **{"lr": LR, **options})
-    _began[opt] = (opt.run_dir / "metrics.jsonl").stat().st_size
+    _began[opt] = time.monotonic()
     try:
         yield opt
     except BaseException:
@@ -145,16 +146,14 @@ def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
     return psutil.Process(found)
 
 
-#: How long the run's records were when an optimizer joined it.
-_began: weakref.WeakKeyDictionary[hytrain.AdamW, int] = weakref.WeakKeyDictionary()
+#: When an optimizer had joined its run, which others may have joined before.
+_began: weakref.WeakKeyDictionary[hytrain.AdamW, float] = weakref.WeakKeyDictionary()
 
 
 def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
     """The optimizer's records until now."""
-    with (opt.run_dir / "metrics.jsonl").open() as file:
-        file.seek(_began[opt])
-        *lines, _ = file.read().split("\n")
-    return [json.loads(line) for line in lines]
+    *lines, _ = (opt.run_dir / "metrics.jsonl").read_text().split("\n")
+    return [record for record in map(json.loads, lines) if record["at_s"] > _began[opt]]
 
 
 def wait_for_coordinator(opt: hytrain.AdamW) -> None:
@@ -166,11 +165,11 @@ def wait_for_coordinator(opt: hytrain.AdamW) -> None:
 
 
 def _newest_step(opt: hytrain.AdamW) -> int | None:
-    metrics = opt.run_dir / "metrics.jsonl"
-    with metrics.open("rb") as file:
-        file.seek(max(_began[opt], metrics.stat().st_size - 4096))
+    with (opt.run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         *lines, _ = file.read().split(b"\n")
-    return json.loads(lines[-1])["step"] if lines else None
+    newest = json.loads(lines[-1]) if lines else None
+    return None if newest is None or newest["at_s"] < _began[opt] else newest["step"]
 
 
 def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:

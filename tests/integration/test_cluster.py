@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from helpers import adamw, train
 from programs import CLUSTER, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started, write_recipe
 from small_models import perceptron, square_loss
@@ -66,21 +67,36 @@ def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
     logs = {path.name for path in (run_dir / "logs").iterdir()}
     assert logs == {"coordinator-0.log", "optimizer-0.log", "trainer-0.log"}
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == int(STEPS)
+    [launched] = json.loads((run_dir / "environment.json").read_text())
+    assert launched["command"][1:4] == [str(CLUSTER), str(PLAIN), "hytrain"]
     assert (run_dir / "logs" / "trainer-0.log").read_text().split("\n") == ["begin", "paused", by_torch, ""]
 
 
-def test_a_plain_script(by_torch: str, run_dir: Path) -> None:
-    """The same, started by the user alone: it runs once."""
-    with started(sys.executable, PLAIN, "hytrain", STEPS, "--pause") as script:
+def test_a_plain_script(by_torch: str, tmp_path: Path) -> None:
+    """The same, started by the user alone: it runs once, in a folder of its own."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    author = ["-c", "user.name=name", "-c", "user.email=email"]
+    subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "first"], cwd=tmp_path, check=True)
+    home = environment(HYTRAIN_RUN_DIR=None, XDG_STATE_HOME=str(tmp_path))
+    with started(sys.executable, PLAIN, "hytrain", STEPS, "--pause", cwd=tmp_path, env=home) as script:
         read_until(script, "paused")
         children = psutil.Process(script.pid).children()
         [launcher] = [child for child in children if "workers.launcher" in child.cmdline()]
         assert roles_below(launcher).keys() == {"coordinator", "optimizer"}
         assert len(children) == 3, "the launcher and two workers of the DataLoader, none that ran the script again"
+        [live] = run_folder.find(tmp_path / "hytrain" / "runs")
+        assert live.live and re.fullmatch(r"plain-\d{8}-\d{6}", live.folder.name)
+        assert not run_folder.prune(live)
         go_on(script)
         assert read_until(script, "weights") == by_torch + "\n"
         assert script.wait() == 0
-    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == int(STEPS)
+    [ended] = run_folder.find(tmp_path / "hytrain" / "runs")
+    assert ended.prunable and ended.steps == int(STEPS)
+    [began] = json.loads((ended.folder / "environment.json").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert began["commit"] == head.stdout.strip() and began["folder"] == str(tmp_path)
+    assert began["command"][1:] == [str(PLAIN), "hytrain", STEPS, "--pause"] and began["host"] == os.uname().nodename
+    assert began["versions"]["torch"] == torch.__version__ and began["cpu"] and began["gpu"] is None
 
 
 def test_a_recipe_through_three_processes(tmp_path: Path) -> None:

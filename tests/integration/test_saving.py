@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import hytrain
 from hytrain.errors import ConfigError, UsageError
 
 
@@ -141,6 +144,38 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
             from_files(opt)
         from_dictionary(opt)
         train(small, opt, range(2, 4), square_loss)
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+def test_records_go_on_where_the_state_was_saved(form: str, tmp_path: Path) -> None:
+    """In the same folder, with the loop's count; each step has one record, that of the run which went on."""
+    model, loads, losses = perceptron(), list[Callable[[hytrain.AdamW], None]](), dict[int, float]()
+
+    def go_on(opt: hytrain.AdamW, steps: range) -> None:
+        for step in steps:
+            losses[step] = train(model, opt, range(step, step + 1), square_loss)[0]
+            opt.log(step, loss=losses[step])
+
+    began_s = time.time()
+    with adamw(model, run_dir=tmp_path / "records", on_nonfinite="skip") as opt:
+        go_on(opt, range(4))
+        loads.append(keep(opt, form, tmp_path))
+        go_on(opt, range(4, 8))
+        opt.log(8, validation=0.5)  # of a step that never comes
+    with adamw(model, run_dir=tmp_path / "records", on_nonfinite="skip") as opt:
+        loads[0](opt)
+        assert opt.state_dict()["steps"] == 3
+        go_on(opt, range(4, 6))
+        assert opt.statistics().step == 5
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "records" / name).read_text().splitlines()]
+
+    assert [(record["step"], record["loss"]) for record in read("metrics.jsonl")] == list(losses.items())[:6]
+    times = [began_s, *(record["wall_time"] for record in read("metrics.jsonl")), time.time()]
+    assert times == sorted(times)
+    assert [record["step"] for record in read("metrics-replaced.jsonl")] == [4, 5, 6, 7]
+    assert read("metrics-replaced.jsonl")[-1]["validation"] == 0.5
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])

@@ -1,0 +1,79 @@
+"""metrics.jsonl: one line per step, in order. The coordinator process writes it.
+
+append ─▶ a new step: at the end
+      └─▶ a step again, after a resume or a rollback: it and the lines after it move to metrics-replaced.jsonl
+amend ──▶ numbers that come late: into the step's line
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+BLOCK_BYTES: Final = 1 << 16
+
+
+class MetricsFile:
+    """The records of one trainer's runs. Lines are unbuffered: what was written survives this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._replaced = path.with_name(f"{path.stem}-replaced{path.suffix}")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._end = os.fstat(self._file).st_size
+        self._last: float | None = None  # the last line's step; None: not read yet
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def append(self, line: str) -> None:
+        """Add a step's line. Lines of this step and of later ones give way to it."""
+        step = _step(line)
+        if self._last is None or step <= self._last:
+            start, lines = self._since(step)
+            if lines:
+                with self._replaced.open("ab") as replaced:
+                    replaced.writelines(whole for whole in lines if _step(whole) < math.inf)
+                os.ftruncate(self._file, start)
+                self._end = start
+        self._write(line.encode() + b"\n", self._end)
+        self._last = step
+
+    def amend(self, step: int, numbers: Mapping[str, float | None]) -> bool:
+        """Add numbers to a step's line, which keeps those that it has. Returns False if there is no such line."""
+        start, lines = self._since(step)
+        if not lines or _step(lines[0]) != step:
+            return False
+        lines[0] = json.dumps({**json.loads(lines[0]), **numbers, **json.loads(lines[0])}).encode() + b"\n"
+        self._write(b"".join(lines), start)
+        return True
+
+    def _write(self, data: bytes, start: int) -> None:
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, data[written:], start + written)
+        self._end = start + len(data)
+
+    def _since(self, step: float) -> tuple[int, list[bytes]]:
+        """Where the lines from `step` on begin, and these lines. A line that a crash has cut off is one of them."""
+        size = BLOCK_BYTES
+        while True:
+            start = max(self._end - size, 0)
+            lines = os.pread(self._file, self._end - start, start).splitlines(keepends=True)
+            if start:  # in the middle of a line
+                start += len(lines.pop(0))
+            earlier = next((n for n in range(len(lines), 0, -1) if _step(lines[n - 1]) < step), 0)
+            if earlier or size >= self._end:
+                return start + sum(map(len, lines[:earlier])), lines[earlier:]
+            size *= 4
+
+
+def _step(line: str | bytes) -> float:
+    """A line's step; infinity for a line that is not whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
