@@ -3,12 +3,15 @@
     state_dict()   torch's form: by parameter index, tensors as views of the planes
     save(folder)   one safetensors file per layer, so at most one layer is in memory twice, and index.json
 
-Both are complete, and their bytes do not depend on k.
+Both are complete, and their bytes do not depend on k. A folder has two slots. `save` fills the free one, and the rename
+of `SHA256SUMS` makes it the current one. So a process may be killed at any moment: the folder has the whole old state,
+or the whole new one. Other files in the folder are left alone.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hytrain import manifest
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import STATE_PLANES
@@ -29,6 +33,7 @@ from hytrain.tensors import flat, laid_out, shaped, version
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
+SLOTS: Final = ("state-a", "state-b")
 DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}  # the names that safetensors has for dtypes
 AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
@@ -38,6 +43,7 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
     "fused": True,
     "decoupled_weight_decay": True,
 }
+HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
 NOT_STATE: Final = {"params", *AS_TORCH}
 
 
@@ -106,7 +112,7 @@ def save(
     steps: int,
     loss_scale: LossScale | None = None,
 ) -> None:
-    """Write the state after `steps` steps into `folder`, which is created."""
+    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
     index = {
         "format": FORMAT,
         "steps": steps,
@@ -117,10 +123,23 @@ def save(
     }
     text = json.dumps(index, indent=1, default=float)  # numpy's numbers are not JSON's
     folder.mkdir(parents=True, exist_ok=True)
-    for layer in _layers(parameters):
-        save_file(dict(_named_planes(layer)), _file(folder, layer))
-    resting.save(folder / RESTING)
-    (folder / INDEX).write_text(text)
+    manifest.sync(folder.parent)
+    current, free = folder / SLOTS[0], folder / SLOTS[1]
+    if not _is_current(current):
+        current, free = free, current
+    shutil.rmtree(free, ignore_errors=True)
+    free.mkdir()
+
+    def written() -> Iterator[Path]:
+        for layer in _layers(parameters):
+            save_file(dict(_named_planes(layer)), _file(free, layer))
+            yield _file(free, layer)
+        yield from resting.save(free / RESTING)
+        (free / INDEX).write_text(text)
+        yield free / INDEX
+
+    manifest.seal(folder, written())
+    shutil.rmtree(current, ignore_errors=True)
 
 
 def load(
@@ -138,11 +157,11 @@ def load(
     Raises `ConfigError`, before anything is changed, if the state is missing, damaged or of another model.
     """
     try:
-        index = json.loads((folder / INDEX).read_text())
-    except (OSError, ValueError) as error:
+        files = {path.name: path for path in manifest.verify(folder)}
+    except ConfigError as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
-    if index.get("format") != FORMAT:
-        raise ConfigError(f"the optimizer state in {folder} is of another version of HyTrain")
+    index = _read_index(files.get(INDEX, folder / INDEX))
+    slot = files[INDEX].parent
     if others := set(index["step_of"]) ^ {known.name for known in parameters}:
         raise ConfigError(
             f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two and "
@@ -154,14 +173,14 @@ def load(
         raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
     layers = _layers(parameters)
     for layer in layers:
-        _check_file(_file(folder, layer), dict(_named_planes(layer)))
+        _check_file(_file(slot, layer), dict(_named_planes(layer)))
     try:
-        rested = load_file(folder / RESTING) if index["resting"] else {}
+        rested = load_file(slot / RESTING) if index["resting"] else {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
     when_checked()
     for layer in layers:
-        tensors = load_file(_file(folder, layer))
+        tensors = load_file(_file(slot, layer))
         for name, tensor in _named_planes(layer):
             tensor.copy_(tensors[name])
     resting.clear()
@@ -237,10 +256,12 @@ class Resting:
     def counts(self) -> dict[str, int]:
         return {name: rest.count for name, rest in self._of.items()}
 
-    def save(self, file: Path) -> None:
+    def save(self, file: Path) -> Iterator[Path]:
+        """Write `file`, if there is anything to write, and yield it."""
         planes = {f"{plane}.{name}": t for name, rest in self._of.items() for plane, t in rest.planes.items()}
         if planes:
             save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
+            yield file
 
     def clear(self) -> None:
         self._of.clear()
@@ -312,6 +333,27 @@ def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
         for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
             if tensor is not None:
                 yield f"{plane}.{segment.spec.name}", tensor
+
+
+def _is_current(slot: Path) -> bool:
+    sums = slot.with_name(manifest.SUMS)
+    return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """What `save` wrote into `INDEX`. Raises `ConfigError` if it is of another version or lacks a key."""
+    kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
+    try:
+        index = json.loads(path.read_text())
+        wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
+        wrong += [key for group in index["param_groups"] for key in HYPER if key not in group]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
+    if wrong:
+        raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
+    if index["format"] != FORMAT:
+        raise ConfigError(f"the optimizer state in {path.parent} is of another version of HyTrain")
+    return dict(index)
 
 
 def _check_file(path: Path, expected: dict[str, Tensor]) -> None:

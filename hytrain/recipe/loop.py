@@ -40,6 +40,7 @@ def train(
     end = recipe.train.stop_at or recipe.train.steps
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
+    checkpoint.begin(run_dir, resumed)
     with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start))
         validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
