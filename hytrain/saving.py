@@ -11,6 +11,7 @@ or the whole new one. Other files in the folder are left alone.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
     "decoupled_weight_decay": True,
 }
 HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
-NOT_STATE: Final = {"params", *AS_TORCH}
+NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
+#: What wrappers of modules add to names, and torch's distributed checkpoints remove.
+WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def _step(count: int) -> Tensor:
@@ -52,16 +55,31 @@ def _step(count: int) -> Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
-def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting) -> dict[str, Any]:
-    """The state in torch's form. A parameter that was never updated has no entry, as in torch."""
+def state_dict(
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    *,
+    loss_scale: LossScale | None = None,
+) -> dict[str, Any]:
+    """The state in torch's form, with an entry for every parameter that is trained: zeros before its first update.
+
+    The first group has the loss scale. All tensors are on one device, as torch's distributed checkpoints need. A
+    remainder is a copy: they read a checkpoint into these tensors before they load it, and loading its weights clears
+    the planes' remainders.
+    """
     index, packed = _numbered(groups)
-    state = {}
+    if loss_scale is not None:
+        packed[0]["loss_scale"] = loss_scale.state()
+    state: dict[int, dict[str, Tensor]] = {}
     for known in parameters:
-        if known.count:
-            entry: dict[str, Any] = {"step": _step(known.count)}
-            entry.update((plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None)
-            state[index[id(known.parameter)]] = entry
+        planes = {plane: tensor for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+        if "remainder" in planes:
+            planes["remainder"] = planes["remainder"].clone()
+        state[index[id(known.parameter)]] = {"step": _step(known.count), **planes}
     state.update((index[id(parameter)], entry) for parameter, entry in resting.entries())
+    if len({tensor.device for entry in state.values() for name, tensor in entry.items() if name != "step"}) > 1:
+        state = {number: {name: tensor.cpu() for name, tensor in entry.items()} for number, entry in state.items()}
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
@@ -70,37 +88,39 @@ def load_state_dict(
     groups: list[dict[str, Any]],
     parameters: list[TrainedParameter],
     resting: Resting,
-    names: dict[int, str],
+    named: list[tuple[str, nn.Parameter]],
     *,
+    loss_scale: LossScale | None = None,
     when_checked: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
 
-    `names` are the names of all the model's parameters by `id`. `when_checked` is called before the first change.
+    Its keys are numbers, or names as in torch's distributed checkpoints. `named` are all names of all the model's
+    parameters. `when_checked` is called before the first change.
     """
-    index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
-    if [group["params"] for group in theirs] != [group["params"] for group in packed]:
-        raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
+    entries = {key: loaded["state"].get(label, {}) for key, label in _labels(theirs, groups, named).items()}
+    names = {id(parameter): name for name, parameter in reversed(named)}
     given = [parameter for group in groups for parameter in group["params"]]
     for parameter in given:
-        _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
+        _check_entry(names.get(id(parameter), "a parameter"), parameter, entries[id(parameter)])
     for other in theirs:
         _check_algorithm(other)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(_hyper(other))
     for known in parameters:
-        entry = loaded["state"].get(index[id(known.parameter)], {})
+        entry = entries[id(known.parameter)]
         known.count = int(entry["step"]) if entry else 0
         for plane in STATE_PLANES:
-            scatter(known, plane, entry.get(plane))
+            scatter(known, plane, _tensor(entry, plane))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
     for parameter in given:
-        entry = loaded["state"].get(index[id(parameter)])
-        if entry is not None and id(parameter) not in trained:
+        if (entry := entries[id(parameter)]) and id(parameter) not in trained:
             resting.load(names[id(parameter)], parameter, entry)
+    if loss_scale is not None:
+        loss_scale.load(theirs[0].get("loss_scale"))
 
 
 def save(
@@ -245,7 +265,7 @@ class Resting:
             yield rest.parameter, {"step": _step(rest.count), **rest.planes}
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        planes = {plane: entry[plane].cpu() for plane in STATE_PLANES if entry.get(plane) is not None}
+        planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _tensor(entry, plane)) is not None}
         self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
@@ -291,15 +311,37 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
             part.copy_(value[segment.start : segment.start + segment.spec.numel])
 
 
+def _tensor(entry: dict[str, Any], plane: str) -> Tensor | None:
+    """None for what is not there. In a flattened state of torch's distributed checkpoints, that is `{}`."""
+    value = entry.get(plane)
+    return value if isinstance(value, Tensor) else None
+
+
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-    """Raise `ConfigError` for state of another shape, or of weights with another 16-bit dtype."""
+    """Raise `ConfigError` for state that is not AdamW's, of another shape, or of weights with another 16-bit dtype."""
+    if entry and ("step" not in entry or _tensor(entry, "exp_avg") is None or _tensor(entry, "exp_avg_sq") is None):
+        raise ConfigError(f"the loaded state of {name} is not AdamW's: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
-        if (tensor := entry.get(plane)) is None:
+        if (tensor := _tensor(entry, plane)) is None:
             continue
         if tensor.shape != parameter.shape:
             raise ConfigError(f"{plane} of {name} has shape {tuple(tensor.shape)}")
         if plane == "remainder" and REMAINDERS.get(parameter.dtype, tensor.dtype) != tensor.dtype:
             raise ConfigError(f"{plane} of {name} has dtype {tensor.dtype}: it is that of weights of another dtype")
+
+
+def _labels(
+    theirs: list[dict[str, Any]], groups: list[dict[str, Any]], named: list[tuple[str, nn.Parameter]]
+) -> dict[int, int | str]:
+    """What a loaded state calls each parameter, by `id`: a number or a name."""
+    index, packed = _numbered(groups)
+    labels = [group["params"] for group in theirs]
+    if labels == [group["params"] for group in packed]:
+        return dict(index)
+    ids = {WRAPPERS.sub("", name): id(parameter) for name, parameter in named}
+    if [{ids.get(label) for label in group} for group in labels] != [{*map(id, group["params"])} for group in groups]:
+        raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
+    return {ids[label]: label for group in labels for label in group}
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:
