@@ -60,10 +60,11 @@ def verify(folder: Path) -> list[Path]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """The files in `folder` and below, to be sealed. For a folder that is sealed by itself, its `SHA256SUMS`."""
+    """The files in `folder` and below, to be sealed. For a folder below that is sealed by itself, its `SHA256SUMS`."""
     for path in sorted(folder.iterdir()):
         if not path.is_dir():
-            yield path
+            if path.name != SUMS:
+                yield path
         elif (path / SUMS).is_file():
             yield path / SUMS
         else:

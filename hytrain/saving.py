@@ -62,17 +62,21 @@ def state_dict(
     *,
     loss_scale: LossScale | None = None,
 ) -> dict[str, Any]:
-    """The state in torch's form, with an entry for every parameter that is trained: zeros before its first update.
+    """The state in torch's form. A parameter that was never updated has no entry, as in torch.
 
-    The first group has the loss scale. All tensors are on one device, as torch's distributed checkpoints need. A
-    remainder is a copy: they read a checkpoint into these tensors before they load it, and loading its weights clears
-    the planes' remainders.
+    Before the first step, every trained parameter has one, of zeros, because torch's distributed checkpoints only read
+    what has an entry. The first group has the loss scale. All tensors are on one device, which these checkpoints need.
+    A remainder is a copy: they read a file into these tensors before they load them, and loading the file's weights
+    clears the remainders in the planes.
     """
     index, packed = _numbered(groups)
     if loss_scale is not None:
         packed[0]["loss_scale"] = loss_scale.state()
     state: dict[int, dict[str, Tensor]] = {}
+    is_new = not any(known.count for known in parameters)
     for known in parameters:
+        if not (known.count or is_new):
+            continue
         planes = {plane: tensor for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
         if "remainder" in planes:
             planes["remainder"] = planes["remainder"].clone()
