@@ -230,9 +230,9 @@ class AdamW(torch.optim.Optimizer):
 
         A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
         Moments are views of the planes, not copies. If the GPU owns some layers and the host others, those of the GPU
-        are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the moments: weights and remainder
-        together are the master. The `remainder` of float16 parameters is the master itself (float32). Remainders are
-        copies. The loss scale's state is in the first group, under a key that torch ignores.
+        are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the moments: weights and
+        remainder together are the master. The `remainder` of float16 parameters is the master itself (float32).
+        Remainders are copies. The loss scale's state is in the first group, under a key that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
