@@ -229,24 +229,25 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of `torch.optim.AdamW`, after waiting for all updates.
 
-        Tensors are views of the planes, not copies. bfloat16 parameters have a `remainder` (int16) next to the moments:
-        weights and remainder together are the master. The `remainder` of float16 parameters is the master itself
-        (float32). The loss scale's state and the step's number have keys that torch ignores.
+        A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
+        Moments are views of the planes, not copies. If the GPU owns some layers and the host others, those of the GPU
+        are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the moments: weights and
+        remainder together are the master. The `remainder` of float16 parameters is the master itself (float32).
+        Remainders are copies. The loss scale's state is in the first group, and the step's number beside the groups,
+        under keys that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.import_written()
         self._engine.expose_state()
-        state = saving.state_dict(*self._saved)
+        state = saving.state_dict(*self._saved, loss_scale=self._engine.loss_scale)
         state["steps"] = self._engine.steps
-        if (scaling := self._engine.loss_scale) is not None:
-            state["loss_scale"] = scaling.state()
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or from `torch.optim.AdamW`.
+        """Load what `state_dict` returned, here or from `torch.optim.AdamW`; parameters may have names for numbers.
 
         Raises:
             ConfigError: The state does not fit.
@@ -257,10 +258,13 @@ class AdamW(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         self._engine.before_load("opt.load_state_dict()")
         self._engine.expose_state()
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        saving.load_state_dict(state_dict, *self._saved, names, when_checked=self._import_for_loading)
-        if (scaling := self._engine.loss_scale) is not None:
-            scaling.load(state_dict.get("loss_scale"))
+        saving.load_state_dict(
+            state_dict,
+            *self._saved,
+            list(self._model.named_parameters(remove_duplicate=False)),
+            loss_scale=self._engine.loss_scale,
+            when_checked=self._import_for_loading,
+        )
         counts = (int(entry["step"]) for entry in state_dict["state"].values())
         self._session.restored(state_dict.get("steps", max(counts, default=0)))
         self._engine.state_was_loaded()
@@ -274,7 +278,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Always empty; see `state_dict`. Reading or writing an entry raises `UsageError`."""
+        """Always empty, but true; see `state_dict`. Reading or writing an entry raises `UsageError`."""
         return self._no_state
 
     @state.setter
@@ -317,7 +321,12 @@ class AdamW(torch.optim.Optimizer):
         self._engine.import_weights()
 
     def save(self, folder: str | Path) -> None:
-        """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders."""
+        """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders.
+
+        A state that `folder` has is replaced in one rename: if the process is killed, the folder has the old state or
+        the new one. `sha256sum -c SHA256SUMS` in the folder checks it, and so does `load`. The folder's other files
+        stay.
+        """
         engine = self._engine
         engine.import_written()
         engine.expose_state()
@@ -327,7 +336,7 @@ class AdamW(torch.optim.Optimizer):
         """Read what `save` wrote. Load the model's weights yourself, before or after.
 
         Raises:
-            ConfigError: The folder is incomplete, or is another model's. Nothing has changed.
+            ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.
             UsageError: Called between backward and `step()`.
         """
         self._engine.before_load("opt.load()")

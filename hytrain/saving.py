@@ -3,12 +3,16 @@
     state_dict()   torch's form: by parameter index, tensors as views of the planes
     save(folder)   one safetensors file per layer, so at most one layer is in memory twice, and index.json
 
-Both are complete, and their bytes do not depend on k.
+Both are complete, and their bytes do not depend on k. A folder has two slots. `save` fills the free one, and the rename
+of `SHA256SUMS` makes it the current one. So a process may be killed at any moment: the folder has the whole old state,
+or the whole new one. Other files in the folder are left alone.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hytrain import manifest
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import STATE_PLANES
@@ -29,6 +34,7 @@ from hytrain.tensors import flat, laid_out, shaped, version
 INDEX: Final = "index.json"
 RESTING: Final = "resting.safetensors"
 FORMAT: Final = 2
+SLOTS: Final = ("state-a", "state-b")
 DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}  # the names that safetensors has for dtypes
 AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
@@ -38,7 +44,10 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
     "fused": True,
     "decoupled_weight_decay": True,
 }
-NOT_STATE: Final = {"params", *AS_TORCH}
+HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
+NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
+#: What wrappers of modules add to names, and torch's distributed checkpoints remove.
+WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def _step(count: int) -> Tensor:
@@ -46,16 +55,35 @@ def _step(count: int) -> Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
-def state_dict(groups: list[dict[str, Any]], parameters: list[TrainedParameter], resting: Resting) -> dict[str, Any]:
-    """The state in torch's form. A parameter that was never updated has no entry, as in torch."""
+def state_dict(
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    *,
+    loss_scale: LossScale | None = None,
+) -> dict[str, Any]:
+    """The state in torch's form. A parameter that was never updated has no entry, as in torch.
+
+    Before the first step, every trained parameter has one, of zeros, because torch's distributed checkpoints only read
+    what has an entry. The first group has the loss scale. All tensors are on one device, which these checkpoints need.
+    A remainder is a copy: they read a file into these tensors before they load them, and loading the file's weights
+    clears the remainders in the planes.
+    """
     index, packed = _numbered(groups)
-    state = {}
+    if loss_scale is not None:
+        packed[0]["loss_scale"] = loss_scale.state()
+    state: dict[int, dict[str, Tensor]] = {}
+    is_new = not any(known.count for known in parameters)
     for known in parameters:
-        if known.count:
-            entry: dict[str, Any] = {"step": _step(known.count)}
-            entry.update((plane, tensor) for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None)
-            state[index[id(known.parameter)]] = entry
+        if not (known.count or is_new):
+            continue
+        planes = {plane: tensor for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+        if "remainder" in planes:
+            planes["remainder"] = planes["remainder"].clone()
+        state[index[id(known.parameter)]] = {"step": _step(known.count), **planes}
     state.update((index[id(parameter)], entry) for parameter, entry in resting.entries())
+    if len({tensor.device for entry in state.values() for name, tensor in entry.items() if name != "step"}) > 1:
+        state = {number: {name: tensor.cpu() for name, tensor in entry.items()} for number, entry in state.items()}
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
@@ -64,37 +92,39 @@ def load_state_dict(
     groups: list[dict[str, Any]],
     parameters: list[TrainedParameter],
     resting: Resting,
-    names: dict[int, str],
+    named: list[tuple[str, nn.Parameter]],
     *,
+    loss_scale: LossScale | None = None,
     when_checked: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
 
-    `names` are the names of all the model's parameters by `id`. `when_checked` is called before the first change.
+    Its keys are numbers, or names as in torch's distributed checkpoints. `named` are all names of all the model's
+    parameters. `when_checked` is called before the first change.
     """
-    index, packed = _numbered(groups)
     theirs = loaded["param_groups"]
-    if [group["params"] for group in theirs] != [group["params"] for group in packed]:
-        raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
+    entries = {key: loaded["state"].get(label, {}) for key, label in _labels(theirs, groups, named).items()}
+    names = {id(parameter): name for name, parameter in reversed(named)}
     given = [parameter for group in groups for parameter in group["params"]]
     for parameter in given:
-        _check_entry(names.get(id(parameter), "a parameter"), parameter, loaded["state"].get(index[id(parameter)], {}))
+        _check_entry(names.get(id(parameter), "a parameter"), parameter, entries[id(parameter)])
     for other in theirs:
         _check_algorithm(other)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(_hyper(other))
     for known in parameters:
-        entry = loaded["state"].get(index[id(known.parameter)], {})
+        entry = entries[id(known.parameter)]
         known.count = int(entry["step"]) if entry else 0
         for plane in STATE_PLANES:
-            scatter(known, plane, entry.get(plane))
+            scatter(known, plane, _tensor(entry, plane))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
     for parameter in given:
-        entry = loaded["state"].get(index[id(parameter)])
-        if entry is not None and id(parameter) not in trained:
+        if (entry := entries[id(parameter)]) and id(parameter) not in trained:
             resting.load(names[id(parameter)], parameter, entry)
+    if loss_scale is not None:
+        loss_scale.load(theirs[0].get("loss_scale"))
 
 
 def save(
@@ -106,7 +136,7 @@ def save(
     steps: int,
     loss_scale: LossScale | None = None,
 ) -> None:
-    """Write the state after `steps` steps into `folder`, which is created."""
+    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
     index = {
         "format": FORMAT,
         "steps": steps,
@@ -117,10 +147,23 @@ def save(
     }
     text = json.dumps(index, indent=1, default=float)  # numpy's numbers are not JSON's
     folder.mkdir(parents=True, exist_ok=True)
-    for layer in _layers(parameters):
-        save_file(dict(_named_planes(layer)), _file(folder, layer))
-    resting.save(folder / RESTING)
-    (folder / INDEX).write_text(text)
+    manifest.sync(folder.parent)
+    current, free = folder / SLOTS[0], folder / SLOTS[1]
+    if not _is_current(current):
+        current, free = free, current
+    shutil.rmtree(free, ignore_errors=True)
+    free.mkdir()
+
+    def written() -> Iterator[Path]:
+        for layer in _layers(parameters):
+            save_file(dict(_named_planes(layer)), _file(free, layer))
+            yield _file(free, layer)
+        yield from resting.save(free / RESTING)
+        (free / INDEX).write_text(text)
+        yield free / INDEX
+
+    manifest.seal(folder, written())
+    shutil.rmtree(current, ignore_errors=True)
 
 
 def load(
@@ -138,11 +181,11 @@ def load(
     Raises `ConfigError`, before anything is changed, if the state is missing, damaged or of another model.
     """
     try:
-        index = json.loads((folder / INDEX).read_text())
-    except (OSError, ValueError) as error:
+        files = {path.name: path for path in manifest.verify(folder)}
+    except ConfigError as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
-    if index.get("format") != FORMAT:
-        raise ConfigError(f"the optimizer state in {folder} is of another version of HyTrain")
+    index = _read_index(files.get(INDEX, folder / INDEX))
+    slot = files[INDEX].parent
     if others := set(index["step_of"]) ^ {known.name for known in parameters}:
         raise ConfigError(
             f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two and "
@@ -154,14 +197,14 @@ def load(
         raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
     layers = _layers(parameters)
     for layer in layers:
-        _check_file(_file(folder, layer), dict(_named_planes(layer)))
+        _check_file(_file(slot, layer), dict(_named_planes(layer)))
     try:
-        rested = load_file(folder / RESTING) if index["resting"] else {}
+        rested = load_file(slot / RESTING) if index["resting"] else {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
     when_checked()
     for layer in layers:
-        tensors = load_file(_file(folder, layer))
+        tensors = load_file(_file(slot, layer))
         for name, tensor in _named_planes(layer):
             tensor.copy_(tensors[name])
     resting.clear()
@@ -226,7 +269,7 @@ class Resting:
             yield rest.parameter, {"step": _step(rest.count), **rest.planes}
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        planes = {plane: entry[plane].cpu() for plane in STATE_PLANES if entry.get(plane) is not None}
+        planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _tensor(entry, plane)) is not None}
         self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
@@ -237,10 +280,12 @@ class Resting:
     def counts(self) -> dict[str, int]:
         return {name: rest.count for name, rest in self._of.items()}
 
-    def save(self, file: Path) -> None:
+    def save(self, file: Path) -> Iterator[Path]:
+        """Write `file`, if there is anything to write, and yield it."""
         planes = {f"{plane}.{name}": t for name, rest in self._of.items() for plane, t in rest.planes.items()}
         if planes:
             save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
+            yield file
 
     def clear(self) -> None:
         self._of.clear()
@@ -270,15 +315,37 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
             part.copy_(value[segment.start : segment.start + segment.spec.numel])
 
 
+def _tensor(entry: dict[str, Any], plane: str) -> Tensor | None:
+    """None for what is not there. In a flattened state of torch's distributed checkpoints, that is `{}`."""
+    value = entry.get(plane)
+    return value if isinstance(value, Tensor) else None
+
+
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-    """Raise `ConfigError` for state of another shape, or of weights with another 16-bit dtype."""
+    """Raise `ConfigError` for state that is not AdamW's, of another shape, or of weights with another 16-bit dtype."""
+    if entry and ("step" not in entry or _tensor(entry, "exp_avg") is None or _tensor(entry, "exp_avg_sq") is None):
+        raise ConfigError(f"the loaded state of {name} is not AdamW's: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
-        if (tensor := entry.get(plane)) is None:
+        if (tensor := _tensor(entry, plane)) is None:
             continue
         if tensor.shape != parameter.shape:
             raise ConfigError(f"{plane} of {name} has shape {tuple(tensor.shape)}")
         if plane == "remainder" and REMAINDERS.get(parameter.dtype, tensor.dtype) != tensor.dtype:
             raise ConfigError(f"{plane} of {name} has dtype {tensor.dtype}: it is that of weights of another dtype")
+
+
+def _labels(
+    theirs: list[dict[str, Any]], groups: list[dict[str, Any]], named: list[tuple[str, nn.Parameter]]
+) -> dict[int, int | str]:
+    """What a loaded state calls each parameter, by `id`: a number or a name."""
+    index, packed = _numbered(groups)
+    labels = [group["params"] for group in theirs]
+    if labels == [group["params"] for group in packed]:
+        return dict(index)
+    ids = {WRAPPERS.sub("", name): id(parameter) for name, parameter in named}
+    if [{ids.get(label) for label in group} for group in labels] != [{*map(id, group["params"])} for group in groups]:
+        raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
+    return {ids[label]: label for group in labels for label in group}
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:
@@ -312,6 +379,27 @@ def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
         for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
             if tensor is not None:
                 yield f"{plane}.{segment.spec.name}", tensor
+
+
+def _is_current(slot: Path) -> bool:
+    sums = slot.with_name(manifest.SUMS)
+    return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """What `save` wrote into `INDEX`. Raises `ConfigError` if it is of another version or lacks a key."""
+    kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
+    try:
+        index = json.loads(path.read_text())
+        wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
+        wrong += [key for group in index["param_groups"] for key in HYPER if key not in group]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
+    if wrong:
+        raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
+    if index["format"] != FORMAT:
+        raise ConfigError(f"the optimizer state in {path.parent} is of another version of HyTrain")
+    return dict(index)
 
 
 def _check_file(path: Path, expected: dict[str, Tensor]) -> None:

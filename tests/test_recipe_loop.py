@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hytrain import manifest
 from hytrain.errors import ConfigError, MissingPackage
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.config import Recipe
@@ -181,7 +183,7 @@ def test_resumed_run_is_the_uninterrupted_run(runs: Runs, tokenizer: str) -> Non
 def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
     summary = runs.train("run", "train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}")
     folders = runs.folder / "run" / "checkpoints"
-    assert sorted(path.name for path in folders.iterdir()) == ["step-12", "step-4", "step-8"]
+    assert sorted(path.name for path in folders.glob("step-*")) == ["step-12", "step-4", "step-8"]
     assert checkpoint.latest(runs.folder / "run") == summary.checkpoint == folders / "step-12"
     words = AutoTokenizer.from_pretrained(folders / "step-12")
     assert words.decode(words("the people")["input_ids"]) == "the people"
@@ -213,6 +215,66 @@ def test_interrupted_checkpoint_does_not_count(runs: Runs, monkeypatch: pytest.M
     assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
     runs.train("run", "train.resume=latest", "train.stop_at=8")
     assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
+
+
+def test_latest_follows_the_run_s_own_history(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_off(self: StandIn, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    runs.train("run", "train.checkpoint_every=4")
+    folders = runs.folder / "run" / "checkpoints"
+    back = f"train.resume={folders}/step-4"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StandIn, "save", break_off)
+        runs.train("run", back)
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
+    assert [line for line in caplog.messages if "abandons step-8, step-12:" in line]
+    runs.train("run", "train.resume=latest", "train.stop_at=6")
+    runs.train("run", "train.resume=latest", "train.stop_at=7")
+    assert [step for step, _ in runs.optimizers[-1].records] == [7]
+    assert {path.name for path in folders.glob("*step*")} == {f"step-{step}" for step in (4, 6, 7, 8, 12)}
+
+
+def test_the_newest_checkpoints_are_kept(runs: Runs) -> None:
+    folders = runs.folder / "run" / "checkpoints"
+
+    def kept() -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in folders.glob("step-*"))
+
+    runs.train("run", "train.checkpoint_every=2", "train.keep_last=3")
+    assert kept() == [8, 10, 12]
+    runs.train("run", f"train.resume={folders}/step-8", "train.keep_last=1", "train.stop_at=9")
+    assert kept() == [9, 10, 12], "what it started from is not needed any more, what it abandoned is not its own"
+    runs.train("other", f"train.resume={folders}/step-9", "train.keep_last=1")
+    assert kept() == [9, 10, 12], "another run's folder"
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_starts(runs: Runs) -> None:
+    runs.train("run", "train.checkpoint_every=4")
+    folders, resume = runs.folder / "run" / "checkpoints", ("train.resume=latest", "train.steps=16")
+    step, whole = folders / "step-12", runs.folder / "whole"
+    shutil.copytree(step, whole)
+    for name in ("model.safetensors", "config.json", "trainer_state.json", "optimizer/state.pt", manifest.SUMS):
+        for damage in (flip_a_bit, lambda file: shutil.copy(folders / "step-8" / name, file)):  # noqa: B023
+            damage(step / name)
+            if (step / name).read_bytes() != (whole / name).read_bytes():
+                with pytest.raises(ConfigError, match=str(step)) as refused:
+                    runs.train("run", *resume)
+                assert name == manifest.SUMS or name in str(refused.value)
+            shutil.copy(whole / name, step / name)
+    (step / "trainer_state.json").write_text("{}")
+    manifest.seal(step, manifest.files_in(step))
+    with pytest.raises(ConfigError, match="trainer_state"):
+        runs.train("run", *resume)
+    assert len(runs.optimizers) == 1
 
 
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:

@@ -8,11 +8,13 @@ silently on a gradient that is gone: `clip_grad_norm_`, a second backward, anoth
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, Final, Self
 
 import torch
 
 from hytrain.errors import UsageError
+from hytrain.kernels.split import REMAINDERS
 
 _aten = torch.ops.aten
 
@@ -76,10 +78,30 @@ NO_STATE: Final = (
 )
 
 
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise UsageError(NO_STATE)
+
+
+class NoEntry:
+    """The value of `opt.state[parameter]`: names only, which torch's distributed checkpoints read."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._names = ("step", "exp_avg", "exp_avg_sq", *(["remainder"] if parameter.dtype in REMAINDERS else []))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    __getitem__ = __setitem__ = __delitem__ = __getattr__ = _refuse
+
+
 class NoState(defaultdict[torch.Tensor, Any]):
-    """The value of `opt.state`: empty. Reading or writing an entry raises."""
+    """The value of `opt.state`: empty. Writing an entry raises, and so does reading it."""
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(NO_STATE)
+    def __bool__(self) -> bool:
+        """True: else `torch.distributed.checkpoint` would call `step()` with gradients of zero, to create the state."""
+        return True
 
-    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse
+    def __missing__(self, parameter: torch.Tensor) -> NoEntry:
+        return NoEntry(parameter)
+
+    __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse

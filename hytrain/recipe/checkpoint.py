@@ -4,16 +4,19 @@
         config.json  model.safetensors  tokenizer.json …    for from_pretrained
         optimizer/                                          the optimizer's full state
         trainer_state.json                                  step, random generators, recipe
+        SHA256SUMS                                          the checksums of all of these
+    run/checkpoints/history                                 the folders that this run went through, the newest last
 
 A folder is written under a temporary name, synced to disk and renamed, so a folder with its final name is complete.
-The loop calls `save`; at the start of a resumed run it calls `find` and `restore`.
+`latest` is the last of the history. A run that resumes from an earlier checkpoint drops the later ones from it.
+The loop calls `begin` and `save`; at the start of a resumed run it calls `find` and `restore`.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
+import logging
 import random
 import re
 import shutil
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hytrain import manifest
 from hytrain.errors import ConfigError
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import TrainingOptimizer
@@ -30,15 +34,26 @@ from hytrain.recipe.tokenizer import TextTokenizer
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FOLDER = "optimizer"
+HISTORY = "history"
+STEP = re.compile(r"step-(\d+)")
+#: The keys of `STATE_FILE`, in which the model's part of the recipe has `COMPARED`.
+KEYS = ("step", "random", "recipe")
+COMPARED = ("config", "dtype")
+
+_log = logging.getLogger(__name__)
 
 
 def save(
     run_dir: Path, step: int, model: Any, tokenizer: TextTokenizer | None, opt: TrainingOptimizer, recipe: Recipe
 ) -> Path:
-    """Writes the checkpoint after `step` finished steps and returns its folder."""
+    """Writes the checkpoint after `step` finished steps, makes it the latest and returns its folder.
+
+    With `train.keep_last`, the oldest of this run's history are removed.
+    """
     final = _folder(run_dir) / f"step-{step}"
+    for left in _folder(run_dir).glob(".step-*"):  # by a process that was killed
+        shutil.rmtree(left)
     partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     opt.synchronize()
     model.save_pretrained(partial)
@@ -47,20 +62,41 @@ def save(
     opt.save(partial / OPTIMIZER_FOLDER)
     state = {"step": step, "random": _random_state(), "recipe": recipe.model_dump(mode="json")}
     (partial / STATE_FILE).write_text(json.dumps(state))
-    for path in (*partial.rglob("*"), partial):
-        _sync(path)
-    _replace(partial, final)
+    manifest.seal(partial, manifest.files_in(partial))
+    history = [folder for folder in _history(run_dir) if folder != final]
+    if final.exists():  # abandoned, so nobody's latest
+        shutil.rmtree(final)
+    partial.rename(final)
+    manifest.sync(final.parent)
+    _note(run_dir, [*history, final])
+    own = [folder for folder in [*history, final] if folder.parent == final.parent]
+    for folder in own[: -(recipe.train.keep_last or len(own))]:
+        shutil.rmtree(folder, ignore_errors=True)
     return final
 
 
+def begin(run_dir: Path, resumed: Path | None) -> None:
+    """Lets the history end with the checkpoint that the run starts from, and logs which others that abandons."""
+    before = _history(run_dir)
+    if resumed is None:
+        history = []
+    else:
+        resumed = resumed.resolve()
+        history = before[: before.index(resumed) + 1] if resumed in before else [resumed]
+    if abandoned := [folder.name for folder in before if folder not in history]:
+        _log.warning(
+            "this run starts from %s and abandons %s: train.resume=latest does not find them any more, and the steps "
+            "that are saved again replace them",
+            "nothing" if resumed is None else resumed.name,
+            ", ".join(abandoned),
+        )
+    if history != before:
+        _note(run_dir, history)
+
+
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint with the most steps in a run's folder, or None."""
-    steps = {
-        int(match[1]): path
-        for path in _folder(run_dir).glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", path.name)) and (path / STATE_FILE).is_file()
-    }
-    return steps[max(steps)] if steps else None
+    """The newest checkpoint in the history of a run's folder, or None."""
+    return next((folder for folder in reversed(_history(run_dir)) if (folder / STATE_FILE).is_file()), None)
 
 
 def find(run_dir: Path, recipe: Recipe) -> Path | None:
@@ -73,8 +109,9 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
         raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
     if not (folder / STATE_FILE).is_file():
         raise ConfigError(f"{folder} is not a checkpoint, because it has no {STATE_FILE}; correct train.resume.")
+    manifest.verify(folder)
     saved, wanted = _read(folder)["recipe"], recipe.model_dump(mode="json")
-    for key in ("config", "dtype"):
+    for key in COMPARED:
         if saved["model"][key] != wanted["model"][key]:
             raise ConfigError(f"The checkpoint {folder} was made with another model.{key}; resume with the same.")
     if saved.get("lora") != wanted["lora"]:
@@ -91,15 +128,39 @@ def restore(folder: Path, opt: TrainingOptimizer) -> int:
 
 
 def _folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+    return run_dir.resolve() / "checkpoints"
+
+
+def _history(run_dir: Path) -> list[Path]:
+    """The folders of this run's history that exist, the newest last; without a record, all by their steps."""
+    own = _folder(run_dir)
+    try:
+        folders = [own / line for line in (own / HISTORY).read_text().splitlines()]
+    except FileNotFoundError:
+        steps = {int(match[1]): path for path in own.glob("step-*") if (match := STEP.fullmatch(path.name))}
+        folders = [steps[step] for step in sorted(steps)]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _note(run_dir: Path, history: list[Path]) -> None:
+    own = _folder(run_dir)
+    own.mkdir(parents=True, exist_ok=True)
+    lines = [folder.name if folder.parent == own else str(folder) for folder in history]
+    manifest.replace(own / HISTORY, "".join(f"{line}\n" for line in lines))
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    file = folder / STATE_FILE
     try:
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The checkpoint {folder} is damaged: {STATE_FILE}: {error}; resume from another.") from None
-    return state
+        state = json.loads(file.read_text())
+        model = [state[key] for key in KEYS][-1]["model"]
+        for key in COMPARED:
+            model[key]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"The checkpoint {folder} is damaged: {STATE_FILE}: {error!r}; resume from another."
+        ) from None
+    return dict(state)
 
 
 def _random_state() -> dict[str, Any]:
@@ -124,21 +185,3 @@ def _encoded(state: Tensor) -> str:
 
 def _decoded(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _replace(partial: Path, final: Path) -> None:
-    """Renames the folder to its final name. A folder of the same step, from before a resume, is removed."""
-    aside = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(aside)
-    partial.rename(final)
-    _sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -156,6 +156,7 @@ class Train(Section):
     eval_every: Positive | None = None  # the end of the run is always evaluated
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved
+    keep_last: Positive | None = None  # keep only this many of the run's checkpoints
     stop_at: Positive | None = None  # end early, with the learning rates of the whole run
     resume: Path | None = None  # "latest" for this run's newest checkpoint, or a checkpoint's folder
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -43,6 +43,7 @@ def train(
     end = recipe.train.stop_at or recipe.train.steps
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
+    checkpoint.begin(run_dir, resumed)
     bar = sys.stderr.isatty() if terminal is None else terminal
     with Progress(start, end, bar) as progress, trackers(recipe, run_dir, start) as writes:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 # The defaults of torch.amp.GradScaler.
 INITIAL: Final = 2.0**16
@@ -63,6 +66,8 @@ class LossScale:
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Load a saved state. A fixed scale does not change; without a saved state, nor does a dynamic one."""
-        if self._is_dynamic and state is not None:
+        if self._is_dynamic and state is None:
+            _log.warning("the loaded state has no loss scale, so it stays at %g", float(self.value))
+        elif self._is_dynamic and state is not None:
             self.value = torch.full_like(self.value, state["scale"])
             self._good_steps = torch.full_like(self._good_steps, state["good_steps"])

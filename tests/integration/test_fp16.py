@@ -208,7 +208,9 @@ def test_a_fixed_scale_stays_and_such_steps_are_skipped(on_nonfinite: str | None
     with adamw(model, loss_scale=256.0, on_nonfinite=on_nonfinite, k=0.5) as opt:
         train_scaled(model, opt, [0])
         before = state(opt) | weights(model)
-        opt.load_state_dict({**opt.state_dict(), "loss_scale": {"scale": 2.0**16, "good_steps": 3}})
+        other = opt.state_dict()
+        other["param_groups"][0]["loss_scale"] = {"scale": 2.0**16, "good_steps": 3}
+        opt.load_state_dict(other)
         assert train_scaled(model, opt, [1]) == [256.0]
         if on_nonfinite is not None:
             with pytest.raises(NonFiniteGradients, match="step 1"):
@@ -260,7 +262,7 @@ def test_torchs_adamw_takes_the_state_and_gives_it() -> None:
     with adamw(first, loss_scale="dynamic", k=0.5) as opt:
         train_scaled(first, opt, range(3))
         saved = opt.state_dict()
-        assert saved["loss_scale"] == {"scale": 2.0**16, "good_steps": 3}
+        assert saved["param_groups"][0]["loss_scale"] == {"scale": 2.0**16, "good_steps": 3}
         reference = torch.optim.AdamW(second.parameters(), lr=LR, fused=True)
         reference.load_state_dict({**saved, "param_groups": reference.state_dict()["param_groups"]})
     second.load_state_dict(first.state_dict())

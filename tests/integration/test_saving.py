@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import os
 import pickle
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,14 +16,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
 from programs import train_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim.lr_scheduler import LambdaLR
 
 import hytrain
+from hytrain import manifest, saving
 from hytrain.errors import ConfigError, UsageError
 
 
@@ -208,25 +219,114 @@ def test_a_state_that_is_saved_right_after_weights_were_loaded(form: str, tmp_pa
         assert differing(state(opt) | weights(model), expected) == []
 
 
-@pytest.mark.parametrize("damage", ["no file", "half a file", "another shape"])
-def test_a_folder_that_is_not_whole_changes_nothing(damage: str, tmp_path: Path) -> None:
-    model = perceptron(dtype=torch.bfloat16)
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def cut_in_half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def seal_again(folder: Path) -> None:
+    """As if the files were saved like that."""
+    manifest.seal(folder, sorted(folder.glob("state-?/*")))
+
+
+def make_smaller(file: Path) -> None:
+    save_file({name: tensor[:-1].clone() for name, tensor in load_file(file).items()}, file)
+    seal_again(file.parent.parent)
+
+
+def drop_a_key(file: Path) -> None:
+    index = json.loads(file.read_text())
+    del index["step_of"]
+    file.write_text(json.dumps(index))
+    seal_again(file.parent.parent)
+
+
+def take_that_of_another_step(file: Path) -> None:
+    file.write_bytes((file.parents[2] / "later" / "state-a" / file.name).read_bytes())
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
+    ("state-a/layer-00002.safetensors", Path.unlink),
+    ("state-a/layer-00002.safetensors", cut_in_half),
+    ("state-a/layer-00002.safetensors", make_smaller),
+    ("state-a/layer-00002.safetensors", flip_a_bit),
+    ("state-a/layer-00002.safetensors", take_that_of_another_step),
+    ("state-a/index.json", flip_a_bit),
+    ("state-a/index.json", drop_a_key),
+    ("SHA256SUMS", Path.unlink),
+    ("SHA256SUMS", cut_in_half),
+]
+
+
+def test_a_damaged_folder_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    model, folder = perceptron(dtype=torch.bfloat16), tmp_path / "saved"
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(2), square_loss)
-        opt.save(tmp_path)
+        opt.save(folder)
+        (folder / "model.pt").touch()  # of the user: it neither is checked nor goes away
+        shutil.copytree(folder, tmp_path / "whole")
         train(model, opt, range(2, 4), square_loss)
-        *_, last = sorted(tmp_path.glob("layer-*.safetensors"))
-        if damage == "no file":
-            last.unlink()
-        elif damage == "half a file":
-            last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-        else:
-            save_file({name: tensor[:-1].clone() for name, tensor in load_file(last).items()}, last)
+        opt.save(tmp_path / "later")
         before = state(opt)
-        with pytest.raises(ConfigError, match=last.name):
-            opt.load(tmp_path)
-        assert differing(state(opt), before) == []
+        for name, damage in DAMAGES:
+            shutil.rmtree(folder)
+            shutil.copytree(tmp_path / "whole", folder)
+            damage(folder / name)
+            with pytest.raises(ConfigError, match=rf"no optimizer state|{Path(name).name}") as refused:
+                opt.load(folder)
+            assert Path(name).name in str(refused.value), (name, damage)
+            assert differing(state(opt), before) == []
         train(model, opt, range(4, 6), square_loss)
+
+
+class Killed(BaseException):
+    """Nothing of the program runs after it, as no one catches it."""
+
+
+def killed_after(patch: pytest.MonkeyPatch, calls: int) -> None:
+    """Let the program end after so many calls that change files."""
+    left = itertools.count(calls, -1)
+
+    def ending(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*arguments: Any, **options: Any) -> Any:
+            if next(left) <= 0:
+                raise Killed
+            return call(*arguments, **options)
+
+        return instead
+
+    for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
+        patch.setattr(os, name, ending(getattr(os, name)))
+    patch.setattr(saving, "save_file", ending(saving.save_file))
+
+
+def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = perceptron(), tmp_path / "state"
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(folder)
+        old = state(opt)
+        train(model, opt, range(2, 4), square_loss)
+        opt.save(tmp_path / "new")
+        new, found, ended = state(opt), list[str](), False
+        while not ended:
+            with monkeypatch.context() as patch:
+                killed_after(patch, len(found))
+                try:
+                    opt.save(folder)
+                    ended = True
+                except Killed:
+                    pass
+            opt.load(folder)
+            found.append("old" if differing(state(opt), old) == [] else "new")
+            assert found[-1] == "old" or differing(state(opt), new) == []
+            opt.load(tmp_path / "new")
+    assert found.index("new") > 10 and set(found[found.index("new") :]) == {"new"} and len(list(folder.iterdir())) == 2
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
@@ -241,6 +341,84 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         train(model, adam, range(2), square_loss)
         opt.load_state_dict(adam.state_dict())  # without decay the two are one
         assert differing(state(opt), state(adam)) == []
+
+
+Options = dict[str, bool]
+
+
+def dcp_save(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, options: Options) -> None:
+    weights, moments = get_state_dict(model, opt, options=StateDictOptions(**options))
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def dcp_load(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, options: Options) -> None:
+    of = StateDictOptions(**options)
+    weights, moments = get_state_dict(model, opt, options=of)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=moments, options=of)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"flatten_optimizer_state_dict": True}),
+        (torch.bfloat16, {"full_state_dict": True}),
+        (torch.bfloat16, {"full_state_dict": True, "cpu_offload": True}),
+        (torch.float16, {}),
+    ],
+    ids=str,
+)
+def test_a_distributed_checkpoint_goes_on_exactly(dtype: torch.dtype, options: Options, tmp_path: Path) -> None:
+    first, second = perceptron(dtype=dtype), perceptron(dtype=dtype)
+    with adamw(first, k=0.5) as opt:
+        train(first, opt, range(4), square_loss)
+        before = state(opt) | weights(first)
+        dcp_save(first, opt, tmp_path, options)
+        assert differing(state(opt) | weights(first), before) == []
+        train(first, opt, range(4, 8), square_loss)
+        expected = state(opt) | weights(first)
+    with adamw(second, k=0.0, lr=0.5) as opt:
+        dcp_load(second, opt, tmp_path, options)
+        train(second, opt, range(4, 8), square_loss)
+        assert differing(state(opt) | weights(second), expected) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoints_go_from_torch_to_hytrain_and_back(tmp_path: Path) -> None:
+    whole, first, second, third = perceptron(), perceptron(), perceptron(), perceptron()
+    train(whole, torch.optim.AdamW(whole.parameters(), lr=LR, fused=True), range(9), square_loss)
+    theirs = torch.optim.AdamW(first.parameters(), lr=LR, fused=True)
+    train(first, theirs, range(3), square_loss)
+    dcp_save(first, theirs, tmp_path / "torch", {})
+    with adamw(second, k=0.5) as opt:
+        dcp_load(second, opt, tmp_path / "torch", {})
+        train(second, opt, range(3, 6), square_loss)
+        dcp_save(second, opt, tmp_path / "hytrain", {})
+    theirs = torch.optim.AdamW(third.parameters(), lr=0.5)
+    dcp_load(third, theirs, tmp_path / "hytrain", {})
+    train(third, theirs, range(6, 9), square_loss)
+    assert differing(weights(third), weights(whole)) == []
+
+
+def test_a_state_by_names_is_loaded_by_names_in_any_order() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), square_loss)
+        named, expected = get_optimizer_state_dict(model, opt), state(opt)
+        named = {"state": copy.deepcopy(named["state"]), "param_groups": copy.deepcopy(named["param_groups"])}
+        train(model, opt, range(3, 5), square_loss)
+        [group] = named["param_groups"]
+        group["params"].reverse()
+        opt.load_state_dict(named)
+        assert differing(state(opt), expected) == []
+        group["params"][0] = "another"
+        with pytest.raises(ConfigError, match="parameter groups"):
+            opt.load_state_dict(named)
+        momentum = torch.optim.SGD(model.parameters(), momentum=0.9).state_dict()
+        momentum["state"] = {0: {"momentum_buffer": torch.zeros(())}}
+        with pytest.raises(ConfigError, match="not AdamW's: it has momentum_buffer"):
+            opt.load_state_dict(momentum)
 
 
 def test_hooks_on_state_dicts_are_called_as_torch_does() -> None:
