@@ -92,9 +92,12 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """`bytes` has one token per byte, `bpe` is trained on the training text, `path` is a local folder."""
+    """`bytes` has one token per byte, `bpe` is trained on the training text, `path` is a local folder.
 
-    kind: Literal["bytes", "bpe", "path"] = "bytes"
+    `auto` is the tokenizer in the folder `model.path`, and `bytes` for a new model.
+    """
+
+    kind: Literal["auto", "bytes", "bpe", "path"] = "auto"
     vocab_size: Annotated[int, Field(ge=256)] = 4096  # of `bpe`
     path: Path | None = None
 

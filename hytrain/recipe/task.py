@@ -81,7 +81,9 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
 def _read_corpus(recipe: Recipe, checkpoint: Path | None) -> tuple[Corpus, int]:
     data = recipe.data
     parts = text.split(text.read(data.paths), data.validation)
-    words = tokenizer.load(checkpoint) if checkpoint else tokenizer.build(recipe.tokenizer, parts.train)
+    words = (
+        tokenizer.load(checkpoint) if checkpoint else tokenizer.build(recipe.tokenizer, recipe.model.path, parts.train)
+    )
     held_out = words.encode(parts.validation)
     windows = validation_batches(held_out, recipe.train.eval_batches, data.batch_size, data.sequence_length)
     corpus = Corpus(

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from hytrain.errors import ConfigError
 
 DOCUMENT_GAP = b"\n\n"
-TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".xz", ".gz"})
+COMPRESSED = frozenset({".xz", ".gz"})
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
+TABLE_SUFFIXES = frozenset({".jsonl", ".parquet"})
 
 
 class Split(NamedTuple):
@@ -46,13 +48,30 @@ def split(text: bytes, validation: float) -> Split:
     return Split(text[:cut], text[cut:])
 
 
+def suffix(file: Path) -> str:
+    """What the name of a file ends in, in lower case and without the compression's part: `.jsonl` of `a.jsonl.xz`."""
+    last = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if last in COMPRESSED else last
+
+
+def _is_text(file: Path) -> bool:
+    return suffix(file) in TEXT_SUFFIXES or (suffix(file) == "" and file.suffix.lower() in COMPRESSED)
+
+
 def _files(path: Path) -> Iterator[Path]:
+    kinds = ", ".join(sorted(TEXT_SUFFIXES | COMPRESSED))
     if path.is_file():
+        if suffix(path) in TABLE_SUFFIXES:
+            raise ConfigError(
+                f"The data file {path} has rows and is not plain text; set data.kind: chat for conversations, or for "
+                "prompts and completions."
+            )
+        if not _is_text(path):
+            raise ConfigError(f"The data file {path} is not read as text, because its name does not end in {kinds}.")
         yield path
     elif path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if p.suffix in TEXT_SUFFIXES and p.is_file()]
+        files = [p for p in sorted(path.rglob("*")) if _is_text(p) and p.is_file()]
         if not files:
-            kinds = ", ".join(sorted(TEXT_SUFFIXES))
             raise ConfigError(f"The data folder {path} holds no text file (one that ends in {kinds}).")
         yield from files
     else:
@@ -62,8 +81,8 @@ def _files(path: Path) -> Iterator[Path]:
 def _content(file: Path) -> bytes:
     try:
         raw = file.read_bytes()
-        if file.suffix == ".xz":
+        if file.suffix.lower() == ".xz":
             return lzma.decompress(raw)
-        return gzip.decompress(raw) if file.suffix == ".gz" else raw
+        return gzip.decompress(raw) if file.suffix.lower() == ".gz" else raw
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(f"The data file {file} can't be read: {error}.") from None
