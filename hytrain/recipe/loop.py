@@ -37,7 +37,7 @@ def train(
     task = assemble(recipe, resumed)
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
     start = checkpoint.restore(resumed, opt) if resumed else 0
-    end = recipe.train.stop_at or recipe.train.steps
+    end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
     with Progress(start, end, sys.stderr.isatty() if terminal is None else terminal) as progress:
@@ -71,16 +71,16 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
-        loss = torch.zeros((), device=batch.device)
-        for part in batch.chunk(plan.grad_accumulation):
+        loss = torch.zeros((), device=task.device)
+        for part, divisor in batch.parts(plan.grad_accumulation):
             with task.autocast():
-                share = model(input_ids=part, labels=part).loss / plan.grad_accumulation
+                share = model(**part.inputs(task.device)).loss / divisor
             opt.scale(share).backward()
             loss += share.detach()
         opt.step()
         opt.zero_grad()
         schedule.step()
-        journal.note(step + 1, loss, lr)
+        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding)
 
         if due(plan.eval_every, step, steps):
             validation = evaluate(task)

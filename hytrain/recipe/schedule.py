@@ -22,5 +22,5 @@ def factor(step: int, train: config.Train) -> float:
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
     floor = train.min_lr / train.lr
-    done = (step - train.warmup_steps) / (train.steps - train.warmup_steps)
+    done = (step - train.warmup_steps) / (train.length - train.warmup_steps)
     return floor + (1 - floor) * (1 + math.cos(math.pi * min(done, 1.0))) / 2

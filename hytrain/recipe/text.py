@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,13 @@ def read(paths: Sequence[Path]) -> bytes:
 
     Raises ConfigError if a path is missing or unreadable, or if there is no text.
     """
-    documents = (_content(file).strip(b"\n") for path in paths for file in _files(path))
-    text = DOCUMENT_GAP.join(document for document in documents if document)
+    return joined((content(file) for path in paths for file in _files(path)), paths)
+
+
+def joined(documents: Iterable[bytes], paths: Sequence[Path]) -> bytes:
+    """The documents with blank lines in between. Raises ConfigError, with the paths, if there is no text."""
+    stripped = (document.strip(b"\n") for document in documents)
+    text = DOCUMENT_GAP.join(document for document in stripped if document)
     if not text.strip():
         raise ConfigError(f"There is no text in {', '.join(map(str, paths))}; name files that are not empty.")
     return text
@@ -63,8 +68,8 @@ def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         if suffix(path) in TABLE_SUFFIXES:
             raise ConfigError(
-                f"The data file {path} has rows and is not plain text; set data.kind: chat for conversations, or for "
-                "prompts and completions."
+                f"The data file {path} has rows and is not plain text; set data.kind: chat for conversations or for "
+                "prompts and completions, or name the column that holds the text as data.text_column."
             )
         if not _is_text(path):
             raise ConfigError(f"The data file {path} is not read as text, because its name does not end in {kinds}.")
@@ -72,13 +77,17 @@ def _files(path: Path) -> Iterator[Path]:
     elif path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if _is_text(p) and p.is_file()]
         if not files:
-            raise ConfigError(f"The data folder {path} holds no text file (one that ends in {kinds}).")
+            raise ConfigError(
+                f"The data folder {path} holds no text file (one that ends in {kinds}); files with rows need "
+                "data.kind: chat or data.text_column."
+            )
         yield from files
     else:
         raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
 
 
-def _content(file: Path) -> bytes:
+def content(file: Path) -> bytes:
+    """A file's bytes, decompressed if its name says so. Raises ConfigError if it can't be read."""
     try:
         raw = file.read_bytes()
         if file.suffix.lower() == ".xz":

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -42,7 +43,7 @@ class TextTokenizer:
     def encode(self, text: bytes) -> Tensor:
         """Token numbers, 1-D: uint8 if a token is a byte, else int32. No special tokens are added."""
         if self.is_bytes:
-            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
         chunks = [chunk.decode("utf-8", errors="replace") for chunk in _chunks(text)]
         numbers = self.hf(chunks, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return torch.tensor([n for chunk in numbers["input_ids"] for n in chunk], dtype=torch.int32)
