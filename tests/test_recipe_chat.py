@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_rows_are_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
     assert texts == b"number 1\n\nnumber 2\n\nnumber 3"
 
 
-def test_unusable_tables_are_one_sentence(tmp_path: Path) -> None:
+def test_unusable_tables_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset, DatasetDict
 
     (tmp_path / "torn.jsonl").write_text('{"a": 1}\n{"a": \n')
@@ -201,6 +202,10 @@ def test_unusable_tables_are_one_sentence(tmp_path: Path) -> None:
     for column, part in (("b", "no such column; its columns: a"), ("a", "has int there")):
         with pytest.raises(ConfigError, match=part):
             list(tables.column([tmp_path / "a.jsonl"], column))
+    for library, name in (("pyarrow", "torn.parquet"), ("datasets", "splits/test")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(ConfigError, match=r"pip install 'hytrain\[data\]'"):
+            list(tables.rows([tmp_path / name]))
 
 
 # ---------------------------------------------------------------- sequences and steps
