@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hytrain import manifest
 from hytrain.errors import ConfigError, MissingPackage
 from hytrain.recipe import checkpoint, config, loop, report
+from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.journal import History
@@ -150,7 +151,8 @@ def test_losses_are_those_of_a_plain_loop(runs: Runs) -> None:
     for step in range(12):
         for group in opt.param_groups:
             group["lr"] = recipe.train.lr * factors(recipe.train)(step)
-        loss = task.model(input_ids=task.batch(step), labels=task.batch(step)).loss
+        tokens = task.batch(step).tokens
+        loss = task.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -393,8 +395,9 @@ def test_training_goes_on_with_dropout_after_an_evaluation() -> None:
             assert not self.training
             return SimpleNamespace(loss=torch.zeros(()), logits=torch.zeros(*input_ids.shape, 8))
 
-    corpus = SimpleNamespace(bytes_per_token=1.0, validation=[torch.zeros(1, 4, dtype=torch.int64)])
-    task: Any = SimpleNamespace(model=Model(), corpus=corpus, device="cpu", autocast=nullcontext)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    corpus = SimpleNamespace(bytes_per_token=1.0, validation=[Batch(tokens, tokens)])
+    task: Any = SimpleNamespace(model=Model(), corpus=corpus, device=torch.device("cpu"), autocast=nullcontext)
     assert evaluate(task) is not None and task.model.training
 
 

@@ -28,7 +28,14 @@ from hytrain.errors import ConfigError
 Tree = dict[str, Any]
 
 NEAR = 0.75  # similarity of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`
-INPUT_PATHS = (("model", "path"), ("tokenizer", "path"), ("data", "paths"), ("train", "resume"))
+PATH_WORDS = ("latest", "chatml")  # in the place of a path
+INPUT_PATHS = (
+    ("model", "path"),
+    ("tokenizer", "path"),
+    ("tokenizer", "chat_template"),
+    ("data", "paths"),
+    ("train", "resume"),
+)
 
 
 def _number_or(word: str, what: str, low: float, high: float) -> BeforeValidator:
@@ -107,11 +114,15 @@ class Lora(Section):
 
 
 class Tokenizer(Section):
-    """`bytes` has one token per byte, `bpe` is trained on the training text, `path` is a local folder."""
+    """`bytes` has one token per byte, `bpe` is trained on the training text, `path` is a local folder.
 
-    kind: Literal["bytes", "bpe", "path"] = "bytes"
+    `auto` is the tokenizer in the folder `model.path`, and `bytes` for a new model.
+    """
+
+    kind: Literal["auto", "bytes", "bpe", "path"] = "auto"
     vocab_size: Annotated[int, Field(ge=256)] = 4096  # of `bpe`
     path: Path | None = None
+    chat_template: Literal["chatml"] | Path | None = None  # a file in Jinja; None: the tokenizer's own
 
     @model_validator(mode="after")
     def _path_if_asked(self) -> Tokenizer:
@@ -121,25 +132,35 @@ class Tokenizer(Section):
 
 
 class Data(Section):
-    """Text from files and folders, or random tokens, in windows of `sequence_length` tokens."""
+    """Text, conversations or random tokens, in sequences of `sequence_length` tokens.
 
-    kind: Literal["text", "random"] = "text"
+    `chat` reads rows with `messages`, or with `prompt` and `completion`, and learns the answers only.
+    """
+
+    kind: Literal["text", "chat", "random"] = "text"
     paths: tuple[Path, ...] = ()
+    text_column: str | None = None  # of `text`, in files with rows
+    packing: bool = False  # of `chat`: several examples in a sequence
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05  # fraction, taken from the end
     sequence_length: Annotated[int, Field(ge=2)] = 256
     batch_size: Positive = 8
 
     @model_validator(mode="after")
     def _paths_if_text(self) -> Data:
-        if (self.kind == "text") != bool(self.paths):
-            raise ValueError("data needs paths for kind: text and none for kind: random")
+        if (self.kind != "random") != bool(self.paths):
+            raise ValueError("data needs paths for kind: text or chat and none for kind: random")
+        if self.text_column is not None and self.kind != "text":
+            raise ValueError("data.text_column is for kind: text")
+        if self.packing and self.kind != "chat":
+            raise ValueError("data.packing is for kind: chat, because the sequences of other kinds are full")
         return self
 
 
 class Train(Section):
     """The length of the run, AdamW's hyperparameters and the learning rate's schedule."""
 
-    steps: Positive
+    steps: Positive | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None  # in place of steps
     lr: Annotated[float, Field(gt=0)] = 3e-4
     min_lr: Annotated[float, Field(ge=0)] = 0.0  # the schedule ends here
     warmup_steps: Count = 0  # linear
@@ -163,13 +184,21 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Train:
-        if self.warmup_steps >= self.steps:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("train needs either steps or epochs, and not both")
+        if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError("train.warmup_steps must be smaller than train.steps")
         if self.min_lr > self.lr:
             raise ValueError("train.min_lr must not be above train.lr")
-        if self.stop_at is not None and self.stop_at > self.steps:
+        if self.stop_at is not None and self.steps is not None and self.stop_at > self.steps:
             raise ValueError("train.stop_at must not be above train.steps")
         return self
+
+    @property
+    def length(self) -> int:
+        """The steps of the whole schedule. `in_steps` has to have been called for a recipe with epochs."""
+        assert self.steps is not None, "epochs become steps where the data is read"
+        return self.steps
 
 
 class Optimizer(Section):
@@ -225,9 +254,11 @@ class Recipe(Section):
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
         if self.sample is not None and self.data.kind == "random":
-            raise ValueError("sample needs data.kind: text, because random tokens have no text")
+            raise ValueError("sample needs data.kind: text or chat, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":
-            raise ValueError("train.eval_every needs data.kind: text, because random tokens have no validation part")
+            raise ValueError("train.eval_every needs data that can be held out, which random tokens can't")
+        if self.train.epochs is not None and self.data.kind == "random":
+            raise ValueError("train.epochs needs data that ends; give train.steps for random tokens")
         return self
 
 
@@ -260,6 +291,13 @@ def validate(tree: Tree, source: str) -> Recipe:
         # Report an unknown key first: it may be a misspelled key that is reported as missing.
         first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         raise ConfigError(f"{source}: {_sentence(first)}") from None
+
+
+def in_steps(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with its epochs as a number of steps. Raises ConfigError if the schedule does not fit into them."""
+    tree = recipe.model_dump(mode="json")
+    source = f"{recipe.train.epochs:g} epochs of this data are {steps} steps"
+    return validate(_merge(tree, {"train": {"steps": steps, "epochs": None}}), source)
 
 
 def dump(recipe: Recipe) -> str:
@@ -304,7 +342,7 @@ def _absolute(tree: Tree, base: Path) -> Tree:
 
 
 def _based(value: object, base: Path) -> object:
-    if isinstance(value, str) and value != "latest":
+    if isinstance(value, str) and value not in PATH_WORDS:
         return str(base / Path(value).expanduser())
     if isinstance(value, list):
         return [_based(item, base) for item in value]

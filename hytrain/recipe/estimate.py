@@ -157,7 +157,5 @@ def gib(size: int) -> str:
 def _vocab_size(recipe: Recipe) -> int | None:
     if recipe.data.kind == "random":
         return None
-    wanted = recipe.tokenizer
-    if wanted.path is not None:
-        return tokenizer.load(wanted.path).vocab_size
-    return 256 if wanted.kind == "bytes" else wanted.vocab_size
+    words = tokenizer.given(recipe.tokenizer, recipe.model.path)
+    return recipe.tokenizer.vocab_size if words is None else words.vocab_size

@@ -78,13 +78,13 @@ class Journal:
         self._entry: tuple[int, float, Speed] | None = None  # step, learning rate, speed
         self._since = clock()
 
-    def note(self, step: int, loss: Tensor, lr: float) -> None:
-        """Step number `step` (from 1) is done. Writes the entry of the step before."""
+    def note(self, step: int, loss: Tensor, lr: float, tokens: int) -> None:
+        """Step number `step` (from 1) is done, with `tokens` tokens. Writes the entry of the step before."""
         found = {"loss": loss, "grad_norm": self._opt.grad_norm, "loss_scale": self._opt.loss_scale}
         previous = self._readout.swap({name: number for name, number in found.items() if number is not None})
         if previous is not None:
             self._write(previous)
-        self._entry = step, lr, self._speed()
+        self._entry = step, lr, self._speed(tokens)
 
     def validated(self, validation: Validation | None) -> None:
         """Writes the last step's entry together with its validation."""
@@ -100,11 +100,9 @@ class Journal:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def _speed(self) -> Speed:
+    def _speed(self, tokens: int) -> Speed:
         now = self._clock()
         seconds, self._since = now - self._since, now
-        data = self._task.recipe.data
-        tokens = data.batch_size * data.sequence_length
         self.tokens += tokens
         self.seconds += seconds
         rate, statistics = tokens / seconds, self._opt.statistics()

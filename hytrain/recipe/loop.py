@@ -35,12 +35,12 @@ def train(
     Raises ConfigError, before anything is started, if the recipe asks for something impossible, and Diverged if the
     training diverges with `train.on_divergence: stop`.
     """
-    factors(recipe.train)
     resumed = checkpoint.find(run_dir, recipe)
     task = assemble(recipe, resumed)
+    factors(task.recipe.train)  # refuses options that do not fit
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
     start = checkpoint.restore(resumed, opt) if resumed else 0
-    end = recipe.train.stop_at or recipe.train.steps
+    end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
     checkpoint.begin(run_dir, resumed)
@@ -81,16 +81,16 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
-        loss = torch.zeros((), device=batch.device)
-        for part in batch.chunk(plan.grad_accumulation):
+        loss = torch.zeros((), device=task.device)
+        for part, divisor in batch.parts(plan.grad_accumulation):
             with task.autocast():
-                share = model(input_ids=part, labels=part).loss / plan.grad_accumulation
+                share = model(**part.inputs(task.device)).loss / divisor
             opt.scale(share).backward()
             loss += share.detach()
         opt.step()
         opt.zero_grad()
         schedule.step()
-        journal.note(step + 1, loss, lr)
+        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding)
 
         evaluates, saves = due(plan.eval_every, step, steps), due(plan.checkpoint_every, step, steps)
         if saves:

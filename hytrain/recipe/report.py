@@ -97,7 +97,8 @@ def continue_text(task: Task, sample: config.Sample) -> str:
     """The prompt and the model's continuation, with as much context as in training. Deterministic for given weights."""
     words = task.corpus.tokenizer
     assert words is not None, "a recipe with a sample has text"
-    tokens = words.encode(sample.prompt.encode()).long()
+    numbers, ending = task.corpus.opening(sample.prompt)
+    tokens, begin = torch.tensor(numbers), len(numbers)
     random = torch.Generator().manual_seed(task.recipe.run.seed)
     task.model.eval()
     for _ in range(sample.tokens):
@@ -109,8 +110,13 @@ def continue_text(task: Task, sample: config.Sample) -> str:
         else:
             chosen = torch.multinomial((logits / sample.temperature).softmax(-1), 1, generator=random)
         tokens = torch.cat([tokens, chosen])
+        if ending and ending in words.decode(tokens[begin:]):
+            break
     task.model.train()
-    return words.decode(tokens)
+    if task.recipe.data.kind == "text":
+        return words.decode(tokens)
+    answer = words.decode(tokens[begin:])
+    return f"{sample.prompt}\n{answer.partition(ending)[0] if ending else answer}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

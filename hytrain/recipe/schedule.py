@@ -21,7 +21,7 @@ def factors(train: config.Train) -> Callable[[int], float]:
     warmup = train.warmup_steps
     try:
         library = get_scheduler(
-            train.schedule, SGD([torch.zeros(1)], lr=train.lr), warmup, train.steps, train.schedule_options
+            train.schedule, SGD([torch.zeros(1)], lr=train.lr), warmup, train.length, train.schedule_options
         )
         shape: Callable[[int], float] = library.lr_lambdas[0]
         shape(warmup)
@@ -32,7 +32,7 @@ def factors(train: config.Train) -> Callable[[int], float]:
     def fraction(step: int) -> float:
         if step < warmup:  # Transformers' own warm-up has a learning rate of 0 in the first step
             return (step + 1) / warmup
-        return floor + (1 - floor) * shape(min(step, train.steps))
+        return floor + (1 - floor) * shape(min(step, train.length))
 
     return fraction
 

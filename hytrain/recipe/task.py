@@ -2,6 +2,7 @@
 
     recipe ─▶ device
           ├─▶ text ─▶ split ─▶ tokenizer ─▶ batches, validation windows
+          ├─▶ rows ─▶ split ─▶ tokenizer ─▶ examples ─▶ batches, validation examples
           └─▶ model: new, from model.path, or from the checkpoint that is resumed; with adapters, if it has `lora`
 
 The loop calls `assemble` once. Its errors are ConfigErrors, raised before any process is started.
@@ -14,12 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from hytrain.recipe import adapters, text, tokenizer
+from hytrain.errors import ConfigError
+from hytrain.recipe import adapters, chat, config, packing, tables, text, tokenizer
 from hytrain.recipe import model as models
-from hytrain.recipe.batches import RandomBatches, Source, TextBatches, validation_batches
+from hytrain.recipe.batches import (
+    Batch,
+    ExampleBatches,
+    RandomBatches,
+    Rows,
+    Source,
+    TextBatches,
+    steps_of,
+    validation_examples,
+    validation_windows,
+)
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import Cost
 from hytrain.recipe.tokenizer import TextTokenizer
@@ -31,8 +42,16 @@ class Corpus:
 
     tokenizer: TextTokenizer | None
     training: Source
-    validation: tuple[Tensor, ...] = ()
-    bytes_per_token: float | None = None  # of the validation text
+    validation: tuple[Batch, ...] = ()
+    bytes_per_token: float | None = None  # of the validation text, or of its answers
+    conversations: bool = False
+
+    def opening(self, prompt: str) -> tuple[list[int], str]:
+        """The tokens that the model continues to answer a prompt, and the text that ends its answer, or ""."""
+        assert self.tokenizer is not None, "random tokens have no text"
+        if isinstance(self.training, TextBatches):
+            return self.tokenizer.encode(prompt.encode()).tolist(), ""
+        return chat.opening(self.tokenizer, prompt, self.conversations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +65,9 @@ class Task:
     cost: Cost
     peak_tflops: float | None
 
-    def batch(self, step: int) -> Tensor:
-        """The step's tokens on the device: int64, (batch, sequence)."""
-        tokens = self.corpus.training.at(step)
-        if self.device.type == "cpu":
-            return tokens
-        return tokens.pin_memory().to(self.device, non_blocking=True)  # a pageable copy would wait for the GPU
+    def batch(self, step: int) -> Batch:
+        """The step's batch, in host memory."""
+        return self.corpus.training.at(step)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.autocast)
@@ -67,34 +83,78 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
     if checkpoint is not None and recipe.lora is None:
         source = source.model_copy(update={"path": checkpoint, "config": None})
     torch.manual_seed(recipe.run.seed)
+    length = recipe.data.sequence_length
     if recipe.data.kind == "random":
-        hf = models.configuration(source, None, recipe.data.sequence_length)
+        hf = models.configuration(source, None, length)
         corpus = Corpus(None, RandomBatches(hf.get_text_config().vocab_size, *_shape(recipe)))
     else:
-        corpus, vocab_size = _read_corpus(recipe, checkpoint)
-        hf = models.configuration(source, vocab_size, recipe.data.sequence_length)
+        corpus = (_read_text if recipe.data.kind == "text" else _read_examples)(recipe, checkpoint)
+        assert corpus.tokenizer is not None
+        hf = models.configuration(source, corpus.tokenizer.vocab_size, length)
+    if recipe.train.epochs is not None:
+        assert corpus.training.rows is not None, "refused with the recipe"
+        steps = steps_of(recipe.train.epochs, corpus.training.rows, recipe.data.batch_size)
+        recipe = config.in_steps(recipe, steps)
     model = models.build(source, hf, device)
     if source.path is None:
-        models.try_out(model, hf, recipe.data.sequence_length)
+        models.try_out(model, hf, length)
     if recipe.lora is not None:
         model = adapters.adapt(model, recipe.lora, checkpoint)
-    cost = models.cost(model, hf, recipe.data.sequence_length)
+    if recipe.data.packing:
+        packing.refuse_leaks(model, device)
+    cost = models.cost(model, hf, length)
     return Task(recipe, device, model, corpus, cost, models.peak_tflops(device))
 
 
-def _read_corpus(recipe: Recipe, checkpoint: Path | None) -> tuple[Corpus, int]:
+def _read_text(recipe: Recipe, checkpoint: Path | None) -> Corpus:
     data = recipe.data
-    parts = text.split(text.read(data.paths), data.validation)
-    words = tokenizer.load(checkpoint) if checkpoint else tokenizer.build(recipe.tokenizer, parts.train)
+    column = data.text_column
+    found = text.read(data.paths) if column is None else text.joined(tables.column(data.paths, column), data.paths)
+    parts = text.split(found, data.validation)
+    words = _tokenizer(recipe, checkpoint, parts.train)
     held_out = words.encode(parts.validation)
-    windows = validation_batches(held_out, recipe.train.eval_batches, data.batch_size, data.sequence_length)
-    corpus = Corpus(
+    windows = validation_windows(held_out, recipe.train.eval_batches, data.batch_size, data.sequence_length)
+    return Corpus(
         tokenizer=words,
-        training=TextBatches(words.encode(parts.train), *_shape(recipe)),
+        training=TextBatches(words.encode(parts.train), *_shape(recipe), in_epochs=recipe.train.epochs is not None),
         validation=tuple(windows),
         bytes_per_token=len(parts.validation) / len(held_out),
     )
-    return corpus, words.vocab_size
+
+
+def _read_examples(recipe: Recipe, checkpoint: Path | None) -> Corpus:
+    data = recipe.data
+    rows = list(tables.rows(data.paths))
+    cut = len(rows) - max(1, round(len(rows) * data.validation))
+    if cut < 1:
+        raise ConfigError(f"data.paths has {len(rows)} rows, but one to train on and one to hold out are needed.")
+    said = (part.encode() for _, row in rows[:cut] for part in chat.texts(row))
+    words = _tokenizer(recipe, checkpoint, text.DOCUMENT_GAP.join(said))
+    training, held_out = (
+        Rows(
+            chat.examples(words, part, data.sequence_length),
+            data.sequence_length,
+            data.packing,
+            words.hf.pad_token_id or 0,
+        )
+        for part in (rows[:cut], rows[cut:])
+    )
+    answers = [torch.from_numpy(example.tokens[example.learnt]) for example in held_out.examples]
+    return Corpus(
+        tokenizer=words,
+        training=ExampleBatches(training, recipe.run.seed, data.batch_size),
+        validation=tuple(validation_examples(held_out, recipe.train.eval_batches, data.batch_size)),
+        bytes_per_token=sum(len(words.decode(answer).encode()) for answer in answers) / sum(map(len, answers)),
+        conversations=chat.is_conversation(rows[0][1]),
+    )
+
+
+def _tokenizer(recipe: Recipe, checkpoint: Path | None, training_text: bytes) -> TextTokenizer:
+    if checkpoint is not None:
+        return tokenizer.load(checkpoint)
+    words = tokenizer.build(recipe.tokenizer, recipe.model.path, training_text)
+    chat.set_template(words, recipe.tokenizer.chat_template)
+    return words
 
 
 def _shape(recipe: Recipe) -> tuple[int, int, int]:

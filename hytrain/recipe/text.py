@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import gzip
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hytrain.errors import ConfigError
 
 DOCUMENT_GAP = b"\n\n"
-TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".xz", ".gz"})
+COMPRESSED = frozenset({".xz", ".gz"})
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
+TABLE_SUFFIXES = frozenset({".jsonl", ".parquet"})
 
 
 class Split(NamedTuple):
@@ -27,8 +29,13 @@ def read(paths: Sequence[Path]) -> bytes:
 
     Raises ConfigError if a path is missing or unreadable, or if there is no text.
     """
-    documents = (_content(file).strip(b"\n") for path in paths for file in _files(path))
-    text = DOCUMENT_GAP.join(document for document in documents if document)
+    return joined((content(file) for path in paths for file in _files(path)), paths)
+
+
+def joined(documents: Iterable[bytes], paths: Sequence[Path]) -> bytes:
+    """The documents with blank lines in between. Raises ConfigError, with the paths, if there is no text."""
+    stripped = (document.strip(b"\n") for document in documents)
+    text = DOCUMENT_GAP.join(document for document in stripped if document)
     if not text.strip():
         raise ConfigError(f"There is no text in {', '.join(map(str, paths))}; name files that are not empty.")
     return text
@@ -46,24 +53,45 @@ def split(text: bytes, validation: float) -> Split:
     return Split(text[:cut], text[cut:])
 
 
+def suffix(file: Path) -> str:
+    """What the name of a file ends in, in lower case and without the compression's part: `.jsonl` of `a.jsonl.xz`."""
+    last = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if last in COMPRESSED else last
+
+
+def _is_text(file: Path) -> bool:
+    return suffix(file) in TEXT_SUFFIXES or (suffix(file) == "" and file.suffix.lower() in COMPRESSED)
+
+
 def _files(path: Path) -> Iterator[Path]:
+    kinds = ", ".join(sorted(TEXT_SUFFIXES | COMPRESSED))
     if path.is_file():
+        if suffix(path) in TABLE_SUFFIXES:
+            raise ConfigError(
+                f"The data file {path} has rows and is not plain text; set data.kind: chat for conversations or for "
+                "prompts and completions, or name the column that holds the text as data.text_column."
+            )
+        if not _is_text(path):
+            raise ConfigError(f"The data file {path} is not read as text, because its name does not end in {kinds}.")
         yield path
     elif path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if p.suffix in TEXT_SUFFIXES and p.is_file()]
+        files = [p for p in sorted(path.rglob("*")) if _is_text(p) and p.is_file()]
         if not files:
-            kinds = ", ".join(sorted(TEXT_SUFFIXES))
-            raise ConfigError(f"The data folder {path} holds no text file (one that ends in {kinds}).")
+            raise ConfigError(
+                f"The data folder {path} holds no text file (one that ends in {kinds}); files with rows need "
+                "data.kind: chat or data.text_column."
+            )
         yield from files
     else:
         raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
 
 
-def _content(file: Path) -> bytes:
+def content(file: Path) -> bytes:
+    """A file's bytes, decompressed if its name says so. Raises ConfigError if it can't be read."""
     try:
         raw = file.read_bytes()
-        if file.suffix == ".xz":
+        if file.suffix.lower() == ".xz":
             return lzma.decompress(raw)
-        return gzip.decompress(raw) if file.suffix == ".gz" else raw
+        return gzip.decompress(raw) if file.suffix.lower() == ".gz" else raw
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(f"The data file {file} can't be read: {error}.") from None

@@ -3,6 +3,7 @@
     bytes   one token per byte, vocabulary 256
     bpe     byte-level BPE, trained on the training text
     path    the tokenizer in the user's folder
+    auto    the one in the model's folder; bytes for a new model
 
 The trainer makes one at the start of a run, or loads the checkpoint's when it resumes.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -23,24 +25,25 @@ from hytrain.errors import ConfigError
 from hytrain.recipe import config
 
 _FAST: Any = PreTrainedTokenizerFast  # its constructor has no types
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one is there
 CHUNK_BYTES = 1 << 16  # large enough that cuts are rare, small enough to encode on all cores
 
 
 class TextTokenizer:
     """A Hugging Face tokenizer over bytes, with a shortcut if a token is a byte.
 
-    Attributes: `hf`, the tokenizer itself; `vocab_size`, special tokens included.
+    Attributes: `hf`, the tokenizer itself; `vocab_size`, with special tokens; `is_bytes`, whether a token is a byte.
     """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
         self.vocab_size: int = len(hf)
-        self._is_bytes = hf.get_vocab() == _byte_vocabulary()
+        self.is_bytes: bool = hf.get_vocab() == _byte_vocabulary()
 
     def encode(self, text: bytes) -> Tensor:
         """Token numbers, 1-D: uint8 if a token is a byte, else int32. No special tokens are added."""
-        if self._is_bytes:
-            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self.is_bytes:
+            return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
         chunks = [chunk.decode("utf-8", errors="replace") for chunk in _chunks(text)]
         numbers = self.hf(chunks, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return torch.tensor([n for chunk in numbers["input_ids"] for n in chunk], dtype=torch.int32)
@@ -53,12 +56,32 @@ class TextTokenizer:
         self.hf.save_pretrained(folder)
 
 
-def build(wanted: config.Tokenizer, training_text: bytes) -> TextTokenizer:
-    """The recipe's tokenizer. `bpe` is trained here, deterministically."""
+def given(wanted: config.Tokenizer, model: Path | None) -> TextTokenizer | None:
+    """The recipe's tokenizer, or None for `bpe`, which has to be trained. `model` is the folder of its model, if any.
+
+    Raises ConfigError if the tokenizer would give the model's tokens another meaning.
+    """
     if wanted.path is not None:
         return load(wanted.path)
-    if wanted.kind == "bytes":
-        return TextTokenizer(_FAST(tokenizer_object=_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))))
+    if model is not None and wanted.kind == "auto":
+        return load(model)
+    if model is not None and any((model / name).is_file() for name in FILES):
+        own = load(model)
+        if wanted.kind == "bytes" and own.is_bytes:
+            return own
+        raise ConfigError(
+            f"The model in {model} was trained with the tokenizer in its folder, and tokenizer.kind: {wanted.kind} "
+            "would give its tokens another meaning; leave tokenizer.kind out."
+        )
+    if wanted.kind == "bpe":
+        return None
+    return TextTokenizer(_FAST(tokenizer_object=_byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))))
+
+
+def build(wanted: config.Tokenizer, model: Path | None, training_text: bytes) -> TextTokenizer:
+    """As `given`; `bpe` is trained here, deterministically."""
+    if (words := given(wanted, model)) is not None:
+        return words
     bpe = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=wanted.vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
@@ -72,6 +95,8 @@ def load(folder: Path) -> TextTokenizer:
     """The tokenizer in a local folder. Raises ConfigError if there is none."""
     if not folder.is_dir():
         raise ConfigError(f"The tokenizer folder {folder} does not exist; correct tokenizer.path.")
+    if not any((folder / name).is_file() for name in FILES):  # Transformers makes an empty one for some models
+        raise ConfigError(f"The folder {folder} holds no tokenizer; name the folder of one as tokenizer.path.")
     try:
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError) as error:

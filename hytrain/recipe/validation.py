@@ -1,4 +1,4 @@
-"""Validation: loss and accuracy over the held-out windows, in units that are comparable across tokenizers.
+"""Validation: loss and accuracy over the held-out data, in units that are comparable across tokenizers.
 
 The loop calls `evaluate` between two steps and at the end.
 """
@@ -32,21 +32,20 @@ class Validation:
 
 @torch.no_grad()
 def evaluate(task: Task) -> Validation | None:
-    """Runs the model over all validation windows; None if there are none. The sums are read from the device once."""
+    """Runs the model over all validation batches; None if there are none. The sums are read from the device once."""
     if task.corpus.bytes_per_token is None:
         return None
     task.model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=task.device)
     hits = torch.zeros((), dtype=torch.int64, device=task.device)
     predicted = 0
-    for tokens in task.corpus.validation:
-        tokens = tokens.to(task.device)
+    for batch in task.corpus.validation:
+        inputs = batch.inputs(task.device)
         with task.autocast():
-            output = task.model(input_ids=tokens, labels=tokens)
-        targets = tokens[:, 1:]
-        nats += output.loss.double() * targets.numel()
-        hits += (output.logits[:, :-1].argmax(-1) == targets).sum()
-        predicted += targets.numel()
+            output = task.model(**inputs)
+        nats += output.loss.double() * batch.learnt
+        hits += (output.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).sum()  # no token is -100
+        predicted += batch.learnt
     task.model.train()
     per_token = float(nats) / predicted
     return Validation(per_token, per_token / task.corpus.bytes_per_token, int(hits) / predicted)
