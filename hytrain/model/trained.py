@@ -44,7 +44,20 @@ class TrainedParameter:
         self.found = version(parameter)
         self.version: int | None = self.found
         self.consumed = ConsumedGradient(parameter)
+        self._plain: type = type(parameter)
+        self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
+
+    def watch_with(self, watched: type) -> None:
+        """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
+        self._plain, self._watched = type(self.parameter), watched
+        self.watch()
+
+    def watch(self) -> None:
+        self.parameter.__class__ = self._watched
+
+    def unwatch(self) -> None:
+        self.parameter.__class__ = self._plain
 
     @property
     def is_in_place(self) -> bool:
