@@ -237,6 +237,7 @@ class AdamW(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.import_written()
+        self._engine.before_load("opt.state_dict()")
         self._engine.expose_state()
         state = saving.state_dict(*self._saved)
         if (scaling := self._engine.loss_scale) is not None:
@@ -318,6 +319,7 @@ class AdamW(torch.optim.Optimizer):
         """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders."""
         engine = self._engine
         engine.import_written()
+        engine.before_load("opt.save()")
         engine.expose_state()
         saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 

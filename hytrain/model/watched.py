@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Final, cast
 import torch
 from torch import Tensor
 
+from hytrain.model.consumed import ConsumedGradient
+
 #: A context in which watched parameters are used without waiting.
 unwatched: Final = torch._C.DisableTorchFunctionSubclass
 
@@ -37,6 +39,7 @@ _HARMLESS: Final = {
     *(getattr(getattr(Tensor, name), kind) for name in _ATTRIBUTES for kind in ("__get__", "__set__", "__delete__")),
     *(getattr(Tensor, name) for name in _METHODS),
     torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.numel,
+    torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
 }  # fmt: skip
 
 
@@ -51,8 +54,10 @@ class Watched:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unwatched():
             if func not in _HARMLESS:
-                for parameter in _watched_in((*args, *kwargs.values()) if kwargs else args):
-                    type(parameter).before_use(cast(Tensor, parameter))
+                found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
+                if not any(isinstance(value, ConsumedGradient) for value in found):  # which refuses by itself
+                    for parameter in found:
+                        type(parameter).before_use(parameter)
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
             return func(*args, **(kwargs or {}))
@@ -87,11 +92,12 @@ def watched_class(plain: type, before_use: Callable[[Tensor], None]) -> type:
     return type(plain)(plain.__name__, (Watched, plain), name_space)
 
 
-def _watched_in(values: Iterable[Any]) -> Iterator[Watched]:
+def _found_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The watched parameters, and the consumed gradients."""
     for value in values:
-        if isinstance(value, Watched):
+        if isinstance(value, Watched | ConsumedGradient):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _watched_in(value)
+            yield from _found_in(value)
         elif isinstance(value, dict):
-            yield from _watched_in(value.values())
+            yield from _found_in(value.values())

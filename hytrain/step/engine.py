@@ -71,7 +71,14 @@ class Engine:
         self._verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
-        self.reads = Reads(layers, parameters, transfers=transfers, health=self._health, meter=self._meter, overlap=options.overlap)
+        self.reads = Reads(
+            layers,
+            parameters,
+            transfers=transfers,
+            health=self._health,
+            meter=self._meter,
+            overlap=options.overlap,
+        )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
         self._boundary = Boundary(
@@ -79,6 +86,7 @@ class Engine:
         )
         self.backward = Backward(
             layers,
+            parameters,
             link=link,
             transfers=transfers,
             host=host,
@@ -127,6 +135,7 @@ class Engine:
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
+        self.backward.take_those_set_by_hand()
         self.backward.end_outside()
         self._health.require(Event.STEP)
         self._check_consumed()

@@ -17,6 +17,7 @@ from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
+from hytrain.tensors import address
 
 
 class Masters:
@@ -36,11 +37,15 @@ class Masters:
         self._import(self._parameters, keep_remainder=keep_remainder)
 
     def import_written(self) -> None:
-        """Make parameters that were written the masters.
+        """Make parameters that were written, or whose storage was replaced, the masters.
 
-        Raises `UsageError` for a parameter that was written while its update was under way.
+        Raises `UsageError` for a parameter that was written while its update was under way, and for one that has
+        another dtype or device now.
         """
-        if written := self._written():
+        moved = [known for known in self._parameters if not known.is_in_place]
+        if moved:
+            self._put_back(moved)
+        if written := [*self._written(), *moved]:
             self._import(written, keep_remainder=self.state_was_loaded)
 
     def begin_step(self) -> None:
@@ -49,6 +54,25 @@ class Masters:
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
         self.state_was_loaded = False
+
+    def _put_back(self, moved: list[TrainedParameter]) -> None:
+        """Copy the values of parameters with another storage (`p.data = …`) into their own, and give that back."""
+        with unwatched():
+            present = [address(known.parameter) for known in self._parameters]
+            for known in moved:
+                value = known.parameter.data
+                if (value.dtype, value.device, value.shape) != (known.own.dtype, known.own.device, known.own.shape):
+                    raise UsageError(
+                        f"{known.name} is {value.dtype} on {value.device} now: move and convert the model before "
+                        "hytrain.AdamW is made, or call opt.close() first"
+                    )
+                if present.count(address(value)) > 1:
+                    raise UsageError(
+                        f"{known.name} shares memory with another parameter now: tie them as one Parameter"
+                    )
+            for known in moved:
+                known.own.data.copy_(known.parameter)  # no write for autograd: a graph may have saved these values
+                known.parameter.data = known.own
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

@@ -12,7 +12,9 @@ for. The gradient of a parameter for which this is not so may come from a stale 
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +27,16 @@ from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter
+
+_USED_EARLY: Final = (
+    "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
+    "backward, or after opt.step()"
+)
+_CALLED_EARLY: Final = (
+    "{} is called between backward and step(), when its update has begun, which torch makes in step(). Call opt.step() "
+    "after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a step's last one "
+    "in opt.no_sync(). Evaluate before backward, or after opt.step()"
+)
 
 
 class Reads:
@@ -61,6 +73,8 @@ class Reads:
         for layer in gate.layers:
             if inside and layer.life.updated == life.step:
                 self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
+            if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
+                raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             if not layer.life.is_current:
                 self.wait_for(layer)
             elif layer.landing is not None:
@@ -85,10 +99,7 @@ class Reads:
                 "opt.step()"
             )
         if known.step == life.step and self._overlap:
-            raise UsageError(
-                f"{known.name} is used between backward and step(), where torch has not updated it and HyTrain has: "
-                "use it before backward, or after opt.step()"
-            )
+            raise UsageError(_USED_EARLY.format(known.name))
         for layer, _ in known.places:
             self.wait_for(layer)
             if self._order is not None and torch.is_grad_enabled():
@@ -97,8 +108,17 @@ class Reads:
         known.awaited = True
 
     def leave_root(self, output: Any) -> None:
-        """The whole model's forward has ended."""
+        """The whole model's forward has ended. `output` is what it returned.
+
+        A backward that comes through it after another one, but before `step()`, is refused before it begins: autograd
+        would find changed weights, and name nobody.
+        """
         self.watch()
+        if torch.is_grad_enabled():
+            refuse = _RefuseSecondBackward(self._health)
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(refuse)
 
     def watch(self) -> None:
         for known in self._parameters:
@@ -181,6 +201,26 @@ class Reads:
         self._order = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
         return tuple(order.index(lid) for lid in range(len(order)))
+
+
+class _RefuseSecondBackward:
+    def __init__(self, health: Health) -> None:
+        self._health = weakref.ref(health)
+
+    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
+        health = self._health()
+        if health is not None and health.life.state is State.COMMITTED:
+            health.require(Event.BEGIN, name="the model's output")
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _tensors_in(part)
 
 
 def in_backward() -> bool:
