@@ -30,6 +30,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.trained import TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -179,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), unwatched():
             self._session.require_all_seen()
             self._engine.step()
         return loss
@@ -197,7 +198,8 @@ class AdamW(torch.optim.Optimizer):
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
             )
         self._engine.drop_gradients()
-        super().zero_grad(set_to_none=True)
+        with unwatched():
+            super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
@@ -239,6 +241,7 @@ class AdamW(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.import_written()
+        self._engine.before_load("opt.state_dict()")
         self._engine.expose_state()
         state = saving.state_dict(*self._saved, loss_scale=self._engine.loss_scale)
         state["steps"] = self._engine.steps
@@ -329,6 +332,7 @@ class AdamW(torch.optim.Optimizer):
         """
         engine = self._engine
         engine.import_written()
+        engine.before_load("opt.save()")
         engine.expose_state()
         saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 
