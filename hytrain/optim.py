@@ -29,6 +29,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.trained import TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -178,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), unwatched():
             self._session.require_all_seen()
             self._engine.step()
         return loss
@@ -196,7 +197,8 @@ class AdamW(torch.optim.Optimizer):
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
             )
         self._engine.drop_gradients()
-        super().zero_grad(set_to_none=True)
+        with unwatched():
+            super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
@@ -235,6 +237,7 @@ class AdamW(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.import_written()
+        self._engine.before_load("opt.state_dict()")
         self._engine.expose_state()
         state = saving.state_dict(*self._saved)
         if (scaling := self._engine.loss_scale) is not None:
@@ -316,6 +319,7 @@ class AdamW(torch.optim.Optimizer):
         """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders."""
         engine = self._engine
         engine.import_written()
+        engine.before_load("opt.save()")
         engine.expose_state()
         saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 

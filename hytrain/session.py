@@ -210,7 +210,7 @@ class Session:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
         check_model(self._model)
-        before.settle_writes()
+        before.import_written()
         before.expose_state()
         self.resting.take(self.parameters)
 

@@ -13,12 +13,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: The address of a tensor's first element. It identifies the tensor until its storage is replaced.
-address: Final[Callable[[Tensor], int]] = Tensor.data_ptr
 #: Autograd's count of in-place writes.
 version: Final[Callable[[Tensor], int]] = attrgetter("_version")
 #: Count one write per tensor that autograd did not see.
 count_write: Final = torch.autograd.graph.increment_version
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's first element. It identifies the tensor until its storage is replaced."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr()
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -66,6 +66,11 @@ class ConsumedGradient(torch.Tensor):
         advice = _advice(operation, into_gradient=bool(args) and isinstance(args[0], cls))
         raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(f"a gradient that HyTrain has already consumed was read: {_ADVICE['read']}")
+
+    numpy = tolist = __array__ = __dlpack__ = _refuse
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -1,8 +1,8 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
-    forward of the model or of a block ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
-    module.weight, in any method       ─▶ GuardedParameters         ─▶ waits for this parameter
-    its gradient                       ─▶ OnGradient                ─▶ consumes the gradient
+    forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
+    any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
+    its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
 A hook holds a weak reference to its engine. In a copy (`copy.deepcopy`) or a saved model (`torch.save`), it does
 nothing. Before a model is saved, its hooks wait for all updates.
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
+
+from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
     from hytrain.model.trained import Gate, TrainedParameter
@@ -73,43 +74,21 @@ class BeforeRoot(_Hook["Engine"]):
             engine.before_root()
 
 
-class BeforeRead(_Hook["Reads"]):
-    """Called when a module's parameter is looked up whose last update nobody has waited for."""
+class AfterRoot(_Hook["Reads"]):
+    """Forward hook of the whole model: from here on, uses of its parameters are watched again."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, parameter: TrainedParameter) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if (reads := self.target) is not None:
-            reads.read(parameter)
+            reads.leave_root(output)
 
 
-class GuardedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's own parameters by name. Every `module.weight` is looked up here, in any method of any module.
+class BeforeUse(_Hook["Reads"]):
+    """Called when a watched parameter is used."""
 
-    Iteration (`module.parameters()`, `zero_grad()`) does not read values, and is not intercepted. Nor is a compiled
-    graph: its module has waited before.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        trained: dict[int, TrainedParameter],
-        before_read: Callable[[TrainedParameter], None],
-    ) -> None:
-        super().__init__(parameters)
-        self._trained = {name: known for name, given in parameters.items() if (known := trained.get(id(given)))}
-        self._before_read = before_read
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:  # runs at every use of a weight
-        parameter = dict.__getitem__(self, name)
-        if parameter is None or is_compiling():
-            return parameter
-        known = self._trained.get(name)
-        if known is not None and not known.awaited:
-            self._before_read(known)
-        return parameter
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (reads := self.target) is not None:
+            reads.use(parameter)
 
 
 class OnGradient(_Hook["Backward"]):
@@ -120,7 +99,8 @@ class OnGradient(_Hook["Backward"]):
     def __call__(self, tensor: torch.Tensor) -> None:
         backward = self.target
         if backward is not None and self._parameter is not None:
-            backward.on_gradient(self._parameter)
+            with unwatched():
+                backward.on_gradient(self._parameter)
 
 
 class BeforeStateDict(_Hook["Engine"]):
@@ -140,14 +120,6 @@ class BeforeLoadStateDict(_Hook["Engine"]):
         if (engine := self.target) is not None:
             engine.before_load("model.load_state_dict()")
             engine.synchronize()
-
-
-class AfterLoadStateDict(_Hook["Engine"]):
-    """Load-state-dict post-hook: the loaded weights become the masters."""
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.weights_were_written()
 
 
 class _GuardedCopy:
@@ -198,17 +170,16 @@ def attach(
     for module, gate in gates:
         hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
+    hang(model.register_forward_hook, AfterRoot(reads))
     for known in parameters:
         hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
-    trained, before_read = {id(known.parameter): known for known in parameters}, BeforeRead(reads)
-    hooks.append(before_read)
-    guarded = [module for module in model.modules() if vars(module).get("_parameters")]
-    for module in guarded:
-        vars(module)["_parameters"] = GuardedParameters(module._parameters, trained, before_read)
+    hooks.append(before_use := BeforeUse(reads))
+    watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
+    for known in parameters:
+        known.watch_with(watched[type(known.parameter)])
     for module in model.modules():
         hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
         hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
-        hang(module.register_load_state_dict_post_hook, AfterLoadStateDict(engine))
     holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
     for module in holders:
         vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
@@ -220,7 +191,7 @@ def attach(
             hook.release()
         for handle in handles:
             handle.remove()
-        for module in guarded:
-            vars(module)["_parameters"] = dict(module._parameters)
+        for known in parameters:
+            known.unwatch()
 
     return detach

@@ -30,9 +30,9 @@ class TrainedParameter:
     """One parameter that HyTrain trains.
 
     `count` is its number of updates. `step` and `backward` are the last step and backward in which it had a gradient.
-    `awaited` says that its last update has been waited for, so that it may be read. `found` was autograd's version
-    counter at construction. `version` is the counter's value while nobody else writes the parameter, or None if other
-    tensors share the counter.
+    `awaited` says that its last update has been waited for, so that it may be read. `own` is an alias of the storage
+    that HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
+    nobody else writes the parameter, or None if other tensors share the counter.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: int) -> None:
@@ -40,11 +40,25 @@ class TrainedParameter:
         self.count = 0
         self.step = self.backward = -1
         self.awaited = False
-        self.address = address(parameter)
+        self.own = parameter.detach()
+        self.address = address(self.own)
         self.found = version(parameter)
         self.version: int | None = self.found
         self.consumed = ConsumedGradient(parameter)
+        self._plain: type = type(parameter)
+        self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
+
+    def watch_with(self, watched: type) -> None:
+        """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
+        self._plain, self._watched = type(self.parameter), watched
+        self.watch()
+
+    def watch(self) -> None:
+        self.parameter.__class__ = self._watched
+
+    def unwatch(self) -> None:
+        self.parameter.__class__ = self._plain
 
     @property
     def is_in_place(self) -> bool:

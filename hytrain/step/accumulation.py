@@ -4,6 +4,8 @@
     backward n          gradient + sum ─▶ the gradient's own dtype ─▶ its layer      as after a single backward
     step() before that  sum ─▶ the gradient's own dtype ─▶ its layer
 
+A backward with `retain_graph=True` is never the last one: another one comes through the same graph, or `step()` does.
+
 Gradients are added in the order of the backwards, whoever owns the layer, so the bits do not depend on k. The sums are
 kept on the device if it has room for them when the first one is made, otherwise in host memory (sums.py).
 """
@@ -14,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from hytrain.memory.transfer import Transfers
@@ -42,12 +45,6 @@ class Accumulation:
     def pending(self) -> list[TrainedParameter]:
         return self._sums.waiting()
 
-    @property
-    def advice(self) -> str:
-        if self._backwards == 1:
-            return "call opt.step() after each backward, or pass grad_accumulation=n"
-        return f"with grad_accumulation={self._backwards}, call opt.step() after so many"
-
     @contextmanager
     def held(self) -> Iterator[None]:
         """A context in which no backward is the last one."""
@@ -66,7 +63,7 @@ class Accumulation:
         if goes_on := self._goes_on():
             self._backwards = 1
         self._sums.begin()
-        return not (self._held or goes_on) and ended + 1 >= self._backwards
+        return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
 
     def add(self, parameter: TrainedParameter) -> None:
         """Move the parameter's gradient into its sum."""
@@ -93,6 +90,12 @@ class Accumulation:
         """Free the sums' memory. No copy may be under way."""
         self._sums.clear()
         self._sums.close()
+
+
+def _keeps_graph() -> bool:
+    """Whether this backward retains its graph for another one, which needs the weights of before the update."""
+    inside = torch._C._current_graph_task_id() != -1
+    return inside and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def choose_sums(

@@ -11,6 +11,7 @@ threads, `link` from its own two threads.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +38,15 @@ from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
-from hytrain.tensors import address
 from protocol.messages import GradReady, GroupHyper, Message, StepBegin, WeightsReady
 
 Groups = tuple[GroupHyper, ...]
+
+_TOO_LATE: Final = (
+    "the learning rate, or another value in opt.param_groups, was set between backward and step(). The updates began "
+    "in backward, with the values of that time; the new ones hold from the next step on. Set them before backward or "
+    "after opt.step(), as schedulers do that step after the optimizer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class Backward:
     def __init__(
         self,
         layers: list[TrainedLayer],
+        parameters: list[TrainedParameter],
         *,
         link: Link,
         transfers: Transfers,
@@ -78,7 +85,8 @@ class Backward:
         handover: Handover,
         boundary: Boundary,
     ) -> None:
-        self._layers, self._link, self._transfers, self._host = layers, link, transfers, host
+        self._layers, self._parameters = layers, parameters
+        self._link, self._transfers, self._host = link, transfers, host
         self._read_groups, self._overlap = read_groups, overlap
         self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
         self._verdicts, self._accumulation = verdicts, accumulation
@@ -87,6 +95,7 @@ class Backward:
         self._hypers: list[Hyper] = []
         self._held: list[Callable[[], None]] = []  # the GPU's updates that await the verdict
         self._ends_by_itself = True  # autograd calls `end`
+        self._has_warned = False
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
         """Take a parameter's complete gradient, and send off each layer that it completes."""
@@ -95,10 +104,12 @@ class Backward:
             raise health.failure
         if tensor.grad is None:
             return
-        self._check_gradient(parameter, tensor.grad)
-        if life.state not in IN_BACKWARD:
+        if life.state in IN_BACKWARD:
+            if sentence := _why_not(parameter, tensor.grad):
+                health.refuse(sentence)
+        else:
             try:
-                self._begin(parameter)
+                self._begin(parameter, tensor.grad)
             except (NonFiniteGradients, UsageError):  # caused by what came before: leave no gradient of this backward
                 tensor.grad = None
                 raise
@@ -110,6 +121,8 @@ class Backward:
         if life.state is State.SUMMING:
             self._accumulation.add(parameter)
             return
+        if not parameter.is_in_place:
+            health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
         total = self._accumulation.take(parameter) if self._accumulation.has_sums else None
         stream = self._transfers.stream()
         full = parameter.fill(total, life.step, stream)
@@ -118,17 +131,6 @@ class Backward:
             self._meter.backward(layer.lid)
             if self._overlap:
                 self._send(layer, stream)
-
-    def _check_gradient(self, parameter: TrainedParameter, gradient: Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            self._health.refuse(f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding")
-        if gradient.requires_grad:
-            self._health.refuse("backward(create_graph=True) needs gradients that HyTrain has consumed")
-        if address(parameter.parameter) != parameter.address:
-            self._health.refuse(
-                f"the storage of {parameter.name} was replaced after hytrain.AdamW was made: move or convert the model "
-                "before, or call opt.close() first"
-            )
 
     def _send(self, layer: TrainedLayer, stream: Stream) -> None:
         """Send a complete layer's gradients to the optimizer, or update on the device. `stream` is the current one."""
@@ -166,19 +168,21 @@ class Backward:
         layer.note_writes()
         self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
 
-    def _begin(self, parameter: TrainedParameter) -> None:
+    def _begin(self, parameter: TrainedParameter, gradient: Tensor) -> None:
         """The first gradient of a backward has come. Raises if what came before was wrong, and then changes nothing."""
         health, life = self._health, self._health.life
+        if sentence := _why_not(parameter, gradient):
+            raise UsageError(sentence)
         scaling = self._verdicts.loss_scale
+        if _inside_reentrant_checkpoint():
+            raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
-            health.refuse("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
+            raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
         event = Event.BEGIN_LAST if last else Event.BEGIN
-        health.require(event, name=parameter.name, advice=self._accumulation.advice)
+        health.require(event, name=parameter.name)
         if last:
             self._begin_step()
-        if _inside_reentrant_checkpoint():
-            health.refuse("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         life.on(event)
         if not (first and last):
             self._meter.turn()
@@ -205,6 +209,16 @@ class Backward:
             self._complete()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
+    def take_those_set_by_hand(self) -> None:
+        """`step()` was called without a backward: take the gradients that the loop has set itself."""
+        if self._health.life.state is not State.IDLE:
+            return
+        given = [p for p in self._parameters if p.parameter.grad is not None and p.parameter.grad is not p.consumed]
+        if given:
+            self._reads.synchronize()
+        for parameter in given:
+            self.on_gradient(parameter)
+
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
@@ -220,11 +234,9 @@ class Backward:
                 self.end()
         if life.state is State.IDLE:
             return False
-        if self._read_groups() != self._groups:
-            self._health.refuse(
-                "a parameter group's hyperparameters changed between backward and step(): HyTrain reads them when "
-                "the step's last backward begins, so call the scheduler after opt.step()"
-            )
+        if self._read_groups() != self._groups and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_TOO_LATE, stacklevel=4)
         with self._health.undivided("the update of layers"):
             self._flush()
         return True
@@ -288,6 +300,15 @@ class Backward:
 
     def close(self) -> None:
         self._held.clear()
+
+
+def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:
+    """Why a gradient cannot be taken; None if it can."""
+    if gradient.layout is not torch.strided:
+        return f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding"
+    if gradient.requires_grad:
+        return "backward(create_graph=True) needs gradients that HyTrain has consumed"
+    return None
 
 
 def _inside_reentrant_checkpoint() -> bool:

@@ -71,7 +71,14 @@ class Engine:
         self._verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
-        self.reads = Reads(layers, parameters, transfers=transfers, health=self._health, meter=self._meter)
+        self.reads = Reads(
+            layers,
+            parameters,
+            transfers=transfers,
+            health=self._health,
+            meter=self._meter,
+            overlap=options.overlap,
+        )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
         self._boundary = Boundary(
@@ -79,6 +86,7 @@ class Engine:
         )
         self.backward = Backward(
             layers,
+            parameters,
             link=link,
             transfers=transfers,
             host=host,
@@ -114,22 +122,20 @@ class Engine:
         self._verdicts.continue_from(before._verdicts)
 
     def before_root(self) -> None:
-        """The whole model is entered: import writes from outside, and wait for parameters that no other gate covers."""
+        """The whole model is entered: wait for parameters that no other gate covers."""
         if not in_backward():
             self._health.check()
-            self.settle_writes()
             idle = self._health.life.state is State.IDLE
             if idle and torch.is_grad_enabled() and self._renew():
                 return
             if idle:
                 self._meter.restart()
-            if not torch.is_grad_enabled():
-                self.synchronize()  # without gradients, a read that no gate covers would go unnoticed
         self.reads.enter(self.reads.root)
 
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
+        self.backward.take_those_set_by_hand()
         self.backward.end_outside()
         self._health.require(Event.STEP)
         self._check_consumed()
@@ -148,6 +154,7 @@ class Engine:
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
+        self.reads.watch()
 
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
@@ -212,10 +219,6 @@ class Engine:
     def loss_scale(self) -> LossScale | None:
         return self._verdicts.loss_scale
 
-    def weights_were_written(self) -> None:
-        """Parameters were written from outside: they become the masters before the next update."""
-        self._masters.were_written = True
-
     def state_was_loaded(self) -> None:
         """The state included remainders, which belong to weights that are loaded before the next step."""
         self._masters.state_was_loaded = True
@@ -248,23 +251,16 @@ class Engine:
         self.synchronize()
         self._handover.expose_state()
 
-    def settle_writes(self) -> None:
-        """Import the announced writes from outside. Raises `UsageError` for any other write."""
-        self.import_written()
-        self._masters.refuse_foreign_writes()
-
     def import_written(self) -> None:
-        """Make parameters that were written from outside, and announced, the masters."""
-        if self._masters.were_written:
-            self.synchronize()
-            self._masters.import_written()
+        """Make parameters that were written from outside the masters. Raises `UsageError` if one cannot be."""
+        self.synchronize()
+        self._masters.import_written()
 
     def import_weights(self, *, keep_remainder: bool = False) -> None:
         """Make all parameters' values the masters, with no remainders or those that still fit. The moments stay.
 
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
-        self._masters.require_landed()
         self.synchronize()
         self._masters.import_all(keep_remainder=keep_remainder)
 

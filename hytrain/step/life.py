@@ -57,7 +57,11 @@ _INTERRUPTED: Final = Refusal(
     "the last backward ended with an exception, so training cannot go on (make the optimizer anew and load a "
     "checkpoint); or it goes on in another thread, which comes first"
 )
-_NO_STEP: Final = Refusal("a backward reached {name} before step() was called: {advice}", fatal=True)
+_NO_STEP: Final = Refusal(
+    "a backward reached {name} before step() was called for the one before, which has updated weights: add the losses "
+    "and call backward once, or call opt.step() after each backward, or pass grad_accumulation=n, or wrap all but a "
+    "step's last backward in opt.no_sync()"
+)
 _DROPPED: Final = Refusal(
     "zero_grad() between backward and step() comes too late: the updates began in backward. Call it after opt.step(); "
     'to leave out steps, pass on_nonfinite="skip"; freeze what a loss is not to train'

@@ -1,7 +1,8 @@
-"""Weights written from outside (surgery, loading, swapping in an EMA) become the master weights.
+"""Weights written from outside (surgery, projection, loading, swapping in an EMA) become the master weights.
 
-Autograd's version counter reveals a write. An announced write (`import_weights`, a loaded state dict) is imported
-before the next update. Any other write would be lost, so it is refused (I6).
+Autograd's version counter reveals a write. Whatever writes to a parameter between two steps has waited for its update
+(`Reads.use`), so the next step begins from the written weights. A write that may have come while an update was under
+way would be lost in part, so it is refused (I6).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Copy, Transfers
 from hytrain.model.trained import TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
+from hytrain.tensors import address
 
 
 class Masters:
     """Writes from outside to one model's weights.
 
-    `were_written`: parameters were written, and this was announced. `state_was_loaded`: a loaded state had remainders,
-    and weights that are loaded before the next step belong to them.
+    `state_was_loaded`: a loaded state had remainders, and weights that are loaded before the next step belong to them.
     """
 
     def __init__(
@@ -29,43 +31,52 @@ class Masters:
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
         self._health, self._reads = health, reads
-        self.were_written = self.state_was_loaded = False
-        self._looked_in = -1  # the step in which foreign writes were last looked for
-
-    def require_landed(self) -> None:
-        """Raise `UsageError` for a parameter that was written while its update was under way."""
-        self._health.check()
-        for parameter in self._written():
-            if not all(layer.life.is_current for layer, _ in parameter.places):
-                raise UsageError(f"{parameter.name} was written before its update: opt.synchronize() before writing")
+        self.state_was_loaded = False
 
     def import_all(self, *, keep_remainder: bool) -> None:
         self._import(self._parameters, keep_remainder=keep_remainder)
 
     def import_written(self) -> None:
-        if self.were_written:
-            self._reads.synchronize()
-            self._import(self._written(), keep_remainder=self.state_was_loaded)
+        """Make parameters that were written, or whose storage was replaced, the masters.
 
-    def refuse_foreign_writes(self) -> None:
-        """Raise `UsageError` for a write that the next update would overwrite."""
-        for parameter in self._written():
-            raise UsageError(f"{parameter.name} was written from outside: call opt.import_weights() after writing")
-        self._looked_in = self._health.life.step
+        Raises `UsageError` for a parameter that was written while its update was under way, and for one that has
+        another dtype or device now.
+        """
+        moved = [known for known in self._parameters if not known.is_in_place]
+        if moved:
+            self._put_back(moved)
+        if written := [*self._written(), *moved]:
+            self._import(written, keep_remainder=self.state_was_loaded)
 
     def begin_step(self) -> None:
-        """Called before the step's updates begin. Raises `UsageError` for a write that they would overwrite."""
+        """Called before the step's updates begin."""
         self.import_written()
-        if self._looked_in != self._health.life.step:  # forward did not call the whole model, which looks for them
-            self.refuse_foreign_writes()
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
         self.state_was_loaded = False
 
+    def _put_back(self, moved: list[TrainedParameter]) -> None:
+        """Copy the values of parameters with another storage (`p.data = …`) into their own, and give that back."""
+        with unwatched():
+            present = [address(known.parameter) for known in self._parameters]
+            for known in moved:
+                value = known.parameter.data
+                if (value.dtype, value.device, value.shape) != (known.own.dtype, known.own.device, known.own.shape):
+                    raise UsageError(
+                        f"{known.name} is {value.dtype} on {value.device} now: move and convert the model before "
+                        "hytrain.AdamW is made, or call opt.close() first"
+                    )
+                if present.count(address(value)) > 1:
+                    raise UsageError(
+                        f"{known.name} shares memory with another parameter now: tie them as one Parameter"
+                    )
+            for known in moved:
+                known.own.data.copy_(known.parameter)  # no write for autograd: a graph may have saved these values
+                known.parameter.data = known.own
+
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""
         self._reads.synchronize()
-        self.were_written = False
         self._transfers.drain()
         copies: list[Copy] = []
         for known in parameters:
@@ -83,10 +94,15 @@ class Masters:
         """The parameters that others have written, by autograd's version counter.
 
         While weights are arriving, their own write may not be counted yet. Such a parameter is checked the next time.
+        Raises `UsageError` for a parameter that was written while its update was under way.
         """
-        with self._health.changed:
-            return [
+        with self._health.changed, unwatched():
+            written = [
                 known
                 for known in self._parameters
                 if known.was_written() and not any(layer.is_arriving for layer, _ in known.places)
             ]
+        for known in written:
+            if not all(layer.life.is_current for layer, _ in known.places):
+                raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
+        return written

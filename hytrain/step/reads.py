@@ -2,7 +2,7 @@
 
     a module is called       BeforeForward ─▶ enter(gate)       waits for the updates of the module's layers
     the model is called      engine ─▶ enter(root)              waits for parameters that no other module covers
-    module.weight            BeforeRead ─▶ read(parameter)      waits for this parameter
+    any other use of one     Watched ─▶ use(parameter)          waits for this parameter
     state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
 
 A layer that is CURRENT can be read. If its update is under way, the reader waits: the thread for the optimizer's
@@ -12,15 +12,31 @@ for. The gradient of a parameter for which this is not so may come from a stale 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
 import torch
+from torch import Tensor
 
 from hytrain.errors import StaleReadError, UsageError
 from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter
+
+_USED_EARLY: Final = (
+    "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
+    "backward, or after opt.step()"
+)
+_CALLED_EARLY: Final = (
+    "{} is called between backward and step(), when its update has begun, which torch makes in step(). Call opt.step() "
+    "after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a step's last one "
+    "in opt.no_sync(). Evaluate before backward, or after opt.step()"
+)
 
 
 class Reads:
@@ -34,9 +50,11 @@ class Reads:
         transfers: Transfers,
         health: Health,
         meter: Meter,
+        overlap: bool,
     ) -> None:
         self.root = Gate()
-        self._layers, self._parameters = layers, parameters
+        self._layers, self._parameters, self._overlap = layers, parameters, overlap
+        self._of = {id(known.parameter): known for known in parameters}
         self._transfers, self._health, self._meter = transfers, health, meter
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
 
@@ -55,23 +73,61 @@ class Reads:
         for layer in gate.layers:
             if inside and layer.life.updated == life.step:
                 self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
+            if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
+                raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             if not layer.life.is_current:
                 self.wait_for(layer)
             elif layer.landing is not None:
                 self._transfers.land(layer.landing)  # the stream that waited before may be another one
+        for parameter in gate.parameters:
+            parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
         if measured:
             self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
             if self._order is not None:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
 
-    def read(self, parameter: TrainedParameter) -> None:
-        """Make the current stream wait for the parameter, except in backward, which updates it."""
-        if self._health.life.state in IN_BACKWARD:
-            return
-        for layer, _ in parameter.places:
+    def use(self, tensor: Tensor) -> None:
+        """A parameter's value is used outside of its module's forward: make the current stream wait for its update.
+
+        Raises `UsageError` if this step's update of it has begun, before `step()` was called.
+        """
+        known, life = self._of[id(tensor)], self._health.life
+        if known.step == life.step and life.state in IN_BACKWARD:
+            raise UsageError(
+                f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
+                "opt.step()"
+            )
+        if known.step == life.step and self._overlap:
+            raise UsageError(_USED_EARLY.format(known.name))
+        for layer, _ in known.places:
             self.wait_for(layer)
-        parameter.awaited = True
+            if self._order is not None and torch.is_grad_enabled():
+                self._order.setdefault(layer.lid)
+        self._require_own_writes(known)
+        known.awaited = True
+
+    def leave_root(self, output: Any) -> None:
+        """The whole model's forward has ended. `output` is what it returned.
+
+        A backward that comes through it after another one, but before `step()`, is refused before it begins: autograd
+        would find changed weights, and name nobody.
+        """
+        self.watch()
+        if torch.is_grad_enabled():
+            refuse = _RefuseSecondBackward(self._health)
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(refuse)
+
+    def watch(self) -> None:
+        for known in self._parameters:
+            known.watch()
+
+    def _require_own_writes(self, known: TrainedParameter) -> None:
+        """Raise `UsageError` for a write that may have come while an update was under way, by autograd's count."""
+        if not known.awaited and known.count and known.was_written():
+            raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
 
     def wait_for(self, layer: TrainedLayer, *, on_host: bool = False) -> None:
         """Wait until the copy of the layer's new weights was started, and make the stream wait for its end.
@@ -105,12 +161,14 @@ class Reads:
         """Return once every update has landed in the parameters, on the host (I6)."""
         for layer in self._layers:
             self.wait_for(layer, on_host=True)
-        self._mark_awaited(self._parameters, in_backward())
+        with unwatched():
+            self._mark_awaited(self._parameters, in_backward())
 
     def _mark_awaited(self, parameters: list[TrainedParameter], inside: bool) -> None:
         """Mark parameters as readable. In a backward, those whose gradient has come are about to change again."""
         for parameter in parameters:
             if not inside or parameter.step != self._health.life.step:
+                self._require_own_writes(parameter)
                 parameter.awaited = True
 
     def meet_uncovered(self, parameter: TrainedParameter) -> None:
@@ -143,6 +201,26 @@ class Reads:
         self._order = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
         return tuple(order.index(lid) for lid in range(len(order)))
+
+
+class _RefuseSecondBackward:
+    def __init__(self, health: Health) -> None:
+        self._health = weakref.ref(health)
+
+    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
+        health = self._health()
+        if health is not None and health.life.state is State.COMMITTED:
+            health.require(Event.BEGIN, name="the model's output")
+
+
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from _tensors_in(part)
 
 
 def in_backward() -> bool:

@@ -38,8 +38,9 @@ class LossScale:
 
     def claim(self) -> bool:
         """A backward begins. Returns whether a loss was scaled for it."""
-        self._scaled -= 1
-        return self._scaled >= 0
+        was_scaled = self._scaled > 0
+        self._scaled -= was_scaled
+        return was_scaled
 
     def end_step(self) -> None:
         """Forget losses that were scaled but had no backward."""

@@ -106,8 +106,7 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         assert sent == [] and all(parameter.grad is None for parameter in model.parameters())
         square_loss(model, 1).backward()
         assert sum(isinstance(message, Departure) for message in sent) == len(opt._session.layers)
-        model.zero_grad()
-        with pytest.raises(UsageError, match="call opt.step"):
+        with pytest.raises(UsageError, match=r"Call opt\.step\(\) after each backward"):
             square_loss(model, 2).backward()
 
 

@@ -25,48 +25,57 @@ from hytrain.step.reads import Reads
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
-def test_a_write_from_outside_is_refused_where_the_whole_model_is_never_called(k: float) -> None:
-    model = perceptron()
-    with adamw(model, k=k) as opt:
-        train(model, opt, range(3), in_parts)
-        opt.synchronize()
-        with torch.no_grad():
-            model[0][0].weight.fill_(5)
-        with pytest.raises(UsageError, match="written from outside"):
-            in_parts(model, 3).backward()
+def test_a_write_is_trained_on_where_the_whole_model_is_never_called(k: float) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(4):
+            train(model, opt, [step], in_parts)
+            model[0][0].weight.data.clamp_(-0.01, 0.01)
+            model[1][0].bias.detach().fill_(5.0)
+
+    same_as_torch(run, k=k)
 
 
-def test_swapped_storage_is_refused_until_it_is_back() -> None:
-    """As for an evaluation by averaged weights, while updates are under way and when they have landed."""
+def swap(datas: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, data in datas.items():
+        parameter.data = data
 
-    def swap(datas: dict[nn.Parameter, Tensor]) -> None:
-        for parameter, data in datas.items():
-            parameter.data = data
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_storage_is_swapped_for_an_evaluation_or_for_good(k: float) -> None:
+    """Also while updates are under way. What is left swapped in is trained on."""
 
     def run(model: nn.Module, opt: Any) -> None:
         for step in (0, 2):
             train(model, opt, range(step, step + 2), square_loss)
             kept = {parameter: parameter.data for parameter in model.parameters()}
-            zeros = {parameter: torch.zeros_like(parameter.data) for parameter in kept}
-            if isinstance(opt, hytrain.AdamW):
-                swap(zeros)
-                with pytest.raises(UsageError, match=r"call opt\.synchronize\(\) before swapping"):
-                    square_loss(model, 9)
-                swap(kept)
-                opt.synchronize()
-            swap(zeros)
+            swap({parameter: torch.zeros_like(parameter.data) for parameter in kept})
             assert not model(vectors(9)).count_nonzero(), "by what was swapped in"
             swap(kept)
+        swap({parameter: parameter.data / 2 for parameter in model.parameters()})
+        train(model, opt, range(4, 6), square_loss)
+        model.double().float()
+        train(model, opt, range(6, 8), square_loss)
 
-    same_as_torch(run, k=0.0)
+    same_as_torch(run, k=k)
 
 
-def test_closing_says_what_a_converted_model_has_lost(caplog: pytest.LogCaptureFixture) -> None:
-    model = perceptron()
-    with adamw(model, k=0.0) as opt:
+def test_storage_that_cannot_be_trained_on_is_refused_before_anything_is_updated() -> None:
+    def run(model: nn.Module, opt: Any) -> None:
         train(model, opt, range(2), square_loss)
-        model.double()
-    assert "the last updates did not reach the model" in caplog.text
+        kept = {parameter: parameter.data for parameter in model.parameters()}
+        tied = {model[0][0].weight: kept[model[1][0].weight]}
+        converted = {parameter: data.bfloat16() for parameter, data in kept.items()}
+        for wrong, sentence in ((tied, "shares memory with another"), (converted, "is torch.bfloat16 on cpu now")):
+            swap(wrong)
+            loss = model(vectors(2).to(model[3][0].bias.dtype)).float().square().mean()
+            if isinstance(opt, hytrain.AdamW):
+                with pytest.raises(UsageError, match=sentence):
+                    loss.backward()
+            swap(kept)
+        opt.zero_grad()
+        train(model, opt, range(2, 4), square_loss)
+
+    same_as_torch(run, k=0.5)
 
 
 def test_replaced_groups_are_read() -> None:

@@ -271,36 +271,31 @@ def test_a_module_of_an_ended_optimizer_is_an_ordinary_one() -> None:
         train(model, opt, range(8), square_loss)
         block, copied, saved = model[0][0], copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         shallow = copy.copy(block)
-        assert type(block._parameters) is not dict, "guarded"
-        assert {type(m._parameters) for other in (copied, saved) for m in other.modules()} == {dict}
+        assert type(block.weight) is not nn.Parameter and repr(block.weight) == repr(copied[0][0].weight), "watched"
+        assert {type(p) for other in (copied, saved) for p in other.parameters()} == {nn.Parameter}
         assert torch.equal(copied[0][0].weight, saved[0][0].weight)
-    assert {type(module._parameters) for module in model.modules()} == {dict}
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     assert shallow.weight is block.weight and "__deepcopy__" not in vars(model)
     assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
     assert differing(trained_alone(model), trained_alone(reference(range(8)))) == []
 
 
-def test_what_no_hook_can_see_is_refused_rather_than_stale() -> None:
-    """Weights that are read without any module being asked for them; after `synchronize` that is right."""
+@pytest.mark.parametrize("k", [0.0, 0.5])
+def test_parameters_of_a_list_that_was_made_before(k: float) -> None:
+    """No module is called, and none is asked for its weights."""
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
-        x, parameters = vectors(step), list(model.parameters())
-        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+        x = vectors(step)
+        for weight, bias in zip(kept[model][::2], kept[model][1::2], strict=True):
             x = nn.functional.linear(x, weight, bias).tanh()
         return x.square().mean()
 
     def run(model: nn.Module, opt: Any) -> None:
-        for step in range(5):
-            if isinstance(opt, hytrain.AdamW):
-                opt.synchronize()
-            train(model, opt, [step], loss_of)
+        kept[model] = list(model.parameters())
+        train(model, opt, range(6), loss_of)
 
-    # torch's sentence, where the update before came between forward and backward
-    refusal = "synchronize|modified by an inplace operation"
-    model = perceptron()
-    with adamw(model, k=0.0) as opt, pytest.raises(RuntimeError, match=refusal):
-        train(model, opt, range(5), loss_of)
-    same_as_torch(run, k=0.0)
+    kept = dict[nn.Module, list[nn.Parameter]]()
+    same_as_torch(run, k=k)
 
 
 class Block(nn.Sequential):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import adamw, same_as_torch, train
-from small_models import llama, perceptron, square_loss
+from small_models import llama, perceptron, square_loss, vectors
 from torch import nn
 
 import hytrain
@@ -59,8 +59,9 @@ def test_a_closure_is_called_once_in_a_step_as_with_torch(k: float) -> None:
 
 
 @pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"k": 0.5, "max_grad_norm": 0.1}], ids=str)
-def test_gradients_that_are_set_outside_of_any_backward(options: dict[str, Any]) -> None:
-    """As pipelines reduce them: the hooks are called by hand, and `step()` ends what no backward does."""
+@pytest.mark.parametrize("hooks_are_called", [True, False])
+def test_gradients_that_are_set_outside_of_any_backward(hooks_are_called: bool, options: dict[str, Any]) -> None:
+    """Pipelines reduce them and call the hooks; others leave them for `step()`."""
 
     def run(model: nn.Module, opt: torch.optim.Optimizer) -> None:
         parameters = list(model.parameters())
@@ -68,7 +69,8 @@ def test_gradients_that_are_set_outside_of_any_backward(options: dict[str, Any])
             gradients = torch.autograd.grad(square_loss(model, step), parameters)
             for parameter, gradient in zip(reversed(parameters), reversed(gradients)):
                 parameter.grad = gradient
-                for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+                for hook in hooks.values() if hooks_are_called else ():
                     hook(parameter)
             if "max_grad_norm" in options and not isinstance(opt, hytrain.AdamW):
                 torch.nn.utils.clip_grad_norm_(parameters, options["max_grad_norm"])
@@ -164,3 +166,39 @@ def test_an_exception_at_the_end_of_backward_or_in_a_step_that_updates_ends_trai
 
 def without_memory(*args: object) -> None:
     raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_rates_set_between_backward_and_step_hold_from_the_next_step_on(k: float) -> None:
+    """With one warning."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(4):
+            square_loss(model, step).backward()
+            if isinstance(opt, hytrain.AdamW):
+                opt.param_groups[0]["lr"] *= 0.5
+                opt.step()
+            else:
+                opt.step()
+                opt.param_groups[0]["lr"] *= 0.5
+            opt.zero_grad()
+
+    with pytest.warns(UserWarning, match="hold from the next step on") as warned:
+        same_as_torch(run, k=k)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"k": 0.5, "max_grad_norm": 0.1}], ids=str)
+def test_two_losses_of_one_graph(options: dict[str, Any]) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(4):
+            output = model(vectors(step))
+            output.square().mean().backward(retain_graph=True)
+            if step % 2:
+                output.sin().mean().backward()
+            if "max_grad_norm" in options and not isinstance(opt, hytrain.AdamW):
+                nn.utils.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, **options)

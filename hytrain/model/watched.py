@@ -1,0 +1,103 @@
+"""Watched parameters: between two forwards, every use of a parameter's value comes through here first.
+
+    AdamW is made, forward ends, step() ─▶ watch    a gradient is consumed ─▶ watch
+    a module enters its forward         ─▶ unwatch  its parameters: forward pays nothing
+
+HyTrain writes parameters in the background. A watched parameter has a subclass of its own class, whose
+`__torch_function__` calls `Reads.use` before the operation runs: in a list kept from before, in `model.parameters()`,
+in `torch._foreach_` operations. Metadata, gradients and hooks are not its value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, cast
+
+import torch
+from torch import Tensor
+
+from hytrain.model.consumed import ConsumedGradient
+
+#: A context in which watched parameters are used without waiting.
+unwatched: Final = torch._C.DisableTorchFunctionSubclass
+
+_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
+#: Attributes of a tensor that do not show its value.
+_ATTRIBUTES: Final = """
+    _backward_hooks _base _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu is_cuda
+    is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name nbytes
+    ndim output_nr requires_grad retains_grad shape volatile
+""".split()
+_METHODS: Final = """
+    __len__ _is_view dim dim_order element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed nelement ndimension
+    numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride
+""".split()
+_HARMLESS: Final = {
+    *(getattr(getattr(Tensor, name), kind) for name in _ATTRIBUTES for kind in ("__get__", "__set__", "__delete__")),
+    *(getattr(Tensor, name) for name in _METHODS),
+    torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.numel,
+    torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
+}  # fmt: skip
+
+
+class Watched:
+    """The base of the classes that watched parameters have. `before_use` is the hook of the one who watches."""
+
+    before_use: ClassVar[Callable[[Tensor], None]]
+    plain: ClassVar[type]
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unwatched():
+            if func not in _HARMLESS:
+                found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
+                if not any(isinstance(value, ConsumedGradient) for value in found):  # which refuses by itself
+                    for parameter in found:
+                        type(parameter).before_use(parameter)
+                if func == _DATA:
+                    return args[0].detach()  # the same tensor, but autograd counts what is written to it
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._as_plain() as parameter:
+            return copy.deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._as_plain() as parameter:
+            return parameter.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        with self._as_plain() as parameter:
+            return repr(parameter)
+
+    @contextmanager
+    def _as_plain(self) -> Iterator[Tensor]:
+        """The parameter, for readers that look at its class too."""
+        watched, parameter = type(self), cast(Tensor, self)
+        watched.before_use(parameter)
+        self.__class__ = watched.plain
+        try:
+            yield parameter
+        finally:
+            self.__class__ = watched
+
+
+def watched_class(plain: type, before_use: Callable[[Tensor], None]) -> type:
+    """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
+    name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
+    return type(plain)(plain.__name__, (Watched, plain), name_space)
+
+
+def _found_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The watched parameters, and the consumed gradients."""
+    for value in values:
+        if isinstance(value, Watched | ConsumedGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _found_in(value)
+        elif isinstance(value, dict):
+            yield from _found_in(value.values())
