@@ -227,6 +227,7 @@ class _Rest:
     It is None for loaded state, because the weights that belong to it may be loaded later.
     """
 
+    name: str
     parameter: nn.Parameter
     count: int
     planes: dict[str, Tensor]
@@ -237,13 +238,14 @@ class Resting:
     """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
     def __init__(self) -> None:
-        self._of: dict[str, _Rest] = {}
+        self._of: dict[int, _Rest] = {}  # by the parameter's identity: its name may become another's
 
     def take(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
             if known.count:
                 planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
-                self._of[known.name] = _Rest(known.parameter, known.count, planes, version(known.parameter))
+                rest = _Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
+                self._of[id(known.parameter)] = rest
 
     def give(self, parameters: list[TrainedParameter]) -> None:
         """Write the kept state of these parameters into their planes.
@@ -251,7 +253,7 @@ class Resting:
         A remainder belongs to the weights it was kept with. If they were written since, it is dropped.
         """
         for known in parameters:
-            rest = self._of.pop(known.name, None)
+            rest = self._of.pop(id(known.parameter), None)
             if rest is None:
                 continue
             known.count = rest.count
@@ -270,19 +272,19 @@ class Resting:
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
         planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _tensor(entry, plane)) is not None}
-        self._of[name] = _Rest(parameter, int(entry["step"]), planes, None)
+        self._of[id(parameter)] = _Rest(name, parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
-            self._of.pop(known.name, None)
+            self._of.pop(id(known.parameter), None)
 
     @property
     def counts(self) -> dict[str, int]:
-        return {name: rest.count for name, rest in self._of.items()}
+        return {rest.name: rest.count for rest in self._of.values()}
 
     def save(self, file: Path) -> Iterator[Path]:
         """Write `file`, if there is anything to write, and yield it."""
-        planes = {f"{plane}.{name}": t for name, rest in self._of.items() for plane, t in rest.planes.items()}
+        planes = {f"{plane}.{rest.name}": t for rest in self._of.values() for plane, t in rest.planes.items()}
         if planes:
             save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
             yield file

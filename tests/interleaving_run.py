@@ -178,7 +178,7 @@ class Run:
                 engine.reads.enter(self.gates[layer.lid])
             else:  # not the module is called, its parameters are read
                 for segment in layer.segments:
-                    engine.reads.read(segment.owner)
+                    engine.reads.use(segment.owner.parameter)
             self.streams.compute.run(self.world.reading(layer))
         for layer in reversed(entered):
             read: Callable[[], None] | None = self.world.reading(layer)

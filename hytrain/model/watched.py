@@ -11,12 +11,13 @@ in `torch._foreach_` operations. Metadata, gradients and hooks are not its value
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hytrain.model.consumed import ConsumedGradient
 
@@ -61,6 +62,12 @@ class Watched:
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
             return func(*args, **(kwargs or {}))
+
+    def detach(self) -> Tensor:
+        detached = Tensor.detach(cast(Tensor, self))
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
+            detached.__class__ = type(self)  # type: ignore[assignment]
+        return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with self._as_plain() as parameter:

@@ -7,17 +7,34 @@ way would be lost in part, so it is refused (I6).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
+from torch import Tensor
 
 from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import Copy, Transfers
+from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
 from hytrain.tensors import address
+
+SAMPLED: Final = 8
+SAMPLED_ELEMENTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Elements of a parameter as an update left them, and as they were found when the next one was to begin."""
+
+    known: TrainedParameter
+    landed: Tensor
+    found: Tensor
+    copied: Transfer
 
 
 class Masters:
@@ -32,6 +49,8 @@ class Masters:
         self._parameters, self._transfers = parameters, transfers
         self._health, self._reads = health, reads
         self.state_was_loaded = False
+        self._next = 0
+        self._samples: list[_Sample] = []
 
     def import_all(self, *, keep_remainder: bool) -> None:
         self._import(self._parameters, keep_remainder=keep_remainder)
@@ -54,6 +73,40 @@ class Masters:
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
         self.state_was_loaded = False
+        self._sample()
+
+    def _sample(self) -> None:
+        """Compare some elements of some parameters with what the CPU's last update left there.
+
+        This finds writes that autograd does not count: through a NumPy array, or `.data` within forward. A device's
+        elements are compared a step later, so nothing waits. Raises `UsageError` for a difference.
+        """
+        self._compare()
+        for _ in range(min(SAMPLED, len(self._parameters))):
+            known = self._parameters[self._next % len(self._parameters)]
+            self._next += 1
+            layer, index = known.places[0]
+            has_landed = layer.landing is not None and layer.life.is_current and known.awaited
+            if not has_landed or not isinstance(layer.planes, ArenaPlanes):
+                continue
+            present, landed = layer.segments[index].weights, layer.planes.weights[index]
+            start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
+            part = slice(start, start + SAMPLED_ELEMENTS)
+            found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
+            copied = self._transfers.state_out([(found, present[part])])
+            self._samples.append(_Sample(known, landed[part].clone(), found, copied))
+        if self._samples and self._samples[0].copied.done is None:
+            self._compare()
+
+    def _compare(self) -> None:
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            sample.copied.synchronize()
+            if not torch.equal(sample.landed.view(torch.uint8), sample.found.view(torch.uint8)):
+                raise UsageError(
+                    f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
+                    "forward), so the CPU goes on from other values: call opt.import_weights() after such a write"
+                )
 
     def _put_back(self, moved: list[TrainedParameter]) -> None:
         """Copy the values of parameters with another storage (`p.data = …`) into their own, and give that back."""

