@@ -166,7 +166,6 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, trainer.callback_handler, read))
-    opt.trainer = weakref.ref(trainer)
     _save_beside(trainer, opt)
     return opt
 
