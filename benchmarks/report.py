@@ -368,8 +368,8 @@ def machines(rows: Rows) -> str:
 
 # ---------------------------------------------------------------- the page
 
-_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping, sft)
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical)}
+_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.host import used_bytes
 from benchmarks.parts import SHAPES, Job, Segment
-from benchmarks.step import seconds
+from benchmarks.rows import times_of
 
 IGNORED: Final = -100  # the label of a token that no loss is computed for
 TURN_TOKENS: Final = 64
@@ -54,7 +54,7 @@ class Marks(TrainerCallback):
 
 
 def conversations(count: int, length: int, vocabulary: int) -> list[dict[str, Tensor]]:
-    """Turns of user and assistant, (length,) each. The answer is the question shifted by one word; only it has labels."""
+    """Turns of user and assistant, (length,) each. An answer is its question shifted by one word; answers count."""
     words, generator = min(WORDS, vocabulary), torch.Generator().manual_seed(1)
     asked = torch.randint(words, (count, -(-length // (2 * TURN_TOKENS)), TURN_TOKENS), generator=generator)
     answered = (asked + 1) % words
@@ -96,7 +96,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, options: dict[str, Any
         trainer.train()
     peak_bytes = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
     row = {
-        **seconds(marks.times(), segment),
+        **times_of(marks.times(), segment.measure),
         "gpu_peak_gb": round(peak_bytes / 1e9, 2),
         "host_used_bytes": used_bytes(),
         "loss": round([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], 4),

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from benchmarks import idle
 from benchmarks.host import used_bytes
 from benchmarks.parts import SHAPES, Job, Segment
+from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 
 #: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
@@ -148,7 +149,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
             if profile:
                 profile.step()
     row = {
-        **seconds(steps.times(), segment),
+        **times_of(steps.times(), segment.measure),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),
@@ -159,13 +160,6 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
-
-
-def seconds(times: list[float], segment: Segment) -> dict[str, Any]:
-    """The times of all steps in a row: those that count are the last."""
-    rounded = [round(value, 5) for value in times]
-    settling_s, steps_s = rounded[: -segment.measure], rounded[-segment.measure :]
-    return {"step_s": round(statistics.median(steps_s), 5), "steps_s": steps_s, "settling_s": settling_s}
 
 
 class Steps:

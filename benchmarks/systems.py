@@ -177,7 +177,7 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def bitsandbytes(model: nn.Module, setting: Setting, *, paged: bool) -> Running:
-    """Moments of 8 bits, the update on the bf16 weights; paged, the driver moves moments to the host if the GPU is full."""
+    """8-bit moments, the update on the bf16 weights; paged, the driver moves moments to the host if the GPU is full."""
     import bitsandbytes
 
     kind = bitsandbytes.optim.PagedAdamW8bit if paged else bitsandbytes.optim.AdamW8bit

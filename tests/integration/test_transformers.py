@@ -327,6 +327,14 @@ def test_without_callbacks_that_may_read_weights_nothing_waits(tmp_path: Path, m
 # ---------------------------------------------------------------- TRL
 
 
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """Imported before a test's temporary folder is made: what it imports makes folders of its own."""
+    imported = pytest.importorskip("trl")
+    assert imported.SFTTrainer and imported.DPOTrainer, "both are imported at first use"
+    return imported
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, of any text; its chat template marks what the assistant says."""
     alphabet = sorted(ByteLevel.alphabet())
@@ -365,9 +373,8 @@ def preferences(trl: Any, model: nn.Module, options: dict[str, Any]) -> Trainer:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
 @pytest.mark.parametrize("make", [chat, preferences])
-def test_trls_trainers_have_the_bits_of_torchs_adamw(make: Callable[..., Trainer], tmp_path: Path) -> None:
+def test_trls_trainers_have_the_bits_of_torchs_adamw(make: Callable[..., Trainer], trl: Any, tmp_path: Path) -> None:
     """With TRL's own defaults: bf16 autocast and activation checkpointing."""
-    trl = pytest.importorskip("trl")
     options = {
         **{"output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
         **{"max_length": 32, "logging_steps": 1, "optim": "adamw_torch_fused", "use_cpu": True, "disable_tqdm": True},
