@@ -371,7 +371,7 @@ def preferences(trl: Any, model: nn.Module, options: dict[str, Any]) -> Trainer:
     return trainer
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
 @pytest.mark.parametrize("make", [chat, preferences])
 def test_trls_trainers_have_the_bits_of_torchs_adamw(make: Callable[..., Trainer], trl: Any, tmp_path: Path) -> None:
     """With TRL's own defaults: bf16 autocast and activation checkpointing."""
