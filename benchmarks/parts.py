@@ -104,16 +104,24 @@ class Known:
 KNOWN: Final = {
     "no-offload": Known(15, 0.6),
     "forward-backward": Known(15, 0.55, "no update"),
-    "torch": Known(15, 0.6),
+    "torch": Known(15, 0.6, "in fp32"),
     "hytrain": Known(22, 0.6),
     "torchao-fp32": Known(20, 1.4),
     "torchao-bf16": Known(20, 1.1, "no"),
     "deepspeed-zero2": Known(75, 2.0),
     "deepspeed-twinflow": Known(40, 2.1),
     "fsdp2": Known(40, 2.2),
+    "torch-bf16": Known(15, 0.6, "no: bf16 moments, no masters"),
+    "bnb-8bit": Known(20, 0.6, "no: 8-bit moments, no masters"),
+    "bnb-paged-8bit": Known(20, 0.6, "no: 8-bit moments, no masters"),
+    "sft-torch-fp32": Known(25, 0.4),
+    "sft-torch-bf16": Known(25, 0.3, "no: bf16 moments, no masters"),
+    "sft-hytrain": Known(30, 0.3),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
 PEERS: Final = ("torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16")
+#: The first one is what the others are compared with.
+SFT: Final = ("sft-torch-fp32", "sft-torch-bf16", "sft-hytrain")
 #: DeepSpeed compiles its kernel at first use, so its first system starts slowly.
 TIMEOUT_S: Final = 240.0
 #: The first steps are slow, and the planner takes GPU memory for them. After so many steps it has given that back.
@@ -235,6 +243,13 @@ def identical(template: Job) -> list[Job]:
     return [replace(job(small, system, steps), step_s=0.6) for system in (AUTO, "hytrain:0,serial")]
 
 
+def sft(template: Job) -> list[Job]:
+    """Fine-tuning under the Trainer, clipped at 1.0 as it does by default; all take the same number of steps."""
+    small = replace(template, shape="1b" if template.shape == "3b" else template.shape, clip=1.0)
+    steps = Segment(batch=8, settle=AT_REST_STEPS, measure=20)
+    return [job(small, system, steps) for system in SFT]
+
+
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),
@@ -246,5 +261,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "idle": idle,
     "clipping": clipping,
     "identical": identical,
+    "lean": _plain("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit"),
+    "sft": sft,
     "cpu": _plain("torch", "hytrain:0", AUTO),
 }

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from benchmarks import columns as col
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
 from benchmarks.idle import CAUSES
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, SFT
 from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
@@ -222,8 +222,8 @@ def one_host(rows: Rows) -> str:
 
 
 def systems(rows: Rows) -> str:
-    """The main part and the peers' at batch 8: a table for each host that measured some of them."""
-    parts = [part for part in rows.distinct("part") if part in ("main", "peers")]
+    """The main part, the peers' and what is lean at batch 8: a table for each host that measured some of them."""
+    parts = [part for part in rows.distinct("part") if part in ("main", "peers", "lean")]
     found = []
     for there in Rows(row for part in parts for row in rows.of_part(part)).by_host():
         wanted = (*there.distinct("system"), "no-offload", AUTO)
@@ -333,6 +333,21 @@ def clipping(rows: Rows) -> str:
     return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
 
 
+def sft(rows: Rows) -> str:
+    """Fine-tuning under the Trainer: torch's AdamW and HyTrain's."""
+    here = rows.of_part("sft")
+    base = here.where(system=SFT[0]).median("step_s")
+    to_base = computed(f"relative to {SFT[0]}", lambda mine: ratio(mine.median("step_s"), base))
+
+    def rate(mine: Rows) -> str:
+        tokens = mine.last("batch") * mine.last("sequence")
+        return number(ratio(tokens, mine.median("step_s")), 0)
+
+    speed = (col.K, col.STEP, to_base, ("tokens/s", rate))
+    told = (last("exact fp32 AdamW?", "exact"), median("loss, last 10 steps", "loss", 3))
+    return table(here.by("system"), col.SYSTEM, *speed, *col.MEMORY, *told)
+
+
 def identical(rows: Rows) -> str:
     checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
     columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
@@ -354,7 +369,7 @@ def machines(rows: Rows) -> str:
 # ---------------------------------------------------------------- the page
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical)}
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

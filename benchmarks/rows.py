@@ -24,6 +24,13 @@ def append(folder: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def times_of(steps_s: list[float], measured: int) -> Row:
+    """A row's fields for the seconds of all steps, of which the last `measured` count."""
+    rounded = [round(value, 5) for value in steps_s]
+    counting = rounded[-measured:]
+    return {"step_s": round(statistics.median(counting), 5), "steps_s": counting, "settling_s": rounded[:-measured]}
+
+
 def key(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """Rows with one key, of one host and commit, are repeats of each other. `fields`: a row, or a job and a segment."""
     return tuple(fields[name] for name in ("system", "shape", "batch", "sequence", "dtype", "clip", "label"))

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from benchmarks import idle
 from benchmarks.host import used_bytes
 from benchmarks.parts import SHAPES, Job, Segment
-from benchmarks.systems import SYSTEMS, Running, Setting, Unavailable
+from benchmarks.rows import times_of
+from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 
 #: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
 #: decides every fourth step, so it has looked at its last plan twice.
@@ -80,12 +81,13 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     for index, segment in enumerate(job.segments):
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
-            row.update(measure(job, segment, model, running))
+            whole = isinstance(running, Training)
+            row.update(running.measure(job, segment, model) if whole else measure(job, segment, model, running))
             row["tflops"] = round(flops_per_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
         except Unavailable as error:
             row["error"] = str(error)
         yield row
-    if running.optimizer is not None:
+    if isinstance(running, Running) and running.optimizer is not None:
         running.optimizer.close()
 
 
@@ -146,13 +148,8 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
             steps.run()
             if profile:
                 profile.step()
-    times = steps.times()
-    settling_s, steps_s = times[: -segment.measure], times[-segment.measure :]
-    median_s = statistics.median(steps_s)
     row = {
-        "step_s": round(median_s, 5),
-        "steps_s": [round(value, 5) for value in steps_s],
-        "settling_s": [round(value, 5) for value in settling_s],
+        **times_of(steps.times(), segment.measure),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),

@@ -42,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.results.mkdir(parents=True, exist_ok=True)
     run = Run(arguments, argv if argv is not None else sys.argv[1:])
     left = [f"{part}: {job.system}" for part, job in plan if not run.job(part, job)]
-    print(report.one_host(run.measured))
+    fine_tuned = run.measured.where(part="sft")
+    if others := rows.Rows(row for row in run.measured if row not in fine_tuned):
+        print(report.one_host(others))
+    if fine_tuned:
+        print(report.sft(fine_tuned))
     if left:
         print(f"\nnot started, {arguments.budget_s:.0f} s would not have sufficed: {'; '.join(left)}")
     return 0

@@ -74,6 +74,13 @@ class Running:
             raise Unavailable(f"{name}={value}: {reply.text}")
 
 
+@dataclass(frozen=True)
+class Training:
+    """A system with a loop of its own: `measure(job, segment, model)` trains for a segment's steps; returns its row."""
+
+    measure: Callable[..., dict[str, Any]]
+
+
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=batch, labels=batch).loss
     return loss
@@ -166,6 +173,27 @@ def parse_options(text: str) -> dict[str, Any]:
     return options
 
 
+# ---------------------------------------------------------------- less memory, and not exact
+
+
+def bitsandbytes(model: nn.Module, setting: Setting, *, paged: bool) -> Running:
+    """8-bit moments, the update on the bf16 weights; paged, the driver moves moments to the host if the GPU is full."""
+    import bitsandbytes
+
+    kind = bitsandbytes.optim.PagedAdamW8bit if paged else bitsandbytes.optim.AdamW8bit
+    return Running(plain_step(model, kind(model.parameters(), lr=LR), setting.clip))
+
+
+# ---------------------------------------------------------------- fine-tuning under the Trainer
+
+
+def sft(model: nn.Module, setting: Setting, *, ours: bool = False) -> Training:
+    from benchmarks import sft
+
+    options = {"run_dir": setting.run_dir, **parse_options(setting.option)} if ours else None
+    return Training(partial(sft.measure, options=options))
+
+
 # ---------------------------------------------------------------- peers
 
 
@@ -241,7 +269,7 @@ def _be_rank_zero_of_one() -> None:
 class System:
     """How to build it; the dtype of its parameters if not the job's; whether it needs CUDA."""
 
-    build: Callable[[nn.Module, Setting], Running]
+    build: Callable[[nn.Module, Setting], Running | Training]
     dtype: str | None = None
     cuda_only: bool = False
 
@@ -255,4 +283,10 @@ SYSTEMS: Final[dict[str, System]] = {
     "torchao-bf16": System(torchao, cuda_only=True),
     **{f"deepspeed-{zero}": System(partial(deepspeed, zero=zero), cuda_only=True) for zero in _ZERO},
     "fsdp2": System(fsdp2, cuda_only=True),
+    "torch-bf16": System(torch_adamw, dtype="bfloat16"),
+    "bnb-8bit": System(partial(bitsandbytes, paged=False), dtype="bfloat16", cuda_only=True),
+    "bnb-paged-8bit": System(partial(bitsandbytes, paged=True), dtype="bfloat16", cuda_only=True),
+    "sft-torch-fp32": System(sft, dtype="float32"),
+    "sft-torch-bf16": System(sft, dtype="bfloat16"),
+    "sft-hytrain": System(partial(sft, ours=True)),
 }

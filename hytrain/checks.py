@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
@@ -157,25 +158,29 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
     """Raise `UnsupportedError` if another optimizer trains one of these."""
     if any(id(parameter) in taken for parameter in parameters):
         raise UnsupportedError(
-            "the model has parameters that another hytrain.AdamW trains: close() that one first, or give one optimizer "
-            "all of them, in as many param_groups as wanted"
+            "the model has parameters that another hytrain.AdamW trains: give each its own part as the model "
+            "(AdamW(model.part)), or one optimizer all of them, in as many param_groups as wanted; or close() that one"
         )
 
 
-def named_groups(model: nn.Module, param_groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The groups as dictionaries of lists, without empty groups. Frozen parameters stay in theirs, as in torch."""
+def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dict[str, Any]]:
+    """What torch's constructor takes, as lists, without empty groups. Frozen parameters stay in theirs, as in torch.
+
+    Names stay beside their parameters: torch reads them.
+    """
     if param_groups is None:
-        param_groups = [{"params": list(model.parameters())}]
+        return [{"params": list(model.parameters())}]
     if isinstance(param_groups, int | float):
         raise ConfigError(f"the second argument is param_groups: write lr={param_groups!r}")
+    entries: list[Any] = [param_groups] if isinstance(param_groups, Tensor | dict) else list(param_groups)
     groups = []
     ours = {id(parameter) for parameter in model.parameters()}
-    for group in param_groups:
-        if not isinstance(group, dict):
-            raise UnsupportedError('param_groups must be dictionaries with "params", over parameters of the model')
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        given = [entry[1] if isinstance(entry, tuple) else entry for entry in given]  # (name, parameter)
-        if any(id(parameter) not in ours for parameter in given):
+    for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
+        if not isinstance(group, dict) or "params" not in group:
+            raise UnsupportedError('param_groups must be parameters of the model, or dictionaries with "params"')
+        given = group["params"]
+        given = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+        if any(id(entry[1] if isinstance(entry, tuple) else entry) not in ours for entry in given):
             raise UnsupportedError("param_groups names a parameter that the model does not have")
         groups.append({**group, "params": given})
     return [group for group in groups if group["params"]]

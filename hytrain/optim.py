@@ -12,22 +12,24 @@ It presents a session as a torch optimizer. `session` has the processes and the 
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from hytrain import saving, session
-from hytrain.checks import check_free, check_group, check_model, check_options, group_ids, named_groups, read_groups
+from hytrain.checks import check_free, check_group, check_model, check_options, group_ids, groups_for_torch, read_groups
 from hytrain.config import ClusterConfig
-from hytrain.errors import UsageError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
@@ -45,8 +47,8 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         model: The module to train. Its parameters stay where they are: float32, bfloat16 or float16, on one device.
-        param_groups: Parameter groups as in torch, over parameters of `model`. By default, one group with all
-            parameters that need gradients.
+        param_groups: What torch's `params` takes, over parameters of `model`: an iterable of parameters, of names and
+            parameters, or of groups of them. By default, one group with all parameters.
         lr: Learning rate, as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
@@ -90,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        param_groups: Iterable[dict[str, Any]] | None = None,
+        param_groups: ParamsT | None = None,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -133,9 +135,8 @@ class AdamW(torch.optim.Optimizer):
         )
         self._model = model
         check_model(model)
-        check_free((parameter for parameter in model.parameters() if parameter.requires_grad), session.managed())
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(named_groups(model, param_groups), defaults)
+        super().__init__(groups_for_torch(model, param_groups), defaults)
         for group in self.param_groups:
             check_group(group)
         flags = {
@@ -146,6 +147,7 @@ class AdamW(torch.optim.Optimizer):
             "trace": trace,
         }
         self._group_ids = group_ids(self.param_groups)
+        _replace(model, self.param_groups)
         me = weakref.ref(self)
         self._session = Session(
             model,
@@ -155,6 +157,7 @@ class AdamW(torch.optim.Optimizer):
             read_groups=partial(_read_groups, me),
         )
         self._close = weakref.finalize(self, self._session.close)
+        _made.add(self)
 
     @property
     def _engine(self) -> Engine:
@@ -214,7 +217,7 @@ class AdamW(torch.optim.Optimizer):
             return
         before = self._engine
         before.before_regroup("add_param_group")
-        named = named_groups(self._model, [param_group])
+        named = groups_for_torch(self._model, [param_group])
         self._session.require_free([p for group in named for p in group["params"]])
         for group in named:
             super().add_param_group(group)
@@ -298,6 +301,16 @@ class AdamW(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by `GradScaler.step`, before anything else."""
         raise UsageError(SCALER)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by `Accelerator.prepare`, which the Trainer calls too, before anything else."""
+        raise UnsupportedError(
+            "Accelerate and the Hugging Face Trainer clip, accumulate and save in ways that only an adopted "
+            "hytrain.AdamW follows. With a Trainer, leave its optimizers out and call "
+            "hytrain.integrations.transformers.adopt(trainer); with an Accelerator, prepare what "
+            "hytrain.integrations.accelerate.adopt(accelerator, model, …) returns"
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.
@@ -404,6 +417,13 @@ class AdamW(torch.optim.Optimizer):
         """The run's folder, with metrics and logs."""
         return self._session.run_dir
 
+    def __enter__(self) -> Self:
+        """`with hytrain.AdamW(…) as opt:` closes it at the end, also after an exception."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End this optimizer, and the processes that it started. Runs by itself at exit.
 
@@ -412,6 +432,31 @@ class AdamW(torch.optim.Optimizer):
                 closed.
         """
         self._close()
+
+
+#: All that were made and still exist, also those that are closed.
+_made: weakref.WeakSet[AdamW] = weakref.WeakSet()
+
+
+def _replace(model: nn.Module, param_groups: list[dict[str, Any]]) -> None:
+    """Close the optimizers of parameters that a new one is made for: the newest one trains them.
+
+    A notebook's cell that makes `opt` anew cannot close the old one, which has the name until then. Whoever still uses
+    the old one gets an error. Raises `UnsupportedError` if another one trains other parameters of the model.
+    """
+    if _made:
+        gc.collect()  # an unreachable optimizer may be in a reference cycle: a scheduler creates one
+    given = {id(p): p.requires_grad for group in param_groups for p in group["params"]}
+    trained = {identity for identity, needs_gradient in given.items() if needs_gradient}
+    for other in list(_made):
+        same = other._model is model and any(identity in given for ids in other._group_ids for identity in ids)
+        if same or other._session.trains(trained):
+            other._session.last_words = (
+                "this hytrain.AdamW is closed, as a newer one was made for parameters that it trained: use the newer "
+                "one, or give one optimizer all of them, in as many param_groups as wanted"
+            )
+            other.close()
+    check_free((parameter for parameter in model.parameters() if parameter.requires_grad), session.managed())
 
 
 def _groups(of: Callable[[], AdamW | None]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,6 +86,7 @@ class Session:
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
+        self.last_words = "this hytrain.AdamW is closed"
         self._cluster, self._place = find_or_start(config)
         try:
             self._build()
@@ -250,6 +251,10 @@ class Session:
         self.engine.before_root()
         return True
 
+    def trains(self, identities: Set[int]) -> bool:
+        """Whether it trains one of these parameters."""
+        return not self._own().isdisjoint(identities)
+
     def require_free(self, parameters: list[Tensor]) -> None:
         """Raise `UnsupportedError` if another session trains one of these."""
         check_free(parameters, set(_managed) - self._own())
@@ -314,7 +319,7 @@ class Session:
         """End the engine. The run's processes can then serve another one."""
         unhook, self._unhook = self._unhook, lambda: None
         try:
-            self.engine.close()
+            self.engine.close(self.last_words)
         finally:
             unhook()
 

@@ -162,7 +162,7 @@ class Run:
         self.streams.drain()
         for known in self.world.by_address.values():
             require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
-        engine.close()
+        engine.close("closed")
         require(not self.streams.pinned, "I2: memory is still pinned when all is closed")
 
     def step(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,33 @@ def test_pictures_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
     assert [name for name, _ in pictures.draw(made_up("sweep"), tmp_path)] == ["sweep"]
     assert [name for name, _ in pictures.draw(made_up(), tmp_path)] == list(pictures.PICTURES)
     assert all((tmp_path / f"bench-{name}.png").stat().st_size > 5000 for name in pictures.PICTURES)
+
+
+# ---------------------------------------------------------------- fine-tuning under the Trainer
+
+
+def test_only_answers_are_learned() -> None:
+    sft = pytest.importorskip("benchmarks.sft", exc_type=ImportError)
+    for line in sft.conversations(3, 300, 2048):
+        answers = line["labels"] != sft.IGNORED
+        assert answers.tolist() == [place // sft.TURN_TOKENS % 2 == 1 for place in range(300)]
+        assert line["labels"][answers].equal(line["input_ids"][answers])
+        shifted = (line["input_ids"][: sft.TURN_TOKENS] + 1) % sft.WORDS
+        assert shifted.equal(line["labels"][sft.TURN_TOKENS : 2 * sft.TURN_TOKENS])
+
+
+@pytest.mark.spawns
+def test_fine_tuning_has_the_same_loss_with_both_optimizers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from benchmarks import step
+
+    segment = Segment(batch=2, settle=1, measure=3)
+    job = Job(shape="demo", sequence=128, device="cpu", clip=1.0, dtype="float32", segments=(segment,))
+    systems = ("sft-torch-fp32", "sft-hytrain:k=0.5")
+    found = [list(step.rows(replace(job, system=system), str(tmp_path))) for system in systems]
+    [[plain], [ours]] = found
+    assert plain["loss"] == ours["loss"] and 0.3 < ours["k"] < 0.7
+    assert len(ours["steps_s"]) == 3 and "error" not in ours
 
 
 # ---------------------------------------------------------------- suite

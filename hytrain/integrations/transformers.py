@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.extras import needed
@@ -132,14 +133,14 @@ def _may_read_weights(kind: type, event: str) -> bool:
     return told and not kind.__module__.startswith("transformers.") and getattr(kind, "reads_weights", True)
 
 
-def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **options: Any) -> AdamW:
+def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any) -> AdamW:
     """Create `hytrain.AdamW` from the Trainer's arguments and make it the Trainer's optimizer.
 
     It also raises what `hytrain.AdamW` raises.
 
     Args:
         trainer: A Trainer without an optimizer. It creates its scheduler as usual.
-        param_groups: Replace the Trainer's two groups, with and without weight decay.
+        param_groups: Replace the Trainer's two groups, with and without weight decay. As for `hytrain.AdamW`.
         options: HyTrain's own options (`k`, `objective`, `on_nonfinite`, …), or any other of `hytrain.AdamW`'s, which
             override the training arguments.
 
@@ -164,12 +165,11 @@ def adopt(trainer: Trainer, param_groups: list[dict[str, Any]] | None = None, **
         "max_grad_norm": args.max_grad_norm or None,
         "grad_accumulation": args.gradient_accumulation_steps,
     }
-    groups = param_groups or _groups(model, set(trainer.get_decay_parameter_names(model)))
+    groups = _groups(model, set(trainer.get_decay_parameter_names(model))) if param_groups is None else param_groups
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, trainer.callback_handler, read))
-    opt.trainer = weakref.ref(trainer)
     _save_beside(trainer, opt)
     return opt
 
@@ -205,7 +205,7 @@ def _groups(model: nn.Module, decays: set[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _refuse(trainer: Trainer, param_groups: list[dict[str, Any]] | None) -> None:
+def _refuse(trainer: Trainer, param_groups: ParamsT | None) -> None:
     args = trainer.args
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")

@@ -282,8 +282,8 @@ class Engine:
         )
         return whole
 
-    def close(self) -> None:
-        """Wait for the last updates, then leave the run. Nothing works after this."""
+    def close(self, last_words: str) -> None:
+        """Wait for the last updates, then leave the run. After this, nothing works: all calls say `last_words`."""
         failure = self._health.failure
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
@@ -291,7 +291,7 @@ class Engine:
             if failure is None and self._health.life.state not in IN_BACKWARD:
                 self._end_last_step()
         finally:
-            self._health.fail(UsageError("this hytrain.AdamW is closed"))
+            self._health.fail(UsageError(last_words))
             self._link.close()
             self.release()
 

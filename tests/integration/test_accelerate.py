@@ -20,6 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+import hytrain
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.integrations.accelerate import adopt
 
@@ -234,6 +235,14 @@ def test_settings_that_hytrain_cannot_follow(
     monkeypatch.setattr(of, name, value, raising=False)
     with pytest.raises(UnsupportedError, match=sentence):
         adopt(accelerator, perceptron())
+
+
+def test_an_optimizer_that_was_not_adopted() -> None:
+    accelerator, model = Accelerator(cpu=True), perceptron()
+    with hytrain.AdamW(model) as opt:
+        with pytest.raises(UnsupportedError, match=r"hytrain.integrations.accelerate.adopt\(accelerator, model, …\)"):
+            accelerator.prepare(model, opt)
+        assert not accelerator._optimizers
 
 
 @pytest.mark.parametrize("how", [{"max_norm": 0.1}, {"max_norm": MAX_NORM, "norm_type": 1}])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, same_as_torch, train
+from helpers import Reference, adamw, differing, same_as_torch, train, weights
 from small_models import llama, perceptron, square_loss, vectors
 from torch import nn
 
@@ -31,6 +32,118 @@ def test_what_is_not_offered_is_refused() -> None:
     for option in NOT_OFFERED:
         with pytest.raises(TypeError, match=option):
             hytrain.AdamW(perceptron(), **{option: True})
+
+
+#: What torch's `params` takes, of a perceptron.
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda model: list(model.parameters()),
+    "an iterator": lambda model: model.parameters(),
+    "a part": lambda model: filter(lambda parameter: parameter.dim() == 2, model.parameters()),
+    "names": lambda model: list(model.named_parameters()),
+    "an iterator of names": lambda model: model.named_parameters(),
+    "groups of names": lambda model: [
+        {"params": model[0].named_parameters(), "lr": 0.5},
+        {"params": list(model[1:].named_parameters())},
+    ],
+    "an iterator of groups": lambda model: iter([{"params": model[0].parameters()}, {"params": model[1][0].bias}]),
+}
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_groups_are_given_as_to_torch(form: str) -> None:
+    model = perceptron()
+    expected = torch.optim.AdamW(GROUPS[form](model), lr=1e-2).param_groups
+    with hytrain.AdamW(model, GROUPS[form](model), lr=1e-2) as opt:
+        for group, theirs in zip(opt.param_groups, expected, strict=True):
+            assert list(map(id, group["params"])) == list(map(id, theirs["params"]))
+            assert all(group[name] == theirs[name] for name in group.keys() - {"params"})
+            assert group.get("param_names") == theirs.get("param_names")
+        train(model, opt, range(2), square_loss)
+    mixed = [*model[0].named_parameters(), *model[1].parameters()]
+    for kind in (partial(torch.optim.AdamW, mixed), partial(hytrain.AdamW, model, mixed)):
+        with pytest.raises(ValueError, match="with/without names"):
+            kind()
+
+
+def test_a_with_block_closes_it_also_after_an_exception() -> None:
+    model = perceptron()
+    with pytest.raises(ZeroDivisionError), hytrain.AdamW(model) as opt:
+        train(model, opt, [0], square_loss)
+        raise ZeroDivisionError
+    with pytest.raises(UsageError, match="^this hytrain.AdamW is closed$"):
+        opt.step()
+    assert type(model._parameters) is dict, "no hook is left"
+
+
+#: A notebook's cell: when it runs again, `opt` still has its name, and so has the scheduler that holds it.
+CELL = """
+opt = make(model)
+schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1))
+outputs.append(opt)
+train(model, opt, range(3), square_loss, schedule)
+"""
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
+def test_a_notebooks_cell_that_makes_the_optimizer_anew(k: float) -> None:
+    """It begins anew, as with torch; who still has the old one cannot use it."""
+
+    def run(make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
+        names = {"model": perceptron(), "make": make, "outputs": [], **globals()}
+        for _ in range(3):
+            exec(CELL, names)
+        return names
+
+    expected = run(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    found = run(lambda model: hytrain.AdamW(model, lr=1e-2, k=k))
+    *old, newest = found["outputs"]
+    for opt in old:
+        for use in (opt.step, opt.state_dict, opt.synchronize):
+            with pytest.raises(UsageError, match="closed, as a newer one was made for parameters that it trained"):
+                use()
+    newest.close()
+    assert differing(weights(found["model"]), weights(expected["model"])) == []
+
+
+def test_a_newer_optimizer_for_some_of_the_parameters() -> None:
+    """Say, of the head, for the next phase; the frozen ones need not be among them."""
+    model, twin = perceptron(), perceptron()
+    outputs = []
+    for part in (slice(0, 4), slice(2, 4), slice(0, 2)):
+        for each in (model, twin):
+            each.requires_grad_(False)
+            each[part].requires_grad_(True)
+        outputs.append(hytrain.AdamW(model, lr=1e-2))
+        train(model, outputs[-1], range(3), square_loss)
+        train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True), range(3), square_loss)
+    for opt in outputs[:2]:
+        with pytest.raises(UsageError, match="closed, as a newer one"):
+            opt.step()
+    outputs[2].close()
+    assert differing(weights(model), weights(twin)) == []
+
+
+def test_two_models_have_two_optimizers() -> None:
+    """As a GAN has them: each has gradients from both losses, and each loss goes through both."""
+
+    def run(makers: list[Callable[[nn.Module], Any]]) -> dict[str, Any]:
+        model = perceptron()
+        parts = [model[:2], model[2:]]
+        opts = [make(part) for make, part in zip(makers, parts, strict=True)]
+        for step in range(8):
+            mine, other = step % 2, 1 - step % 2
+            parts[mine].requires_grad_(True)
+            parts[other].requires_grad_(False)
+            square_loss(model, step).backward()
+            opts[mine].step()
+            opts[mine].zero_grad()
+        for opt in opts:
+            getattr(opt, "close", lambda: None)()
+        return weights(model)
+
+    expected = run([partial(Reference, lr=1e-2), partial(Reference, lr=3e-3)])
+    found = run([partial(hytrain.AdamW, lr=1e-2, k=0.5), partial(hytrain.AdamW, lr=3e-3, k=0.0)])
+    assert differing(found, expected) == []
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5])

@@ -135,9 +135,9 @@ def test_parameter_groups() -> None:
 
 
 def test_keys_of_others_in_parameter_groups() -> None:
-    """Schedulers keep their numbers in groups; torch takes names beside parameters, too."""
+    """Schedulers keep their numbers in groups."""
     model = perceptron()
-    groups = [{"params": list(model[0].named_parameters()), "lr_scale": 0.5, "foreach": None}]
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr_scale": 0.5, "foreach": None}]
     groups.append({"params": model[1].parameters(), "name": "second"})
     with adamw(model, param_groups=groups) as opt:
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, [LR, LR], total_steps=10)
@@ -148,14 +148,13 @@ def test_keys_of_others_in_parameter_groups() -> None:
         assert [len(group["params"]) for group in opt.param_groups] == [2, 2, 2]
 
 
-def test_a_second_hytrain_optimizer_over_the_same_parameters() -> None:
+def test_two_optimizers_over_different_parameters_of_one_model() -> None:
+    """Refused, and the first one goes on."""
     model = perceptron()
-    with adamw(model) as opt:
-        for again in (model, model[1], nn.Sequential(model[0], nn.Linear(32, 32))):
-            with pytest.raises(UnsupportedError, match="another hytrain.AdamW"):
-                hytrain.AdamW(again)
-        train(model, opt, range(3), square_loss)
-    with adamw(model) as opt:
+    with adamw(model, model[0].parameters()) as opt:
+        for again in (model, nn.Sequential(model[1], model[0])):
+            with pytest.raises(UnsupportedError, match=r"give each its own part as the model \(AdamW\(model.part\)\)"):
+                hytrain.AdamW(again, model[1].parameters())
         train(model, opt, range(3), square_loss)
 
 

@@ -16,7 +16,10 @@ from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 import hytrain
@@ -167,7 +170,7 @@ def test_what_an_epoch_of_unknown_length_leaves_is_the_next_ones(tmp_path: Path)
 @pytest.mark.spawns
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
-    """The old Trainer is unreachable then, its optimizer perhaps has a name still."""
+    """The old Trainer is perhaps unreachable then, and its optimizer perhaps still has a name."""
     model = gpt2()
     opts = []
     for run in range(2):
@@ -178,7 +181,7 @@ def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
         trainer.train()
     opt.close()
     if kept:
-        with pytest.raises(UsageError, match="this hytrain.AdamW is closed"):
+        with pytest.raises(UsageError, match="closed, as a newer one was made"):
             opts[0].step()
 
 
@@ -321,6 +324,71 @@ def test_without_callbacks_that_may_read_weights_nothing_waits(tmp_path: Path, m
     assert calls == [STEPS], "at the end of training"
 
 
+# ---------------------------------------------------------------- TRL
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """Imported before a test's temporary folder is made: what it imports makes folders of its own."""
+    imported = pytest.importorskip("trl")
+    assert imported.SFTTrainer and imported.DPOTrainer, "both are imported at first use"
+    return imported
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, of any text; its chat template marks what the assistant says."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    template = (
+        "{% for message in messages %}{{ message.role[0] + ':' }}"
+        "{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% endfor %}"
+    )
+    ends = {"eos_token": alphabet[0], "pad_token": alphabet[1]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **ends)
+
+
+def sums(line: Callable[[int, int], dict[str, Any]]) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list([line(a, b) for a in range(4) for b in range(6)])
+
+
+def chat(trl: Any, model: nn.Module, options: dict[str, Any]) -> Trainer:
+    def line(a: int, b: int) -> dict[str, Any]:
+        said = {"user": f"{a}+{b}", "assistant": str(a + b)}
+        return {"messages": [{"role": role, "content": content} for role, content in said.items()]}
+
+    args = trl.SFTConfig(assistant_only_loss=True, **options)
+    trainer: Trainer = trl.SFTTrainer(model, args, train_dataset=sums(line), processing_class=byte_tokenizer())
+    return trainer
+
+
+def preferences(trl: Any, model: nn.Module, options: dict[str, Any]) -> Trainer:
+    def line(a: int, b: int) -> dict[str, Any]:
+        return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a * b + 1)}
+
+    given = {"ref_model": llama(), "args": trl.DPOConfig(**options), "processing_class": byte_tokenizer()}
+    trainer: Trainer = trl.DPOTrainer(model, train_dataset=sums(line), **given)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
+@pytest.mark.parametrize("make", [chat, preferences])
+def test_trls_trainers_have_the_bits_of_torchs_adamw(make: Callable[..., Trainer], trl: Any, tmp_path: Path) -> None:
+    """With TRL's own defaults: bf16 autocast and activation checkpointing."""
+    options = {
+        **{"output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
+        **{"max_length": 32, "logging_steps": 1, "optim": "adamw_torch_fused", "use_cpu": True, "disable_tqdm": True},
+        **{"dataloader_pin_memory": False, "save_strategy": "no", "report_to": "none"},
+    }
+    plain, ours = make(trl, llama(), options), make(trl, llama(), options)
+    assert plain.args.bf16
+    plain.train()
+    with adopted(ours, k=0.5):
+        ours.train()
+    assert history(ours) == history(plain) and len(history(ours)) == 5
+    assert differing(weights(ours.model), weights(plain.model)) == []
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -363,9 +431,14 @@ def test_an_optimizer_that_is_there_already_and_several_gpus(tmp_path: Path, mon
     trainer = make_trainer(model, tmp_path, optimizers=(torch.optim.AdamW(model.parameters()), None))
     with pytest.raises(UnsupportedError, match="the Trainer has an optimizer already"):
         adopt(trainer)
-    first, trainer = (make_trainer(model, tmp_path) for _ in range(2))
-    with adopted(first), pytest.raises(UnsupportedError, match="another hytrain.AdamW trains"):
-        adopt(trainer)
+    before = weights(model)
+    with hytrain.AdamW(model) as opt:
+        trainer = make_trainer(model, tmp_path, optimizers=(opt, None))
+        with pytest.raises(UnsupportedError, match=r"hytrain.integrations.transformers.adopt\(trainer\)"):
+            trainer.train()
+        assert opt.statistics().step == 0
+    assert differing(weights(model), before) == []
+    trainer = make_trainer(model, tmp_path)
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
     with pytest.raises(UnsupportedError, match="DataParallel over 2 GPUs is not supported"):
         adopt(trainer)
