@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,6 +50,14 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("HYTRAIN_THREADS", "1")
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def trl() -> Any:
+    """Imported before a test's temporary folder is made: what it imports makes folders of its own."""
+    imported = pytest.importorskip("trl")
+    assert imported.SFTTrainer and imported.DPOTrainer, "both are imported at first use"
+    return imported
 
 
 class SharedRun:

@@ -327,14 +327,6 @@ def test_without_callbacks_that_may_read_weights_nothing_waits(tmp_path: Path, m
 # ---------------------------------------------------------------- TRL
 
 
-@pytest.fixture(scope="module")
-def trl() -> Any:
-    """Imported before a test's temporary folder is made: what it imports makes folders of its own."""
-    imported = pytest.importorskip("trl")
-    assert imported.SFTTrainer and imported.DPOTrainer, "both are imported at first use"
-    return imported
-
-
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, of any text; its chat template marks what the assistant says."""
     alphabet = sorted(ByteLevel.alphabet())
