@@ -329,11 +329,18 @@ class AdamW(torch.optim.Optimizer):
         return self._session.accumulation.held()
 
     def synchronize(self) -> None:
-        """Return when every update has arrived in the parameters. Call it before reading weights outside forward."""
+        """Return when every update has arrived in the parameters.
+
+        Parameters wait by themselves when they are used. Call it before reading a view or an array that was made of one
+        before the step.
+        """
         self._engine.synchronize()
 
     def import_weights(self) -> None:
-        """Take the parameters' present values as the masters. Call it after writing weights (surgery, EMA)."""
+        """Take the parameters' present values as the masters.
+
+        Writes through torch are noticed without it. Call it after others, as through a NumPy array.
+        """
         self._engine.import_weights()
 
     def save(self, folder: str | Path) -> None:
