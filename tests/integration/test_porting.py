@@ -173,6 +173,8 @@ def check(section: str, folder: Path, closed: list[Any]) -> None:
         theirs = results(run(section, "before", folder))
         assert ours[1:] == theirs[1:]
         assert differing(ours[0], theirs[0]) == []
+    if section == "Exceptions":
+        assert differing(ours[0], torch.load(folder / "after/model.pt")) == [], "what was loaded after the failure"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
