@@ -62,7 +62,7 @@ def test_defaults_and_overrides(recipe_file: Path) -> None:
         ("lr", "train.lr"),
         ("train.batchsize", "data.batch_size"),
         ("optimizer.learning", None),
-        ("train.epochs", None),
+        ("train.epsilons", None),
         ("data.block_size", None),
         ("data.dataset", None),
         ("sample.top_p", None),

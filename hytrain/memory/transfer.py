@@ -89,7 +89,7 @@ class HostTransfers:
             ctypes.memmove(address(destination), address(source), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
-    state_out = state_in = sums_in = _move
+    weights_out = state_out = state_in = sums_in = _move
 
     def drain(self) -> None:
         """Nothing is pending."""
@@ -150,6 +150,9 @@ class CudaTransfers:
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         into = (destination for destination, _ in copies)
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
+
+    #: Copy elements of weights. They arrive before this step's gradients, so before new weights overwrite them.
+    weights_out = gradients_out
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""

@@ -120,8 +120,8 @@ class TrainedLayer:
     """One layer.
 
     `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
-    `sent` are the update counts of the update under way. `landing` is the copy of the last update's weights, `moving`
-    the copy of the state to the GPU. `came` is the step in which the GPU last took over updates from the CPU, or -1.
+    `sent` are the update counts of the update under way. `landing` is the copy of the last update's weights, `source`
+    the planes that they came from, `moving` the copy of the state to the GPU. `came` is the step in which the GPU last took over updates from the CPU, or -1.
     """
 
     lid: int
@@ -132,6 +132,7 @@ class TrainedLayer:
     life: LayerLife
     planes: Planes | None = None
     landing: Transfer | None = None
+    source: Planes | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)
     streams: set[Stream] = field(default_factory=set)
     sent: tuple[int, ...] = ()
@@ -164,7 +165,7 @@ class TrainedLayer:
         """
         self.sent = tuple(s.owner.count if index in self.filled else 0 for index, s in enumerate(self.segments))
         command = self.life.on(Event.FILLED, step)
-        gradients, self.filled, self.landing = self.filled, {}, None
+        gradients, self.filled, self.landing, self.source = self.filled, {}, None, None
         self.streams.clear()
         if command is Command.UPDATE_ON_DEVICE:
             return gradients, None

@@ -292,7 +292,7 @@ class Backward:
         landing = self._transfers.weights_in(layer.incoming())
         with self._health.changed:
             layer.note_writes()
-            layer.landing = landing
+            layer.landing, layer.source = landing, layer.planes
             if layer.moving is not None:
                 self._handover.state_in(layer)
             self._health.changed.notify_all()

@@ -86,14 +86,15 @@ class Masters:
             known = self._parameters[self._next % len(self._parameters)]
             self._next += 1
             layer, index = known.places[0]
-            has_landed = layer.landing is not None and layer.life.is_current and known.awaited
-            if not has_landed or not isinstance(layer.planes, ArenaPlanes):
+            source = layer.source
+            has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited
+            if not has_landed or not isinstance(source, ArenaPlanes):
                 continue
-            present, landed = layer.segments[index].weights, layer.planes.weights[index]
+            present, landed = layer.segments[index].weights, source.weights[index]
             start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
             part = slice(start, start + SAMPLED_ELEMENTS)
             found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
-            copied = self._transfers.state_out([(found, present[part])])
+            copied = self._transfers.weights_out([(found, present[part])])
             self._samples.append(_Sample(known, landed[part].clone(), found, copied))
         if self._samples and self._samples[0].copied.done is None:
             self._compare()

@@ -12,6 +12,7 @@ for. The gradient of a parameter for which this is not so may come from a stale 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -90,18 +91,22 @@ class Reads:
     def use(self, tensor: Tensor) -> None:
         """A parameter's value is used outside of its module's forward: make the current stream wait for its update.
 
-        Raises `UsageError` if this step's update of it has begun, before `step()` was called.
+        Raises `UsageError` if this step's update of it has begun, before `step()` was called; but not while another
+        exception is handled, so that whoever cleans up (`model.cpu()`) does not hide it.
         """
         known, life = self._of.get(id(tensor)), self._health.life
         if known is None:  # a new parameter, made of a watched one
             tensor.__class__ = tensor.plain  # type: ignore[attr-defined]
             return
+        cleans_up = sys.exc_info()[1] is not None
         if known.step == life.step and life.state in IN_BACKWARD:
+            if cleans_up:
+                return
             raise UsageError(
                 f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
                 "opt.step()"
             )
-        if known.step == life.step and self._overlap:
+        if known.step == life.step and self._overlap and not cleans_up:
             raise UsageError(_USED_EARLY.format(known.name))
         for layer, _ in known.places:
             self.wait_for(layer)

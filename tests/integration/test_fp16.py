@@ -325,9 +325,10 @@ def test_a_loss_that_was_not_scaled_is_refused(backwards: int) -> None:
     model = make()
     with adamw(model, loss_scale="dynamic", grad_accumulation=backwards, k=0.5) as opt:
         train_scaled(model, opt, [0], backwards=backwards)
+        unused = square_loss(model, 2)
         opt.scale(square_loss(model, 1)).backward()
         if backwards == 1:
-            opt.scale(square_loss(model, 2))
+            opt.scale(unused)
             opt.step()
             opt.zero_grad()
         with pytest.raises(UsageError, match=r"not scaled since step\(\): opt\.scale\(loss\)\.backward\(\)"):
