@@ -121,7 +121,8 @@ class TrainedLayer:
 
     `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
     `sent` are the update counts of the update under way. `landing` is the copy of the last update's weights, `source`
-    the planes that they came from, `moving` the copy of the state to the GPU. `came` is the step in which the GPU last took over updates from the CPU, or -1.
+    the planes that they came from, `moving` the copy of the state to the GPU. `came` is the step in which the GPU last
+    took over updates from the CPU, or -1.
     """
 
     lid: int

@@ -1696,8 +1696,6 @@ def averaged_at_the_end(model: Any, opt: Any) -> object:
 
 # ---------------------------------------------------------------- how they are run
 
-#: Rows whose promise the code does not keep yet.
-
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
