@@ -53,7 +53,7 @@ demo: setup
 
 # Tests wait for processes most of the time. With more than a few at once they would wait for each other.
 test: lint docs
-	$(IN_VENV) -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(IN_VENV) -m pytest -n 3 --dist worksteal
 
 test-slow: setup
 	$(IN_VENV) -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
