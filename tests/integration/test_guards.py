@@ -51,6 +51,7 @@ def test_storage_is_swapped_for_an_evaluation_or_for_good(k: float) -> None:
             swap({parameter: torch.zeros_like(parameter.data) for parameter in kept})
             assert not model(vectors(9)).count_nonzero(), "by what was swapped in"
             swap(kept)
+            model[1][0].weight.data.mul_(0.5)
         swap({parameter: parameter.data / 2 for parameter in model.parameters()})
         train(model, opt, range(4, 6), square_loss)
         model.double().float()
