@@ -65,6 +65,20 @@ class BeforeForward(_Hook["Reads"]):
             reads.enter(self._gate)
 
 
+class AfterForward(_Hook["Reads"]):
+    """Forward hook of a module with a gate, also after an exception: from here on, uses are watched again."""
+
+    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
+        super().__init__(reads)
+        self._gate = gate
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        reads = self.target
+        if reads is not None and self._gate is not None:
+            reads.leave(self._gate)
+
+
 class BeforeRoot(_Hook["Engine"]):
     """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
 
@@ -75,7 +89,7 @@ class BeforeRoot(_Hook["Engine"]):
 
 
 class AfterRoot(_Hook["Reads"]):
-    """Forward hook of the whole model: from here on, uses of its parameters are watched again."""
+    """Forward hook of the whole model: refuses a second backward through its output before `step()`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -169,8 +183,9 @@ def attach(
     # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
     for module, gate in gates:
         hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
+        hang(module.register_forward_hook, AfterForward(reads, gate), always_call=True)
     hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
-    hang(model.register_forward_hook, AfterRoot(reads))
+    hang(model.register_forward_hook, AfterRoot(reads), always_call=True)
     for known in parameters:
         hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
     hooks.append(before_use := BeforeUse(reads))

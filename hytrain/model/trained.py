@@ -62,8 +62,8 @@ class TrainedParameter:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the parameter still has the storage that it had at construction."""
-        return address(self.parameter) == self.address
+        """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
+        return address(self.parameter) == address(self.own)
 
     def was_written(self) -> bool:
         """Whether others have written the parameter since the last update."""

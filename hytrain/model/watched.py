@@ -1,7 +1,8 @@
 """Watched parameters: between two forwards, every use of a parameter's value comes through here first.
 
-    AdamW is made, forward ends, step() ─▶ watch    a gradient is consumed ─▶ watch
-    a module enters its forward         ─▶ unwatch  its parameters: forward pays nothing
+    AdamW is made                ─▶ watch    all parameters
+    a module enters its forward  ─▶ unwatch  its parameters: forward pays nothing
+    it leaves its forward        ─▶ watch    them again, also in a backward that recomputes it
 
 HyTrain writes parameters in the background. A watched parameter has a subclass of its own class, whose
 `__torch_function__` calls `Reads.use` before the operation runs: in a list kept from before, in `model.parameters()`,

@@ -237,6 +237,8 @@ class Backward:
         if self._read_groups() != self._groups and not self._has_warned:
             self._has_warned = True
             warnings.warn(_TOO_LATE, stacklevel=4)
+        if not self._overlap:  # no update has begun, so what was written since backward counts
+            self._masters.import_written()
         with self._health.undivided("the update of layers"):
             self._flush()
         return True

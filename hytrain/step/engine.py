@@ -154,7 +154,6 @@ class Engine:
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
-        self.reads.watch()
 
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""

@@ -79,7 +79,8 @@ class Masters:
         """Compare some elements of some parameters with what the CPU's last update left there.
 
         This finds writes that autograd does not count: through a NumPy array, or `.data` within forward. A device's
-        elements are compared a step later, so nothing waits. Raises `UsageError` for a difference.
+        elements are compared a step later, so nothing waits. A parameter that was never updated has lost nothing: its
+        present values become the master. Raises `UsageError` for a difference in any other.
         """
         self._compare()
         for _ in range(min(SAMPLED, len(self._parameters))):
@@ -103,11 +104,14 @@ class Masters:
         samples, self._samples = self._samples, []
         for sample in samples:
             sample.copied.synchronize()
-            if not torch.equal(sample.landed.view(torch.uint8), sample.found.view(torch.uint8)):
+            if torch.equal(sample.landed.view(torch.uint8), sample.found.view(torch.uint8)):
+                continue
+            if sample.known.count:
                 raise UsageError(
                     f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
                     "forward), so the CPU goes on from other values: call opt.import_weights() after such a write"
                 )
+            self._import([sample.known], keep_remainder=False)
 
     def _put_back(self, moved: list[TrainedParameter]) -> None:
         """Copy the values of parameters with another storage (`p.data = …`) into their own, and give that back."""

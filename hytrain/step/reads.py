@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hytrain.errors import StaleReadError, UsageError
+from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
@@ -76,10 +76,7 @@ class Reads:
                 self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
             if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
-            if not layer.life.is_current:
-                self.wait_for(layer)
-            elif layer.landing is not None:
-                self._transfers.land(layer.landing)  # the stream that waited before may be another one
+            self.wait_for(layer)
         for parameter in gate.parameters:
             parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
@@ -88,17 +85,22 @@ class Reads:
             if self._order is not None:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
 
+    def leave(self, gate: Gate) -> None:
+        """A module's forward has ended."""
+        for parameter in gate.parameters:
+            parameter.watch()
+
     def use(self, tensor: Tensor) -> None:
         """A parameter's value is used outside of its module's forward: make the current stream wait for its update.
 
-        Raises `UsageError` if this step's update of it has begun, before `step()` was called; but not while another
-        exception is handled, so that whoever cleans up (`model.cpu()`) does not hide it.
+        Raises `UsageError` if this step's update of it has begun, before `step()` was called; but not while an error of
+        HyTrain is handled, so that whoever cleans up (`model.cpu()`) does not hide it.
         """
         known, life = self._of.get(id(tensor)), self._health.life
         if known is None:  # a new parameter, made of a watched one
             tensor.__class__ = tensor.plain  # type: ignore[attr-defined]
             return
-        cleans_up = sys.exc_info()[1] is not None
+        cleans_up = isinstance(sys.exc_info()[1], HyTrainError)  # not any: a whole loop may be in an `except`
         if known.step == life.step and life.state in IN_BACKWARD:
             if cleans_up:
                 return
@@ -121,16 +123,12 @@ class Reads:
         A backward that comes through it after another one, but before `step()`, is refused before it begins: autograd
         would find changed weights, and name nobody.
         """
-        self.watch()
+        self.leave(self.root)
         if torch.is_grad_enabled():
             refuse = _RefuseSecondBackward(self._health)
             for tensor in _tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(refuse)
-
-    def watch(self) -> None:
-        for known in self._parameters:
-            known.watch()
 
     def _require_own_writes(self, known: TrainedParameter) -> None:
         """Raise `UsageError` for a write that may have come while an update was under way, by autograd's count."""
@@ -144,6 +142,8 @@ class Reads:
         """
         if not layer.life.is_current:
             self._await_landing(layer)
+        elif layer.landing is not None:
+            self._transfers.land(layer.landing)  # the stream that waited before may be another one
         if on_host and layer.landing is not None:
             layer.landing.synchronize()
 

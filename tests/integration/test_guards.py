@@ -14,6 +14,7 @@ import torch
 from helpers import LR, adamw, differing, same_as_torch, train, weights
 from small_models import in_parts, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.errors import HyTrainError, UnsupportedError, UsageError
@@ -33,6 +34,89 @@ def test_a_write_is_trained_on_where_the_whole_model_is_never_called(k: float) -
             model[1][0].bias.detach().fill_(5.0)
 
     same_as_torch(run, k=k)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_write_is_trained_on_after_a_part_was_called_or_has_failed(k: float) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(4):
+            train(model, opt, [step], square_loss)
+            with torch.no_grad():
+                model[0](vectors(9))
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                model[1](torch.ones(1, 3))
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+    same_as_torch(run, k=k)
+
+
+def recomputed(model: nn.Module, step: int) -> Tensor:
+    x = vectors(step)
+    for block in model.children():
+        x = checkpoint(block, x, use_reentrant=False)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("loss_of", [in_parts, recomputed])
+def test_a_use_between_backward_and_step_is_refused_wherever_the_model_was_called(loss_of: Any) -> None:
+    """Also within an `except` clause, where whole loops may be."""
+    model = perceptron()
+    with adamw(model, k=0.0):
+        loss_of(model, 0).backward()
+        try:
+            raise ImportError
+        except ImportError:
+            for parameter in model.parameters():
+                with pytest.raises(UsageError, match="is used between backward and step"):
+                    parameter.data.mul_(0.99)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_without_overlap_a_write_between_backward_and_step_is_trained_on(k: float) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(4):
+            square_loss(model, step).backward()
+            for parameter in model.parameters():
+                parameter.data.mul_(0.99)
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, k=k, overlap=False)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_model_goes_into_shared_memory_in_the_middle_of_training(k: float) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        train(model, opt, range(2), square_loss)
+        model.share_memory()
+        train(model, opt, range(2, 4), square_loss)
+
+    same_as_torch(run, k=k)
+
+
+class Codebook(nn.Module):
+    """Writes a parameter that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.means = nn.Linear(32, 32), nn.Parameter(torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.data.lerp_(x.detach().mean(0), 0.1)
+        out: Tensor = self.linear(x + self.means.detach())
+        return out
+
+
+def test_a_parameter_without_updates_is_written_in_forward() -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        train(model, opt, range(6), square_loss)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Codebook() for _ in range(3)])
+
+    same_as_torch(run, make=make, k=0.0)
 
 
 def swap(datas: dict[nn.Parameter, Tensor]) -> None:
