@@ -65,6 +65,15 @@ class TrainedParameter:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
         return address(self.parameter) == address(self.own)
 
+    def follow(self) -> None:
+        """Train the parameter in the storage that it has now. For autograd this is no write."""
+        self.own.data = self.parameter.data
+        self.address = address(self.own)
+        elements = flat(self.own)
+        for layer, index in self.places:
+            segment = layer.segments[index]
+            segment.weights.data = segment.part(elements)
+
     def was_written(self) -> bool:
         """Whether others have written the parameter since the last update."""
         return self.version is not None and version(self.parameter) != self.version

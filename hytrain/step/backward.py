@@ -217,6 +217,8 @@ class Backward:
         if given:
             self._reads.synchronize()
         for parameter in given:
+            assert parameter.parameter.grad is not None
+            parameter.parameter.grad = parameter.parameter.grad.clone()  # the loop may write the next one into its own
             self.on_gradient(parameter)
 
     def end_outside(self) -> None:

@@ -58,12 +58,12 @@ class Masters:
     def import_written(self) -> None:
         """Make parameters that were written, or whose storage was replaced, the masters.
 
-        Raises `UsageError` for a parameter that was written while its update was under way, and for one that has
-        another dtype or device now.
+        Raises `UsageError` for a parameter that was written while its update was under way, and for one with storage
+        that cannot be trained.
         """
         moved = [known for known in self._parameters if not known.is_in_place]
         if moved:
-            self._put_back(moved)
+            self._follow(moved)
         if written := [*self._written(), *moved]:
             self._import(written, keep_remainder=self.state_was_loaded)
 
@@ -113,24 +113,27 @@ class Masters:
                 )
             self._import([sample.known], keep_remainder=False)
 
-    def _put_back(self, moved: list[TrainedParameter]) -> None:
-        """Copy the values of parameters with another storage (`p.data = …`) into their own, and give that back."""
+    def _follow(self, moved: list[TrainedParameter]) -> None:
+        """Train parameters in the storage that they have now (`p.data = …`); whoever kept the old one has it alone."""
         with unwatched():
             present = [address(known.parameter) for known in self._parameters]
             for known in moved:
-                value = known.parameter.data
-                if (value.dtype, value.device, value.shape) != (known.own.dtype, known.own.device, known.own.shape):
+                now, own = known.parameter.data, known.own
+                if (now.dtype, now.device) != (own.dtype, own.device):
                     raise UsageError(
-                        f"{known.name} is {value.dtype} on {value.device} now: move and convert the model before "
+                        f"{known.name} is {now.dtype} on {now.device} now: move and convert the model before "
                         "hytrain.AdamW is made, or call opt.close() first"
                     )
-                if present.count(address(value)) > 1:
+                if (now.shape, now.stride()) != (own.shape, own.stride()):
+                    raise UsageError(
+                        f"{known.name} has another shape or other strides now: set .data to a contiguous tensor"
+                    )
+                if present.count(address(now)) > 1:
                     raise UsageError(
                         f"{known.name} shares memory with another parameter now: tie them as one Parameter"
                     )
             for known in moved:
-                known.own.data.copy_(known.parameter)  # no write for autograd: a graph may have saved these values
-                known.parameter.data = known.own
+                known.follow()
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

@@ -128,7 +128,7 @@ def swap(datas: dict[nn.Parameter, Tensor]) -> None:
 def test_storage_is_swapped_for_an_evaluation_or_for_good(k: float) -> None:
     """Also while updates are under way. What is left swapped in is trained on."""
 
-    def run(model: nn.Module, opt: Any) -> None:
+    def run(model: nn.Module, opt: Any) -> list[float]:
         for step in (0, 2):
             train(model, opt, range(step, step + 2), square_loss)
             kept = {parameter: parameter.data for parameter in model.parameters()}
@@ -136,10 +136,20 @@ def test_storage_is_swapped_for_an_evaluation_or_for_good(k: float) -> None:
             assert not model(vectors(9)).count_nonzero(), "by what was swapped in"
             swap(kept)
             model[1][0].weight.data.mul_(0.5)
-        swap({parameter: parameter.data / 2 for parameter in model.parameters()})
+        kept = {parameter: parameter.data for parameter in model.parameters()}
+        swap({parameter: data / 2 for parameter, data in kept.items()})
         train(model, opt, range(4, 6), square_loss)
-        model.double().float()
+        swap({parameter: data + 0.5 * (parameter.data - data) for parameter, data in kept.items()})
+        buffer = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(buffer, model.parameters())
         train(model, opt, range(6, 8), square_loss)
+        norms = [data.norm().item() for data in kept.values()]
+        if isinstance(opt, hytrain.AdamW):
+            opt.synchronize()
+        norms.append(buffer.norm().item())
+        model.double().float()
+        train(model, opt, range(8, 10), square_loss)
+        return norms
 
     same_as_torch(run, k=k)
 
