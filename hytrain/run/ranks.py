@@ -1,0 +1,59 @@
+"""The ranks of a job: the processes of `torch.distributed`, each with an optimizer of its own for its shards.
+
+    rank r ── gather: everyone's value, by rank ──▶ which ranks share this machine, who replicates what, is all the same
+
+One process is rank 0 of 1, and needs no `torch.distributed`. Every method here is a collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch.distributed as dist
+
+from hytrain.errors import HyTrainError
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's `rank` of `world`, and `node`, the ranks on this machine in ascending order."""
+
+    rank: int = 0
+    world: int = 1
+    node: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_job(cls) -> Self:
+        """The ranks of torch.distributed's default group; one rank if there is none."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        world: list[Any] = [None] * dist.get_world_size()
+        here = (socket.gethostname(), _BOOT.read_text().strip())
+        dist.all_gather_object(world, here)
+        return cls(dist.get_rank(), len(world), tuple(rank for rank, place in enumerate(world) if place == here))
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.rank == self.node[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank. They travel as pickles: numbers, strings and tuples of them."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, error: HyTrainError | None) -> None:
+        """Raise the first rank's error on all ranks, so that none waits for one that has given up."""
+        first = next((found for found in self.gather(error and (type(error), str(error))) if found), None)
+        if error is not None:
+            raise error
+        if first is not None:
+            raise first[0](first[1])
