@@ -131,11 +131,6 @@ def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UnsupportedError(
-            "more than one rank is not supported yet, as hooks would see unreduced gradients: train on one GPU"
-        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedError("DistributedDataParallel is not supported, also with one rank: pass model.module")
     if isinstance(model, nn.DataParallel):

@@ -1,33 +1,63 @@
 """Access to the internals of tensors: local data, identity, version counter, storage order.
 
-No other module of HyTrain uses `data_ptr`, `_version` or `as_strided`. So a tensor class whose data is elsewhere has to
-be supported only here. (A DTensor's address is 0, and every check of it would pass.)
+No other module of HyTrain uses `data_ptr`, `_version`, `as_strided` or DTensors' own parts. So a tensor class whose
+data is elsewhere has to be supported only here. (A DTensor's address is 0, and every check of it would pass.)
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 
-#: Autograd's count of in-place writes.
-version: Final[Callable[[Tensor], int]] = attrgetter("_version")
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 #: Count one write per tensor that autograd did not see.
-count_write: Final = torch.autograd.graph.increment_version
+count_write: Final[Callable[[Any], None]] = torch.autograd.graph.increment_version
+
+
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Their module takes a second to import: without it, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of the tensor that this rank holds: a DTensor's shard or replica, or else the tensor itself."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def local_like(values: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `values`, distributed as `like` is. Waits for a collective if they are distributed otherwise.
+
+    Gradients of tensor-parallel modules may come as sums that are still to be reduced.
+    """
+    if is_distributed(values) and is_distributed(like):
+        if values.placements != like.placements:
+            values = values.redistribute(like.device_mesh, like.placements)
+        values = values._local_tensor
+        values = values if type(values) is Tensor else values.wait()  # an AsyncCollectiveTensor
+    return values
+
+
+def version(tensor: Tensor) -> int:
+    """Autograd's count of in-place writes. A write to a DTensor counts there, a write to its local part counts here."""
+    return tensor._version + tensor._local_tensor._version if is_distributed(tensor) else tensor._version
 
 
 def address(tensor: Tensor) -> int:
-    """The address of a tensor's first element. It identifies the tensor until its storage is replaced."""
+    """The address of this rank's first element. It identifies the tensor until its storage is replaced."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.data_ptr()
+        return local(tensor).data_ptr()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor holds its own data: a strided tensor, and no subclass."""
-    return type(tensor.data) is Tensor and tensor.layout is torch.strided
+    """Whether the tensor holds its own data, or its rank's part of it: a strided tensor, and no other subclass."""
+    return type(local(tensor).data) is Tensor and tensor.layout is torch.strided
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
     forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
+    FSDP2 gathers a group's shards      ─▶ BeforeUnshard             ─▶ the same, on the stream that reads them
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
@@ -14,12 +15,15 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hytrain.model import fsdp
+from hytrain.model.parts import roots
 from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
@@ -63,6 +67,21 @@ class BeforeForward(_Hook["Reads"]):
         reads = self.target
         if reads is not None and self._gate is not None:
             reads.enter(self._gate)
+
+
+class BeforeUnshard(_Hook["Reads"]):
+    """Called before FSDP2 gathers a group's shards. Its parameters stay watched, since no module reads them."""
+
+    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
+        super().__init__(reads)
+        self._gate = gate
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self) -> None:
+        reads = self.target
+        if reads is not None and self._gate is not None:
+            reads.enter(self._gate)
+            reads.leave(self._gate)
 
 
 class AfterForward(_Hook["Reads"]):
@@ -163,7 +182,7 @@ def _plain_deepcopy() -> None:
 
 def attach(
     model: nn.Module,
-    gates: list[tuple[nn.Module, Gate]],
+    gates: list[tuple[Any, Gate]],
     parameters: list[TrainedParameter],
     *,
     engine: Engine,
@@ -174,18 +193,22 @@ def attach(
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle | fsdp.UnshardHandle] = []
 
-    def hang(register: Callable[..., RemovableHandle], hook: _Hook[Any], **options: Any) -> None:
+    def hang(register: Callable[..., RemovableHandle | fsdp.UnshardHandle], hook: _Hook[Any], **options: Any) -> None:
         hooks.append(hook)
         handles.append(register(hook, **options))
 
     # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
-    for module, gate in gates:
-        hang(module.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
-        hang(module.register_forward_hook, AfterForward(reads, gate), always_call=True)
-    hang(model.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
-    hang(model.register_forward_hook, AfterRoot(reads), always_call=True)
+    for reader, gate in gates:
+        if isinstance(reader, nn.Module):
+            hang(reader.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
+            hang(reader.register_forward_hook, AfterForward(reads, gate), always_call=True)
+        else:
+            hang(partial(fsdp.before_unshard, reader), BeforeUnshard(reads, gate))
+    for root in roots(model):
+        hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
+        hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
     for known in parameters:
         hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
     hooks.append(before_use := BeforeUse(reads))

@@ -4,21 +4,24 @@
           ─▶ parameters before and after the blocks                        bucketed, in registration order
           ─▶ anything above the size bound                                 cut into layers with their own IDs
 
-A layer knows its segments, and the modules whose pre-hooks wait for it because their forward reads it. A tied parameter
-belongs to the first module that has it, and all modules that have it wait for it. Frozen parameters are in no layer.
+A layer knows its segments and its readers: the modules whose forward reads it, or FSDP2's parameter groups, whose
+all-gathers do. A tied parameter belongs to the first module that has it, and all modules that have it wait for it.
+Frozen parameters are in no layer. Of a sharded parameter, a layer has this rank's shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
-from hytrain.tensors import is_dense, is_plain
+from hytrain.model import fsdp
+from hytrain.model.parts import roots
+from hytrain.tensors import is_dense, is_plain, local
 from protocol import messages
 from protocol.handles import ALIGN_ELEMENTS
 
@@ -42,12 +45,12 @@ class Piece:
 
 @dataclass(slots=True)
 class ModelLayer:
-    """One layer: its pieces, and the modules that must wait for its weights before forward."""
+    """One layer: its pieces, and who must wait for its weights: modules before forward, `FSDPParamGroup`s."""
 
     lid: int
     name: str
     pieces: tuple[Piece, ...]
-    modules: list[nn.Module] = field(default_factory=list)
+    readers: list[Any] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
@@ -64,7 +67,7 @@ class ModelLayer:
             name=self.name,
             segments=tuple(
                 messages.Segment(
-                    name=piece.name if piece.numel == piece.parameter.numel() else f"{piece.name}[{piece.start}]",
+                    name=piece.name if piece.numel == local(piece.parameter).numel() else f"{piece.name}[{piece.start}]",
                     numel=piece.numel,
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],
@@ -89,13 +92,13 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
         waiter = waiters[id(module)][0]
         block = waiter if any(waiter is known for known in blocks) else None
         for name, parameter in module.named_parameters(module_name, recurse=False):
-            if id(parameter) not in managed or id(parameter) in seen or parameter.numel() == 0:
+            if id(parameter) not in managed or id(parameter) in seen or local(parameter).numel() == 0:
                 continue
             seen.add(id(parameter))
             _refuse(name, parameter)
             if not runs or runs[-1][0] is not block:
                 runs.append((block, _run_name(model, block, name), []))
-            runs[-1][2].append(Piece(parameter, name, 0, parameter.numel()))
+            runs[-1][2].append(Piece(parameter, name, 0, local(parameter).numel()))
     total = sum(piece.numel for _, _, pieces in runs for piece in pieces)
     bound = piece_numel or _default_bound(total, [pieces for block, _, pieces in runs if block is not None])
     layers: list[ModelLayer] = []
@@ -104,12 +107,17 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
         for index, bucket in enumerate(buckets):
             name = run_name if len(buckets) == 1 else f"{run_name}#{index}"
             layers.append(ModelLayer(len(layers), name, tuple(bucket)))
-    _attach_modules(model, layers, waiters)
+    _attach_readers(model, layers, waiters)
     return layers
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the children of the ModuleList or Sequential that splits it best.
+    """The repeated blocks of a model, or of each of its parts."""
+    return [block for root in roots(model) for block in _blocks_of(root)]
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The children of the ModuleList or Sequential that splits a model best.
 
     The best split leaves the most parameters outside its largest child. An outer Sequential(embedding, blocks, head)
     has more parameters than the list inside it, but splits fewer of them off.
@@ -136,8 +144,10 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
             "convert the model with model.to(torch.bfloat16) first"
         )
     if not is_plain(parameter):
-        raise UnsupportedError(f"parameter {name} is a {type(parameter.data).__name__}: only plain tensors for now")
-    if not is_dense(parameter):
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter.data).__name__}: HyTrain trains plain tensors, and DTensors of them"
+        )
+    if not is_dense(local(parameter)):
         raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")
 
 
@@ -192,7 +202,8 @@ def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Mod
     return waiters
 
 
-def _attach_modules(model: nn.Module, layers: list[ModelLayer], waiters: dict[int, list[nn.Module]]) -> None:
+def _attach_readers(model: nn.Module, layers: list[ModelLayer], waiters: dict[int, list[nn.Module]]) -> None:
+    gathers = fsdp.readers(model)
     layers_of: dict[int, list[ModelLayer]] = {}
     for layer in layers:
         for piece in layer.pieces:
@@ -200,6 +211,7 @@ def _attach_modules(model: nn.Module, layers: list[ModelLayer], waiters: dict[in
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             for layer in layers_of.get(id(parameter), ()):
-                for waiter in waiters[id(module)]:
-                    if all(known is not waiter for known in layer.modules):
-                        layer.modules.append(waiter)
+                gather = gathers.get(id(parameter))
+                for reader in waiters[id(module)] if gather is None else [gather]:
+                    if all(known is not reader for known in layer.readers):
+                        layer.readers.append(reader)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from hytrain.errors import UnsupportedError
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes, Updater
 from hytrain.memory.transfer import Copy, Stream, Transfer
+from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
-from hytrain.tensors import address, count_write, flat, laid_out, version
+from hytrain.tensors import address, count_write, flat, laid_out, local, local_like, version
 from protocol.handles import ArenaLayout, layout
 from protocol.messages import Layer, Segment
 from protocol.placement import GPU
@@ -40,7 +42,7 @@ class TrainedParameter:
         self.count = 0
         self.step = self.backward = -1
         self.awaited = False
-        self.own = parameter.detach()
+        self.own = local(parameter).detach()
         self.address = address(self.own)
         self.found = version(parameter)
         self.version: int | None = self.found
@@ -67,7 +69,7 @@ class TrainedParameter:
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""
-        self.own.data = self.parameter.data
+        self.own.data = local(self.parameter).data
         self.address = address(self.own)
         elements = flat(self.own)
         for layer, index in self.places:
@@ -88,12 +90,12 @@ class TrainedParameter:
             self.parameter.grad = None
 
     def gradient(self) -> Tensor:
-        """The gradient, shape (numel,), in the parameter's storage order."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        if gradient.is_contiguous() and self.parameter.is_contiguous():
+        """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
+        assert self.parameter.grad is not None
+        gradient = local_like(self.parameter.grad, self.parameter)
+        if gradient.is_contiguous() and self.own.is_contiguous():
             return gradient.view(-1)
-        return flat(laid_out(gradient, self.parameter))
+        return flat(laid_out(gradient, self.own))
 
     def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
         """Give the step's gradient, computed on `stream`, to its layers. Returns the layers that are now complete.
@@ -244,7 +246,7 @@ def build_layers(
             owner = owners.setdefault(
                 id(piece.parameter), TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)])
             )
-            weights = flat(piece.parameter.detach())[piece.start : piece.start + piece.numel]
+            weights = flat(local(piece.parameter).detach())[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
@@ -253,17 +255,18 @@ def build_layers(
     return built, parameters
 
 
-def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[nn.Module, Gate]]:
-    """A gate for each module that reads layers. It covers the layers' parameters that the module contains."""
-    read: dict[int, tuple[nn.Module, list[TrainedLayer]]] = {}
+def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[Any, Gate]]:
+    """A gate for each reader of layers. It covers the layers' parameters that the reader has."""
+    read: dict[int, tuple[Any, list[TrainedLayer]]] = {}
     for layer, part in zip(layers, parts, strict=True):
-        for module in part.modules:
-            read.setdefault(id(module), (module, []))[1].append(layer)
+        for reader in part.readers:
+            read.setdefault(id(reader), (reader, []))[1].append(layer)
     gates = []
-    for module, waited in read.values():
-        gate, own = Gate(waited), {id(parameter) for parameter in module.parameters()}
-        gate.parameters = [known for known in gate.parameters if id(known.parameter) in own]
-        gates.append((module, gate))
+    for reader, waited in read.values():
+        own = reader.parameters() if isinstance(reader, nn.Module) else fsdp.sharded(reader)
+        gate, ids = Gate(waited), {id(parameter) for parameter in own}
+        gate.parameters = [known for known in gate.parameters if id(known.parameter) in ids]
+        gates.append((reader, gate))
     return gates
 
 
@@ -275,12 +278,12 @@ def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedPa
     """
     by_address = sorted(parameters, key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):
-        if first.address + first.parameter.nbytes > second.address:
+        if first.address + first.own.nbytes > second.address:
             raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")
     shares = {id(known.parameter): known.version is None for known in before}
     new = [known for known in parameters if id(known.parameter) not in shares]
     versions = [version(known.parameter) for known in new]
-    count_write([known.parameter for known in new])
+    count_write([known.own for known in new])
     for known, counted in zip(new, versions, strict=True):
         known.version = counted + 1 if version(known.parameter) == counted + 1 else None
     for known in parameters:

@@ -94,10 +94,28 @@ class Watched:
             self.__class__ = watched
 
 
+class _WatchedDTensor(Watched):
+    """A DTensor has methods that show its value and that `__torch_function__` does not see."""
+
+    def to_local(self, **options: Any) -> Tensor:
+        return self._used("to_local", **options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        return self._used("full_tensor", **options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Tensor:
+        return self._used("redistribute", *args, **options)
+
+    def _used(self, method: str, *args: Any, **options: Any) -> Tensor:
+        with self._as_plain() as parameter:
+            return cast(Tensor, getattr(parameter, method)(*args, **options))
+
+
 def watched_class(plain: type, before_use: Callable[[Tensor], None]) -> type:
     """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
-    return type(plain)(plain.__name__, (Watched, plain), name_space)
+    base = _WatchedDTensor if hasattr(plain, "to_local") else Watched
+    return type(plain)(plain.__name__, (base, plain), name_space)
 
 
 def _found_in(values: Iterable[Any]) -> Iterator[Any]:

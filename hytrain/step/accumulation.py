@@ -102,7 +102,7 @@ def choose_sums(
     place: str, parameters: Sequence[TrainedParameter], transfers: Transfers, free_bytes: int | None
 ) -> Sums:
     """`place` is "device", "host" or "auto": the device if `free_bytes` suffice. None means that there is no bound."""
-    needed = 4 * sum(known.parameter.numel() for known in parameters)
+    needed = 4 * sum(known.own.numel() for known in parameters)
     if place == "auto":
         place = "device" if free_bytes is None or needed <= free_bytes else "host"
         free = "enough" if free_bytes is None else f"{free_bytes / 1e9:.2f} GB"

@@ -21,7 +21,7 @@ from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
-from hytrain.tensors import address
+from hytrain.tensors import address, local
 
 SAMPLED: Final = 8
 SAMPLED_ELEMENTS: Final = 64
@@ -118,7 +118,7 @@ class Masters:
         with unwatched():
             present = [address(known.parameter) for known in self._parameters]
             for known in moved:
-                now, own = known.parameter.data, known.own
+                now, own = local(known.parameter).data, known.own
                 if (now.dtype, now.device) != (own.dtype, own.device):
                     raise UsageError(
                         f"{known.name} is {now.dtype} on {now.device} now: move and convert the model before "

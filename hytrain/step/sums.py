@@ -119,7 +119,7 @@ class HostSums:
 
     def _host(self, parameter: TrainedParameter) -> Tensor:
         if parameter not in self._memory:
-            self._memory[parameter] = _Pinned(parameter.parameter.numel(), self._transfers)
+            self._memory[parameter] = _Pinned(parameter.own.numel(), self._transfers)
         return self._memory[parameter].tensor
 
 

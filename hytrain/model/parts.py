@@ -1,0 +1,33 @@
+"""Several modules that one optimizer trains: the parts of a pipeline's rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+
+class Parts(nn.Module):
+    """Modules that are called one by one. Names are those of the parts' own, unless two parts have the same one."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, part in enumerate(parts):
+            self.add_module(str(index), part)
+        names = [name for part in parts for name, _ in part.named_parameters()]
+        self._has_own_names = len(names) == len(set(names))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        if not self._has_own_names:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        memo = set() if memo is None else memo
+        for part in self.children():
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+
+def roots(model: nn.Module) -> list[nn.Module]:
+    """The modules whose call is a forward of the whole model."""
+    return list(model.children()) if isinstance(model, Parts) else [model]
