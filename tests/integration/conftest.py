@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ranks import RankGroup
 
 from hytrain.config import Cluster, ClusterConfig
 from hytrain.run import cluster as clusters
@@ -33,6 +34,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.spawns)
+
+
+#: By the name of their fixture. They live until the tests end.
+_rank_groups: dict[str, RankGroup] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ranks that a failed test has ended are started anew, before the leak check of the next test begins."""
+    for fixture, group in _rank_groups.items():
+        if fixture in getattr(item, "fixturenames", ()):
+            group.revive()
+
+
+def _kept(fixture: str, world: int) -> Iterator[RankGroup]:
+    group = _rank_groups[fixture] = RankGroup(world)
+    yield group
+    del _rank_groups[fixture]
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankGroup]:
+    yield from _kept("two_ranks", 2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankGroup]:
+    yield from _kept("four_ranks", 4)
 
 
 @pytest.fixture(autouse=True)
