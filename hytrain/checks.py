@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.planner.policies import POLICIES
+from hytrain.run.ranks import Ranks
 from protocol.messages import OBJECTIVES, GroupHyper
 
 
@@ -127,14 +128,29 @@ def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
     )
 
 
+def check_same(ranks: Ranks, options: Options) -> None:
+    """Raise `UsageError` on all ranks if what decides about a step differs between them; k and its like may."""
+    if ranks.world > 1 and options.clip == "per_layer" and options.max_grad_norm is not None:
+        raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
+    names = ("grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap")
+    ranks.require_same(
+        tuple(getattr(options, name) for name in names),
+        f"ranks have different options: give all of them the same {', '.join(names)}",
+    )
+
+
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UnsupportedError("DistributedDataParallel is not supported, also with one rank: pass model.module")
+        raise UnsupportedError(
+            "with DistributedDataParallel, every rank would hold all state: apply fully_shard(…, "
+            "reshard_after_forward=False) to the blocks of the model and to the model itself instead, which also keeps "
+            "whole weights; with one rank, pass model.module"
+        )
     if isinstance(model, nn.DataParallel):
-        raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: train on one GPU")
+        raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: use torchrun and fully_shard")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")

@@ -16,7 +16,7 @@ import gc
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,28 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from hytrain import saving, session
-from hytrain.checks import check_free, check_group, check_model, check_options, group_ids, groups_for_torch, read_groups
+from hytrain.checks import (
+    check_free,
+    check_group,
+    check_model,
+    check_options,
+    check_same,
+    group_ids,
+    groups_for_torch,
+    read_groups,
+)
 from hytrain.config import ClusterConfig
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model import fsdp
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
+from hytrain.model.parts import Parts
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
+from hytrain.run.ranks import Ranks
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -47,6 +60,8 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         model: The module to train. Its parameters stay where they are: float32, bfloat16 or float16, on one device.
+            After `fully_shard` or `parallelize_module`, each rank trains its shards; all ranks construct the optimizer
+            together. A pipeline's rank may give several modules.
         param_groups: What torch's `params` takes, over parameters of `model`: an iterable of parameters, of names and
             parameters, or of groups of them. By default, one group with all parameters.
         lr: Learning rate, as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
@@ -81,6 +96,8 @@ class AdamW(torch.optim.Optimizer):
         run_dir: The run's folder.
         host_memory_limit: The most host memory that planes may take, in bytes.
         trace: Whether to write `trace.json`, the timeline of all processes.
+        pipeline_group: The process group of a pipeline's stages, which train different parameters. Norms are those of
+            all stages together.
 
     Raises:
         UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
@@ -91,7 +108,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         param_groups: ParamsT | None = None,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -117,42 +134,50 @@ class AdamW(torch.optim.Optimizer):
         run_dir: str | os.PathLike[str] | None = None,
         host_memory_limit: int | None = None,
         trace: bool | None = None,
+        pipeline_group: ProcessGroup | None = None,
     ) -> None:
-        options = check_options(
-            k=k,
-            policy=policy,
-            objective=objective,
-            backend=backend,
-            gradient_dtype=gradient_dtype,
-            grad_accumulation=grad_accumulation,
-            accumulate_on=accumulate_on,
-            max_grad_norm=max_grad_norm,
-            clip=clip,
-            on_nonfinite=on_nonfinite,
-            speculate=speculate,
-            loss_scale=loss_scale,
-            overlap=overlap,
-        )
-        self._model = model
-        check_model(model)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(groups_for_torch(model, param_groups), defaults)
-        for group in self.param_groups:
-            check_group(group)
-        flags = {
-            "cores": cores,
-            "threads": threads,
-            "run_dir": None if run_dir is None else os.fspath(run_dir),
-            "host_memory_limit": host_memory_limit,
-            "trace": trace,
-        }
-        self._group_ids = group_ids(self.param_groups)
-        _replace(model, self.param_groups)
+        ranks = Ranks.of_job()
+        with ranks.together():
+            options = check_options(
+                k=k,
+                policy=policy,
+                objective=objective,
+                backend=backend,
+                gradient_dtype=gradient_dtype,
+                grad_accumulation=grad_accumulation,
+                accumulate_on=accumulate_on,
+                max_grad_norm=max_grad_norm,
+                clip=clip,
+                on_nonfinite=on_nonfinite,
+                speculate=speculate,
+                loss_scale=loss_scale,
+                overlap=overlap,
+            )
+            self._model = model if isinstance(model, nn.Module) else Parts(model)
+            check_model(self._model)
+            fsdp.reshard(self._model)
+            defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+            super().__init__(groups_for_torch(self._model, param_groups), defaults)
+            for group in self.param_groups:
+                check_group(group)
+            flags = {
+                "cores": cores,
+                "threads": threads,
+                "run_dir": None if run_dir is None else os.fspath(run_dir),
+                "host_memory_limit": host_memory_limit,
+                "trace": trace,
+            }
+            config = ClusterConfig.resolve(flags=flags)
+            self._group_ids = group_ids(self.param_groups)
+            _replace(self._model, self.param_groups)
+        check_same(ranks, options)
         me = weakref.ref(self)
         self._session = Session(
-            model,
+            self._model,
             options,
-            ClusterConfig.resolve(flags=flags),
+            config,
+            ranks=ranks,
+            pipeline_group=pipeline_group,
             groups=partial(_groups, me),
             read_groups=partial(_read_groups, me),
         )

@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hytrain import saving
 from hytrain.checks import Options, check_free, check_model
@@ -31,19 +32,22 @@ from hytrain.kernels.backend import Backend
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
-from hytrain.model import hooks
+from hytrain.model import fsdp, hooks
 from hytrain.model.layers import split_layers
-from hytrain.model.trained import TrainedLayer, TrainedParameter, build_gates, build_layers
+from hytrain.model.sharing import counted_here
+from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_gates, build_layers
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import Seat, find_or_start
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.run.ownership import PlanBook
+from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
+from hytrain.tensors import local
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log
 
@@ -71,10 +75,14 @@ class Session:
         options: Options,
         config: ClusterConfig,
         *,
+        ranks: Ranks,
+        pipeline_group: ProcessGroup | None,
         groups: Callable[[], list[dict[str, Any]]],
         read_groups: Callable[[], Groups],
     ) -> None:
         self._pid = os.getpid()
+        self._ranks = ranks
+        self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
         self._model, self._options, self._device = model, options, check_model(model)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
@@ -107,28 +115,20 @@ class Session:
 
         `before_start` is called after all checks have passed, and before anything is started.
         """
-        theirs = set(_managed) - self._own()
-        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
-        parts = split_layers(self._model, {id(parameter) for group in groups for parameter in group})
-        if not parts:
-            raise UnsupportedError("param_groups have no parameter that needs a gradient: nothing to train")
-        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters)
-        require_host_memory(
-            [layer.layout for layer in layers],
-            self._options.k,
-            self._cluster.host_memory_limit,
-            gpu_bytes=GpuMemory(self._device).for_state_bytes(),
-            awaits_verdict=self._options.awaits_verdict,
-        )
-        if self._options.may_speculate:
-            self._add_banks(layers)
+        fsdp.reshard(self._model)
+        with self._ranks.together():
+            layers, parameters, gates = self._split()
+        by_id = {id(known.parameter) for known in parameters}
+        named = [(name, p) for name, p in self._model.named_parameters() if id(p) in by_id]
+        self._counted = counted_here(self._ranks, self._stage or 0, named)
         before_start()
         continues = self._engine is not None
         self.layers, self.parameters = layers, parameters
-        self._start(continues=continues)
+        with self._ranks.together():
+            self._start(continues=continues)
         detach = hooks.attach(
             self._model,
-            build_gates(layers, parts),
+            gates,
             parameters,
             engine=self.engine,
             reads=self.engine.reads,
@@ -148,6 +148,32 @@ class Session:
         renew = weakref.WeakMethod(self._renew)
         self.engine.watch(lambda: (method := renew()) is not None and method())
         self._link.ready(f"{len(layers)} layers on {self._device}")
+
+    def _split(self) -> tuple[list[TrainedLayer], list[TrainedParameter], list[tuple[Any, Gate]]]:
+        """The layers of what is to be trained now, their parameters and gates. Checks that memory suffices."""
+        theirs = set(_managed) - self._own()
+        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
+        wanted = {id(parameter) for group in groups for parameter in group}
+        parts = split_layers(self._model, wanted)
+        if not parts:
+            raise UnsupportedError(
+                "param_groups have no parameter that needs a gradient: nothing to train"
+                if self._ranks.world == 1
+                else "this rank has no element of what is to be trained: train a model this small on fewer ranks"
+            )
+        empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
+        empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
+        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters, empty)
+        require_host_memory(
+            [layer.layout for layer in layers],
+            self._options.k,
+            self._cluster.host_memory_limit,
+            gpu_bytes=GpuMemory(self._device).for_state_bytes(),
+            awaits_verdict=self._options.awaits_verdict,
+        )
+        if self._options.may_speculate:
+            self._add_banks(layers)
+        return layers, parameters, build_gates(layers, parts)
 
     def _own(self) -> set[int]:
         return {id(known.parameter) for known in self.parameters}
@@ -185,6 +211,9 @@ class Session:
             free_gpu_bytes=memory.free_bytes,
             accumulation=self.accumulation,
             options=options,
+            ranks=self._ranks,
+            counted=self._counted,
+            is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
         )
         layers = tuple(layer.spec for layer in self.layers)
@@ -244,6 +273,7 @@ class Session:
         """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
         if not any(p.requires_grad and id(p) not in _managed for p in self._others):
             return False
+        fsdp.reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
         if not all(id(p) in present for group in self._groups() for p in group["params"]):
             return False  # `torch.func.functional_call` has replaced parameters

@@ -40,7 +40,7 @@ def local_like(values: Tensor, like: Tensor) -> Tensor:
         if values.placements != like.placements:
             values = values.redistribute(like.device_mesh, like.placements)
         values = values._local_tensor
-        values = values if type(values) is Tensor else values.wait()  # an AsyncCollectiveTensor
+        values = getattr(values, "wait", lambda done=values: done)()  # of an AsyncCollectiveTensor
     return values
 
 

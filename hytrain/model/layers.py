@@ -42,6 +42,10 @@ class Piece:
     start: int
     numel: int
 
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == local(self.parameter).numel()
+
 
 @dataclass(slots=True)
 class ModelLayer:
@@ -67,7 +71,7 @@ class ModelLayer:
             name=self.name,
             segments=tuple(
                 messages.Segment(
-                    name=piece.name if piece.numel == local(piece.parameter).numel() else f"{piece.name}[{piece.start}]",
+                    name=piece.name if piece.is_whole else f"{piece.name}[{piece.start}]",
                     numel=piece.numel,
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],

@@ -234,8 +234,12 @@ def build_layers(
     groups: list[list[nn.Parameter]],
     grad_dtype: torch.dtype | None,
     before: Sequence[TrainedParameter] = (),
+    empty: Sequence[tuple[str, nn.Parameter]] = (),
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces."""
+    """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces.
+
+    `empty` are parameters that other ranks have shards of, but this one none: they are in no layer.
+    """
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
@@ -250,7 +254,8 @@ def build_layers(
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
-    parameters = list(owners.values())
+    others = [TrainedParameter(name, parameter, group_of[id(parameter)]) for name, parameter in empty]
+    parameters = [*owners.values(), *others]
     _check_memory(parameters, before)
     return built, parameters
 

@@ -8,13 +8,15 @@ One process is rank 0 of 1, and needs no `torch.distributed`. Every method here 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch.distributed as dist
 
-from hytrain.errors import HyTrainError
+from hytrain.errors import HyTrainError, UsageError
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -50,10 +52,28 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, error: HyTrainError | None) -> None:
-        """Raise the first rank's error on all ranks, so that none waits for one that has given up."""
-        first = next((found for found in self.gather(error and (type(error), str(error))) if found), None)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that succeeds on all ranks or on none: one rank's error is raised on all, so none waits for it."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(error)
+        else:
+            self.agree(None)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise this rank's error, or else that of the first rank that has one."""
+        theirs = error and (type(error) if isinstance(error, HyTrainError) else HyTrainError, str(error))
+        found = [(rank, one) for rank, one in enumerate(self.gather(theirs)) if one]
         if error is not None:
             raise error
-        if first is not None:
-            raise first[0](first[1])
+        if found:
+            rank, (kind, sentence) = found[0]
+            raise kind(f"rank {rank}: {sentence}")
+
+    def require_same(self, value: Any, sentence: str) -> None:
+        """Raise `UsageError` with `sentence` on all ranks unless all have the same `value`."""
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise UsageError(sentence)

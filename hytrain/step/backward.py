@@ -64,7 +64,11 @@ class Departure(Draft):
 
 
 class Backward:
-    """The gradients of one model. `read_groups` returns the current hyperparameters of the parameter groups."""
+    """The gradients of one model. `read_groups` returns the current hyperparameters of the parameter groups.
+
+    The stages of a pipeline end their backwards one after another, and each needs the next one's gradients. So the
+    verdict of a stage, a collective, comes in `step()`.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class Backward:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         overlap: bool,
+        is_stage: bool,
         health: Health,
         meter: Meter,
         reads: Reads,
@@ -87,7 +92,7 @@ class Backward:
     ) -> None:
         self._layers, self._parameters = layers, parameters
         self._link, self._transfers, self._host = link, transfers, host
-        self._read_groups, self._overlap = read_groups, overlap
+        self._read_groups, self._overlap, self._is_stage = read_groups, overlap, is_stage
         self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
         self._verdicts, self._accumulation = verdicts, accumulation
         self._handover, self._boundary = handover, boundary
@@ -235,6 +240,7 @@ class Backward:
             with self._health.undivided("the update of layers"):
                 self.end()
         if life.state is State.IDLE:
+            self._verdicts.take_part()
             return False
         if self._read_groups() != self._groups and not self._has_warned:
             self._has_warned = True
@@ -243,6 +249,8 @@ class Backward:
             self._masters.import_written()
         with self._health.undivided("the update of layers"):
             self._flush()
+            if self._overlap and self._is_stage:
+                self._judge()
         return True
 
     def _complete(self) -> None:
@@ -252,7 +260,8 @@ class Backward:
             parameter.fill(self._accumulation.take(parameter), life.step, stream)
         if self._overlap:
             self._flush()
-            self._judge()
+            if not self._is_stage:
+                self._judge()
 
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""

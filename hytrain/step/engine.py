@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 import torch
@@ -24,6 +24,7 @@ from hytrain.memory.transfer import Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
+from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
 from hytrain.step.accumulation import Accumulation, choose_sums
@@ -60,6 +61,9 @@ class Engine:
         free_gpu_bytes: Callable[[], int | None],
         accumulation: Accumulation,
         options: Options,
+        ranks: Ranks,
+        counted: Set[int],
+        is_stage: bool = False,
         trace: TraceWriter | None = None,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
@@ -68,7 +72,9 @@ class Engine:
         self._health = Health()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
-        self._verdicts = Verdicts(parameters, options, transfers, hints=layers[0].layout.banks == 2)
+        self._verdicts = Verdicts(
+            parameters, options, transfers, ranks=ranks, counted=counted, hints=layers[0].layout.banks == 2
+        )
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
         self.reads = Reads(
@@ -92,6 +98,7 @@ class Engine:
             host=host,
             read_groups=read_groups,
             overlap=options.overlap,
+            is_stage=is_stage,
             health=self._health,
             meter=self._meter,
             reads=self.reads,

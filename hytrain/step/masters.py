@@ -86,6 +86,8 @@ class Masters:
         for _ in range(min(SAMPLED, len(self._parameters))):
             known = self._parameters[self._next % len(self._parameters)]
             self._next += 1
+            if not known.places:  # this rank has an empty shard of it
+                continue
             layer, index = known.places[0]
             source = layer.source
             has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited

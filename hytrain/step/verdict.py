@@ -14,12 +14,16 @@ an optimizer that updates ahead of the verdict when to stop doing so.
 With a scaled loss, the gradients' norm is divided by the loss scale, and the verdict's scale includes that division. A
 non-finite step is skipped, and lowers a dynamic loss scale.
 
+With several ranks, each counts the parts that no earlier rank has, and the squares of their norms are gathered and
+added in the order of the ranks: all ranks come to the same verdict, in the same bits.
+
 Per-layer clipping is a different algorithm: each layer's gradients are scaled by the layer's own norm as soon as they
 are complete. No update waits for a verdict.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +35,7 @@ from hytrain.errors import NonFiniteGradients
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft
+from hytrain.run.ranks import Ranks
 from hytrain.step.scaling import LossScale
 from protocol.messages import Verdict
 
@@ -77,19 +82,28 @@ class Verdicts:
     If `takes_norms` is set, `add` must see the gradients of each layer. If `awaited` is set, steps await a verdict.
     `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device.
     `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
+    `counted` are the ids of the parameters that this rank counts in the norm.
     """
 
     def __init__(
-        self, parameters: list[TrainedParameter], options: Options, transfers: Transfers, *, hints: bool = False
+        self,
+        parameters: list[TrainedParameter],
+        options: Options,
+        transfers: Transfers,
+        *,
+        ranks: Ranks,
+        counted: Set[int],
+        hints: bool = False,
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
+        self._ranks, self._counted = ranks, counted
         self._max_norm = options.max_grad_norm if options.clip == "global" else None
         self._max_layer_norm = options.max_grad_norm if options.clip == "per_layer" else None
         self._on_nonfinite, self.awaited = options.on_nonfinite, options.awaits_verdict
         self._skips = options.skips_nonfinite
         self.takes_norms = self.awaited or self._max_layer_norm is not None
-        wanted, device = options.loss_scale, parameters[0].parameter.device
-        self.loss_scale = None if wanted is None else LossScale(wanted, device)
+        wanted, self._device = options.loss_scale, parameters[0].parameter.device
+        self.loss_scale = None if wanted is None else LossScale(wanted, self._device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}
         self._hints = hints and self.awaited
@@ -106,6 +120,8 @@ class Verdicts:
         if self.awaited:
             for index, norm in norms.items():
                 segment = layer.segments[index]
+                if id(segment.owner.parameter) not in self._counted:
+                    continue
                 self._norms[self._order[id(segment.owner)], segment.start] = norm
         if self._hints:
             self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms.values()]))]
@@ -127,10 +143,7 @@ class Verdicts:
 
     def judge(self, step: int) -> Judgement:
         """All gradients of `step` have come: decide on the device, and start the copy out. `count_last` comes first."""
-        norms = torch.stack([self._norms[place] for place in sorted(self._norms)])
-        norm = self._unscaled(torch.linalg.vector_norm(norms))
-        self._norms.clear()
-        self._so_far.clear()
+        norm = self._unscaled(self._total())
         scale = torch.ones_like(norm)
         if self._max_norm is not None:
             scale = torch.clamp(self._max_norm / (norm + NORM_EPS), max=1.0)
@@ -143,6 +156,26 @@ class Verdicts:
         on_host = _number_on_host(scale.is_cuda)
         self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
         return self._last
+
+    def take_part(self) -> None:
+        """This rank had no gradient in a step, but others may have: give them its part of the norm, which is zero."""
+        if self.awaited and self._ranks.world > 1:
+            norm = self._unscaled(self._total())
+            if self.loss_scale is not None:
+                self.loss_scale.learn(torch.isfinite(norm))
+
+    def _total(self) -> Tensor:
+        """The norm of all gradients that have come in this step, on all ranks. With several, a collective."""
+        norms = [self._norms[place] for place in sorted(self._norms)]
+        self._norms.clear()
+        self._so_far.clear()
+        if self._ranks.world == 1:
+            return torch.linalg.vector_norm(torch.stack(norms))
+        own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
+        squares = torch.empty(self._ranks.world, dtype=torch.float64, device=self._device)
+        torch.distributed.all_gather_into_tensor(squares, own.double().square().view(1))
+        total: Tensor = squares.sum().sqrt().float()
+        return total
 
     def _unscaled(self, number: Tensor) -> Tensor:
         return number if self.loss_scale is None else number * self.loss_scale.inverse

@@ -1,0 +1,74 @@
+"""Which rank has which part of each parameter, so that a sum over all ranks counts replicas once.
+
+    rank r: (stage, name, offsets, shape) of each part ── gather ──▶ the first rank that has a part counts it
+
+Ranks of one pipeline stage train the same parameters, and share them out by the DTensors' meshes. Stages differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hytrain.errors import UnsupportedError, UsageError
+from hytrain.run.ranks import Ranks
+from hytrain.tensors import is_distributed, local
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def counted_here(ranks: Ranks, stage: int, named: Named) -> set[int]:
+    """The ids of the parameters whose parts this rank counts. All ranks call it.
+
+    Raises `UnsupportedError` if ranks of a stage train copies instead of shares of a model, and `UsageError` if they
+    train different models.
+    """
+    if ranks.world == 1:
+        return {id(parameter) for _, parameter in named}
+    whole = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
+    parts = {id(parameter): _part(name, parameter) for name, parameter in named}
+    found = ranks.gather((stage, whole, list(parts.values()), _meshes(named)))
+    first: dict[tuple[int, Part], int] = {}
+    for rank, (its_stage, _, theirs, _) in enumerate(found):
+        for part in theirs:
+            first.setdefault((its_stage, part), rank)
+    ranks.agree(next((error for rank in range(ranks.world) if (error := _why_not(rank, found))), None))
+    return {identity for identity, part in parts.items() if first[stage, part] == ranks.rank}
+
+
+def _why_not(rank: int, found: list[tuple[int, list[object], list[Part], set[int]]]) -> Exception | None:
+    """Why a rank cannot train together with the others of its stage; None if it can."""
+    stage, whole, _, covered = found[rank]
+    others = [other for other, (its_stage, *_) in enumerate(found) if its_stage == stage]
+    if any(found[other][1] != whole for other in others):
+        return UsageError(
+            "ranks have different models, or train different parameters of it: give all ranks the same; the stages of "
+            "a pipeline differ, so pass hytrain.AdamW(…, pipeline_group=…), the process group of the stages"
+        )
+    if len(others) > 1 and not covered.issuperset(others):
+        return UnsupportedError(
+            f"{len(others)} ranks have the model, but it is shared out over {len(covered) or 1}: apply fully_shard to "
+            "it (reshard_after_forward=False keeps whole weights on each rank between forward and backward, as "
+            "DistributedDataParallel does), or parallelize_module; of a pipeline, pass pipeline_group"
+        )
+    return None
+
+
+def _part(name: str, parameter: nn.Parameter) -> Part:
+    """This rank's part of a parameter: name, offsets and shape in the whole."""
+    if not is_distributed(parameter):
+        return name, (0,) * parameter.dim(), tuple(parameter.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    assert tuple(shape) == tuple(local(parameter).shape), "a DTensor's local part is what its placements say"
+    return name, tuple(offsets), tuple(shape)
+
+
+def _meshes(named: Named) -> set[int]:
+    """The ranks over which some parameter is shared out or replicated."""
+    meshes = {parameter.device_mesh for _, parameter in named if is_distributed(parameter)}
+    return {int(rank) for mesh in meshes for rank in torch.flatten(mesh.mesh)}
