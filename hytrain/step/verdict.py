@@ -170,7 +170,8 @@ class Verdicts:
         self._norms.clear()
         self._so_far.clear()
         if self._ranks.world == 1:
-            return torch.linalg.vector_norm(torch.stack(norms))
+            whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return whole
         own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
         squares = torch.empty(self._ranks.world, dtype=torch.float64, device=self._device)
         torch.distributed.all_gather_into_tensor(squares, own.double().square().view(1))
