@@ -63,7 +63,11 @@ class ClusterConfig(BaseModel):
 
 
 class Cluster(BaseModel):
-    """A running cluster. Processes that join it read this from a file in its socket folder. It has the token."""
+    """A running cluster, which serves the ranks of one job on one machine, each with an optimizer process of its own.
+
+    Ranks in a cluster are numbered from 0 on, in the order of the job's ranks. Processes that join it read this from a
+    file in its socket folder. It has the token.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +77,7 @@ class Cluster(BaseModel):
     token: str
     launcher_pid: int
     coordinator_pid: int
-    optimizer_pid: int
+    optimizer_pids: tuple[int, ...]  # by the rank in the cluster
     host_memory_limit: int | None = None
     trace: bool = False
 

@@ -38,10 +38,11 @@ from hytrain.model.sharing import counted_here
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_gates, build_layers
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
-from hytrain.run.cluster import Seat, find_or_start
+from hytrain.run.cluster import find_or_start
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
+from hytrain.run.seats import Seat
 from hytrain.run.trace import TraceWriter
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
@@ -91,18 +92,21 @@ class Session:
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
+        self._host_bytes = 0  # of host memory, this rank's part
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
         self.last_words = "this hytrain.AdamW is closed"
-        self._cluster, self._place = find_or_start(config)
+        self._place = find_or_start(config, self._ranks)
+        self._cluster = self._place.cluster
         try:
             self._build()
         except BaseException:
             self._place.close()
             raise
-        launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
-        environment.write(self.run_dir, self._device, launcher)
+        if self._place.rank == 0:
+            launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
+            environment.write(self.run_dir, self._device, launcher)
         _sessions.add(self)
 
     @property
@@ -164,10 +168,13 @@ class Session:
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters, empty)
+        limit, ranks = self._cluster.host_memory_limit, len(self._ranks.node)
+        self._host_bytes = host_bound(limit, ranks)
         require_host_memory(
             [layer.layout for layer in layers],
             self._options.k,
-            self._cluster.host_memory_limit,
+            limit,
+            ranks=ranks,
             gpu_bytes=GpuMemory(self._device).for_state_bytes(),
             awaits_verdict=self._options.awaits_verdict,
         )
@@ -181,7 +188,7 @@ class Session:
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Give layers a second bank, for updates before the norm is known, if host memory allows."""
         double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
-        if second_bank_fits(double, k, self._cluster.host_memory_limit):
+        if second_bank_fits(double, k, self._cluster.host_memory_limit, len(self._ranks.node)):
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
             return
@@ -199,7 +206,7 @@ class Session:
         memory, transfers = GpuMemory(self._device), transfers_for(self._device)
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
-        self._link = Link(cluster, timeout_s=ANSWER_TIMEOUT_S)
+        self._link = Link(cluster, rank=self._place.rank, timeout_s=ANSWER_TIMEOUT_S)
         engine = self._engine = Engine(
             self.layers,
             self.parameters,
@@ -232,7 +239,7 @@ class Session:
                 k=options.k,
                 backend=options.backend,
                 gpu_bytes=memory.for_state_bytes(),
-                host_bytes=host_bound(cluster.host_memory_limit),
+                host_bytes=self._host_bytes,
                 continues=continues,
             )
             plan = self._link.agree(table, calibration, plans)
@@ -321,8 +328,8 @@ class Session:
         self._numbers.restored(steps)
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        cluster = self._cluster
-        pids = {"trainer": os.getpid(), "optimizer": cluster.optimizer_pid, "coordinator": cluster.coordinator_pid}
+        cluster, optimizer = self._cluster, self._cluster.optimizer_pids[self._place.rank]
+        pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": cluster.coordinator_pid}
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property

@@ -13,7 +13,7 @@ import pytest
 
 from hytrain.errors import ConfigError
 from workers import affinity
-from workers.affinity import Pinning, choose, gpu_node
+from workers.affinity import Pinning, choose, gpu_nodes
 
 GPU = {"vendor": "0x10de", "class": "0x030200", "numa_node": "1"}
 
@@ -29,6 +29,7 @@ def pci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a machine of two nodes the folder of its devices, of which there are none yet."""
     monkeypatch.setattr(affinity, "_NODES", tmp_path / "node")
     monkeypatch.setattr(affinity, "_PCI", tmp_path / "pci")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     say(tmp_path / "node" / "node0", cpulist="0-3,8-11")
     say(tmp_path / "node" / "node1", cpulist="4-7,12-15")
     return tmp_path / "pci"
@@ -49,7 +50,7 @@ def test_two_of_four_or_more_cores_stay_the_trainers_and_fewer_are_shared(count:
 
 def test_the_first_gpus_node_comes_first(pci: Path) -> None:
     say(pci / "0000:82:00.0", **GPU | {"numa_node": "0"})
-    assert gpu_node() == 0
+    assert gpu_nodes() == [0]
     say(pci / "0000:81:00.0", **GPU | {"class": "0x030000"})
     where = "NUMA node 1 of the GPU"
     pinning = choose("auto", None, ALL)
@@ -57,6 +58,48 @@ def test_the_first_gpus_node_comes_first(pci: Path) -> None:
     assert pinning.describe() == "6 threads on cores 6-7,12-15 (NUMA node 1 of the GPU, 2 left for the trainer)"
     assert choose("auto", None, ALL[:6]) == Pinning((4, 5), 1, False, f"{where}, shared with the trainer")
     assert choose("auto", None, ALL[:4]).cores == (2, 3), "none of the node's are allowed"
+
+
+def places(wish: str, ranks: int, available: tuple[int, ...] = ALL) -> list[tuple[int, ...]]:
+    """The cores of each rank, which has a thread for each and has them to itself."""
+    pinnings = [choose(wish, None, available, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert all(pinning.exclusive and pinning.threads == len(pinning.cores) for pinning in pinnings)
+    return [pinning.cores for pinning in pinnings]
+
+
+def test_ranks_share_out_the_cores_of_their_own_gpus_nodes(pci: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 has cores 0-3 and 8-11, node 1 has 4-7 and 12-15."""
+    for slot, node in (("01", "0"), ("41", "1"), ("81", "0"), ("c1", "1")):
+        say(pci / f"0000:{slot}:00.0", **GPU | {"numa_node": node})
+    assert places("auto", 4) == [(8, 9), (12, 13), (10, 11), (14, 15)]
+    assert places("auto", 2) == [(2, 3, 8, 9, 10, 11), (6, 7, 12, 13, 14, 15)]
+    reason = "NUMA node 1 of the GPU, part 2 of 2, 4 left for the trainers"
+    assert choose("auto", 1, ALL, rank=3, ranks=4) == Pinning((14, 15), 1, True, reason)
+    whose = "shared with the trainers and optimizers of 2 ranks"
+    few = Pinning((0, 1, 2, 3), 1, False, f"NUMA node 0 of the GPU, {whose}")
+    assert choose("auto", None, ALL[:8], rank=2, ranks=4) == few
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert places("auto", 2) == [(8, 9), (10, 11)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-of-a-name")
+    assert gpu_nodes() == [0, 1, 0, 1], "names are not looked up"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_nodes() == []
+
+
+def test_ranks_without_a_gpu_of_a_known_node_share_out_all_cores(pci: Path) -> None:
+    assert places("auto", 4) == [(8, 9), (10, 11), (12, 13), (14, 15)]
+    assert places("auto", 3) == [(6, 7, 8), (9, 10, 11), (12, 13, 14)]
+    say(pci / "0000:01:00.0", **GPU)
+    assert places("auto", 4) == [(8, 9), (10, 11), (12, 13), (14, 15)], "one GPU, four ranks"
+    assert choose("auto", None, ALL[:2], rank=1, ranks=2).cores == (0, 1)
+
+
+def test_ranks_share_out_the_cores_that_were_asked_for() -> None:
+    assert places("2-9", 2) == [(2, 3, 4, 5), (6, 7, 8, 9)]
+    assert places("node:0-1", 4)[3] == (12, 13, 14, 15)
+    assert choose("5", None, ALL, rank=1, ranks=2) == Pinning(
+        (5,), 1, False, "as asked, shared with the trainers and optimizers of 2 ranks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +115,7 @@ def test_the_first_gpus_node_comes_first(pci: Path) -> None:
 )
 def test_without_a_gpus_node_all_nodes_count(pci: Path, said: dict[str, str]) -> None:
     say(pci / "0000:81:00.0", **said)
-    assert gpu_node() is None
+    assert set(gpu_nodes()) <= {None}
     assert choose("auto", None, ALL).cores == ALL[2:]
 
 

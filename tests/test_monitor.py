@@ -189,7 +189,7 @@ def test_without_a_run_it_says_so(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     old = tmp_path / "hytrain-old"  # of a run that was killed; its number is in use again, by another
     old.mkdir()
-    pids = dict.fromkeys(("launcher_pid", "coordinator_pid", "optimizer_pid"), os.getpid())
+    pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": (os.getpid(),)}
     Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(old), token="t", **pids).write()
     (tmp_path / "hytrain-broken").mkdir()
     (tmp_path / "hytrain-broken" / "cluster.json").write_text("{")

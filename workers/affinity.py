@@ -7,6 +7,9 @@ its threads on that core. So the only large import of this module is psutil.
                two. With fewer, all processes share all cores, with half as many threads, and OpenMP waits passively
     node:0,1   the cores of these NUMA nodes
     2-15,18    these cores
+
+Of several ranks on a machine, rank n trains on its n-th GPU. Ranks get equal and disjoint parts of the cores that they
+have in common: with "auto", those whose GPUs are on one node, otherwise all.
 """
 
 from __future__ import annotations
@@ -52,8 +55,13 @@ def format_threads(threads: int) -> str:
     return f"{threads} thread{'s' * (threads != 1)}"
 
 
-def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = None) -> Pinning:
-    """The pinning for the setting `wish`. Raises `ConfigError` for cores or nodes that this process may not use."""
+def choose(
+    wish: str, threads: int | None, available: tuple[int, ...] | None = None, *, rank: int = 0, ranks: int = 1
+) -> Pinning:
+    """The pinning for the setting `wish`, of this rank of so many on this machine.
+
+    Raises `ConfigError` for cores or nodes that this process may not use.
+    """
     available = available or tuple(sorted(psutil.Process().cpu_affinity()))
     if wish != "auto":
         cores = parse_cores(wish.removeprefix("node:"))
@@ -62,14 +70,30 @@ def choose(wish: str, threads: int | None, available: tuple[int, ...] | None = N
         missing = sorted(set(cores) - set(available))
         if missing:
             raise ConfigError(f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}")
-        return Pinning(cores, threads or len(cores), True, "as asked")
-    node = gpu_node()
-    cores = tuple(core for core in available if node is None or core in node_cores(node)) or available
-    where = f"NUMA node {node} of the GPU" if node is not None else "all nodes"
-    if len(cores) < MIN_CORES_TO_SHARE_OUT:
-        return Pinning(cores, threads or max(len(cores) // 2, 1), False, f"{where}, shared with the trainer")
-    kept = cores[TRAINER_CORES:]
-    return Pinning(kept, threads or len(kept), True, f"{where}, {TRAINER_CORES} left for the trainer")
+        return _part(cores, threads, "as asked", rank, ranks, trainer_cores=0)
+    nodes = [*gpu_nodes(), *[None] * ranks][:ranks]
+    pools = [tuple(core for core in available if node is not None and core in node_cores(node)) for node in nodes]
+    if not all(pools):
+        return _part(available, threads, "all nodes", rank, ranks, trainer_cores=TRAINER_CORES)
+    peers = [other for other in range(ranks) if nodes[other] == nodes[rank]]
+    where = f"NUMA node {nodes[rank]} of the GPU"
+    return _part(pools[rank], threads, where, peers.index(rank), len(peers), trainer_cores=TRAINER_CORES)
+
+
+def _part(
+    cores: tuple[int, ...], threads: int | None, where: str, index: int, parts: int, *, trainer_cores: int
+) -> Pinning:
+    """One of several equal parts of `cores`, once each trainer has got its own; all of them if they are too few."""
+    if len(cores) < parts * (MIN_CORES_TO_SHARE_OUT if trainer_cores else 1):
+        whose = "the trainer" if parts == 1 else f"the trainers and optimizers of {parts} ranks"
+        return Pinning(cores, threads or max(len(cores) // 2 // parts, 1), False, f"{where}, shared with {whose}")
+    size = len(cores) // parts - trainer_cores
+    left = trainer_cores * parts
+    own = cores[left + index * size : left + (index + 1) * size]
+    reason = where if parts == 1 else f"{where}, part {index + 1} of {parts}"
+    if left:
+        reason += f", {left} left for the trainer{'s' * (parts > 1)}"
+    return Pinning(own, threads or size, True, reason)
 
 
 def pin(pinning: Pinning) -> None:
@@ -84,14 +108,19 @@ def pin(pinning: Pinning) -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def gpu_node() -> int | None:
-    """The NUMA node of the first NVIDIA GPU. None if there is no GPU, or if its node is unknown (-1)."""
+def gpu_nodes() -> list[int | None]:
+    """The NUMA nodes of the NVIDIA GPUs that CUDA shows to this process, in their order; None where it is unknown."""
+    nodes: list[int | None] = []
     for device in sorted(_PCI.glob("*")):
         vendor, kind = _read(device / "vendor"), _read(device / "class")
         if vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES):
             node = int(_read(device / "numa_node") or -1)
-            return node if node >= 0 else None
-    return None
+            nodes.append(node if node >= 0 else None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = [] if not visible else visible.split(",")
+    if visible is None or not all(number.strip().isdecimal() for number in numbers):  # names of GPUs, or of their parts
+        return nodes
+    return [nodes[int(number)] for number in numbers if int(number) < len(nodes)]
 
 
 def node_cores(node: int) -> tuple[int, ...]:

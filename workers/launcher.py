@@ -4,9 +4,9 @@
     hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
     hytrain-cluster -m package.module [argument …]  the same, for a module
     hytrain-cluster init [FILE]                     writes a recipe with every key
-    (python -m workers.launcher --attach PID)       starts coordinator and optimizer for a running process
+    (python -m workers.launcher --attach PID)       starts coordinator and optimizers for running processes
 
-    coordinator ─ READY ─▶ optimizer ─ READY ─▶ cluster.json ─▶ trainer
+    coordinator ─ READY ─▶ an optimizer per rank ─ READY ─▶ cluster.json ─▶ trainer
     one ends ─▶ the others are stopped ─▶ its exit status, its name, the end of its log
 
 Sockets are in a temporary folder, which is removed at the end.
@@ -34,6 +34,7 @@ from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from hytrain.run import trace
+from hytrain.run.seats import holder, seat_file
 from protocol.address import COORDINATOR, Address
 from protocol.channel import endpoint
 from workers import affinity, process, run_folder
@@ -51,6 +52,8 @@ DATA: Final = (".txt", ".md", ".json", ".jsonl", ".csv", ".parquet", ".xz", ".gz
 PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 #: A trainer may fail because a worker died. Its end may be noticed up to this long before the worker's.
 SAME_END_S: Final = 0.5
+#: How often the seats are looked at once the process that started the cluster has left.
+SEAT_PERIOD_S: Final = 0.02
 HOME: Final = str(Path(__file__).resolve().parents[1])
 
 
@@ -59,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.attach is not None:
-            return _attach(arguments.attach, arguments.name, ClusterConfig(**json.loads(arguments.config)))
+            config = ClusterConfig(**json.loads(arguments.config))
+            return _attach(arguments.attach, arguments.name, config, arguments.ranks)
         return _run(arguments)
     except (ClusterError, ConfigError, FileNotFoundError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
@@ -85,6 +89,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attach", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--name", default="python", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.program is None and arguments.attach is None and not arguments.module:
         parser.error(f"name {PROGRAMS}")
@@ -217,24 +222,24 @@ def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _attach(parent: int, name: str, config: ClusterConfig) -> int:
-    """Run coordinator and optimizer for process `parent`, until it closes our standard input or is gone."""
+def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:
+    """Run coordinator and optimizers for process `parent` and the others that join it, until all have left."""
     try:
         parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return 0
     if config.run_dir is not None:  # a program may have several optimizers but one folder
         config = config.model_copy(update={"run_dir": str(run_folder.claim_or_beside(Path(config.run_dir).resolve()))})
-    with Supervisor(config, default_name=name) as supervisor:
+    with Supervisor(config, default_name=name, ranks=ranks) as supervisor:
         print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
         return supervisor.attend(parent_fd)
 
 
 class Supervisor:
-    """The processes of one run, from their start to their end."""
+    """The processes of one run on this machine, from their start to their end: so many ranks, an optimizer for each."""
 
-    def __init__(self, config: ClusterConfig, *, default_name: str) -> None:
-        self._config = config
+    def __init__(self, config: ClusterConfig, *, default_name: str, ranks: int = 1) -> None:
+        self._config, self._ranks = config, ranks
         self.run_name = config.run_name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = Path(config.run_dir or run_folder.create(self.run_name, config.keep_runs)).resolve()
         self._log_dir = self.run_dir / "logs"
@@ -244,7 +249,7 @@ class Supervisor:
         self.socket_dir = Path()
 
     def __enter__(self) -> Self:
-        """Start coordinator and optimizer. If one does not become ready, stops all and raises `ClusterError`."""
+        """Start coordinator and optimizers. If one does not become ready, stops all and raises `ClusterError`."""
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -253,7 +258,7 @@ class Supervisor:
             trace.clear(self.run_dir)
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
         try:
-            _check_length(self.socket_dir)
+            _check_length(self.socket_dir, self._ranks)
             os.set_blocking(self._wake_write, False)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -269,7 +274,7 @@ class Supervisor:
         self._end()
 
     def _start(self) -> None:
-        affinity.choose(self._config.cores, self._config.threads)  # impossible cores are bad input
+        affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
         token_path.touch(mode=0o600)
@@ -279,10 +284,12 @@ class Supervisor:
             sockets += ["--trace", str(self.run_dir)]
         place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
         replan = ["--replan-every", str(self._config.replan_every)]
-        coordinator = self._start_worker(COORDINATOR, [*sockets, *place, *replan])
-        cores = ["--rank", "0", "--cores", self._config.cores]
-        threads = [] if self._config.threads is None else ["--threads", str(self._config.threads)]
-        optimizer = self._start_worker(Address("optimizer", 0), [*sockets, *cores, *threads])
+        [coordinator] = self._start_workers({COORDINATOR: [*sockets, *place, *replan]})
+        cores = ["--ranks", str(self._ranks), "--cores", self._config.cores]
+        cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
+        optimizers = self._start_workers(
+            {Address("optimizer", rank): [*sockets, *cores, "--rank", str(rank)] for rank in range(self._ranks)}
+        )
         Cluster(
             run_name=self.run_name,
             run_dir=str(self.run_dir),
@@ -290,16 +297,21 @@ class Supervisor:
             token=token,
             launcher_pid=os.getpid(),
             coordinator_pid=coordinator.process.pid,
-            optimizer_pid=optimizer.process.pid,
+            optimizer_pids=tuple(optimizer.process.pid for optimizer in optimizers),
             host_memory_limit=self._config.host_memory_limit,
             trace=self._config.trace,
         ).write()
 
-    def _start_worker(self, address: Address, arguments: Sequence[str]) -> Child:
-        child = process.start_worker(address, arguments, log_dir=self._log_dir, environment=_environment())
-        self._children.append(child)
-        process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
-        return child
+    def _start_workers(self, arguments: dict[Address, list[str]]) -> list[Child]:
+        """Start workers together, each with its arguments, and wait until all are ready."""
+        started = [
+            process.start_worker(address, given, log_dir=self._log_dir, environment=_environment())
+            for address, given in arguments.items()
+        ]
+        self._children += started
+        for child in started:
+            process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
+        return started
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -360,13 +372,20 @@ class Supervisor:
         return 128 + self._signal
 
     def attend(self, parent: int) -> int:
-        """Wait until process `parent` is gone or closes our input, or until one of our processes ends."""
+        """Wait until process `parent` has left and all seats are free, or until one of our processes ends.
+
+        The parent has left if it is gone, closes our input or sends SIGTERM.
+        """
         watched = {child.pidfd: child for child in self._children}
         readable, _, _ = select.select([sys.stdin.fileno(), parent, self._wake_read, *watched], [], [])
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:
             print(process.describe_end(ended[0]), file=sys.stderr)
             return ended[0].exit_status() or 1
+        seats = [seat_file(str(self.socket_dir), rank) for rank in range(1, self._ranks)]
+        gone = bool(ended)
+        while not gone and any(map(holder, seats)):
+            gone = bool(select.select([*watched], [], [], SEAT_PERIOD_S)[0])
         return 0
 
     def _end(self) -> None:
@@ -419,10 +438,10 @@ class Tee:
             os.close(pipe)
 
 
-def _check_length(socket_dir: Path) -> None:
+def _check_length(socket_dir: Path, ranks: int) -> None:
     """Raise `ConfigError` if the path of a trainer's socket would be too long."""
     try:
-        endpoint(str(socket_dir), f"trainer-0-{secrets.token_hex(4)}")
+        endpoint(str(socket_dir), f"trainer-{ranks - 1}-{secrets.token_hex(4)}")
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -49,11 +49,12 @@ def main() -> int:
     """Run until the launcher or the trainer is gone; return the process's exit status."""
     parser = worker_parser("optimizer", __doc__)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
     parser.add_argument("--cores", required=True)
     parser.add_argument("--threads", type=int)
     arguments = begin_worker(parser)
     address, folder = Address("optimizer", arguments.rank), arguments.socket_dir
-    pinning = affinity.choose(arguments.cores, arguments.threads)
+    pinning = affinity.choose(arguments.cores, arguments.threads, rank=arguments.rank, ranks=arguments.ranks)
     affinity.pin(pinning)
     _log.info("pinned: %s", pinning.describe())
     trace = None if arguments.trace is None else TraceWriter(arguments.trace, address)

@@ -70,12 +70,12 @@ def host_bytes(layouts: list[ArenaLayout]) -> int:
     return sum(layout.nbytes for layout in layouts)
 
 
-def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None) -> bool:
+def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None, ranks: int = 1) -> bool:
     """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k.
 
     With "auto" (None) they have to fit at k=0: a second bank is not worth a larger k.
     """
-    return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit)
+    return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit, ranks)
 
 
 def require_host_memory(
@@ -83,6 +83,7 @@ def require_host_memory(
     k: float | None,
     limit: int | None,
     *,
+    ranks: int = 1,
     gpu_bytes: int | None = None,
     awaits_verdict: bool = False,
 ) -> None:
@@ -90,11 +91,12 @@ def require_host_memory(
 
     With "auto" (None) some k has to fit, with at most `gpu_bytes` of optimizer state on the GPU, None being none. On a
     GPU whose updates await a verdict the gradients count as well. `limit` states what may be used where the machine's
-    memory grows after boot; None asks the machine.
+    memory grows after boot; None asks the machine. `ranks` share the host, and each has its part of it.
     """
-    bound, needed, numel = host_bound(limit), host_bytes(layouts), sum(layout.numel for layout in layouts)
+    bound, needed, numel = host_bound(limit, ranks), host_bytes(layouts), sum(layout.numel for layout in layouts)
     each = f"{needed / max(numel, 1):.1f} bytes per parameter"
     source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less 1 GiB"
+    source += f", divided by the {ranks} ranks on this machine" if ranks > 1 else ""
     if k is None and gpu_bytes is not None:
         left = _beyond_gpu(layouts, gpu_bytes, awaits_verdict)
         if host_bytes(left) > bound:
@@ -127,6 +129,10 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
     return left
 
 
-def host_bound(limit: int | None) -> int:
-    """Bytes of host memory that planes may take: as stated, or what the machine has left now, less a margin."""
-    return limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)
+def host_bound(limit: int | None, ranks: int = 1) -> int:
+    """Bytes of host memory that planes may take on each of `ranks` ranks.
+
+    Together they get what is stated, or what the machine has left now, less a margin. All ranks have to ask before the
+    first one takes its part.
+    """
+    return (limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)) // ranks

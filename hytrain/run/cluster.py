@@ -1,8 +1,11 @@
 """Finds the cluster that this process belongs to, or starts a private one.
 
     under bin/hytrain-cluster   HYTRAIN_CLUSTER names the socket folder
-    in a plain script           python -P -m workers.launcher --attach   starts coordinator and optimizer,
-                                and ends with this process
+    in a plain script           python -P -m workers.launcher --attach   starts coordinator and optimizers,
+                                and ends with the last trainer of this machine
+
+Of several ranks on a machine, the first one starts the private cluster, and the others take seats in it. All ranks
+call `find_or_start`, and the error of one is raised on all.
 
 A private cluster is executed. It is never forked, nor spawned by multiprocessing, which would run the user's script
 again.
@@ -10,30 +13,42 @@ again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import select
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, TypeVar
 
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
-from hytrain.errors import ClusterError, ClusterTimeout, ConfigError
+from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError
+from hytrain.run.ranks import Ranks
+from hytrain.run.seats import Seat, holder, seat_file
 
 STOP_TIMEOUT_S: Final = 5.0
 
+Place = TypeVar("Place", bound="PrivateCluster | Seat")
+
 
 class PrivateCluster:
-    """A launcher started by this process, and its cluster."""
+    """A launcher started by this process, and its cluster, in which this process has the place of rank 0."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        """Wait until the cluster's processes are ready. Raises `ClusterError` with the launcher's output otherwise."""
+    rank: Final = 0
+
+    def __init__(self, config: ClusterConfig, ranks: int = 1) -> None:
+        """Wait until the cluster's processes, for so many ranks, are ready.
+
+        Raises `ClusterError` with the launcher's output otherwise.
+        """
         self._pid = os.getpid()
+        self._ranks, self._seats = ranks, list[Path]()
         options = ["--attach", str(self._pid), "--name", program_name(), "--config", config.model_dump_json()]
+        options += ["--ranks", str(ranks)]
         self._launcher = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.launcher", *options],
             stdin=subprocess.PIPE,
@@ -44,6 +59,7 @@ class PrivateCluster:
         )
         try:
             self.cluster = Cluster.read(self._read_socket_dir(config.start_timeout_s))
+            self._seats = [seat_file(self.cluster.socket_dir, rank) for rank in range(1, ranks)]
         except BaseException:
             self.close()
             raise
@@ -68,13 +84,16 @@ class PrivateCluster:
         return socket_dir
 
     def close(self) -> None:
-        """End the launcher and its processes. Does nothing in a forked child."""
+        """End the launcher and its processes, which go on while other ranks have seats. Nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self._launcher.terminate()  # closing its input may not end it: a forked child may have it open too
         for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
             if pipe is not None:
                 pipe.close()
+        if any(map(holder, self._seats)):
+            threading.Thread(target=self._launcher.wait, name="hytrain-reaper", daemon=True).start()
+            return
         if self._launcher.returncode is None:
             pidfd = os.pidfd_open(self._launcher.pid)  # Popen.wait with a time limit polls every 50 ms
             if not _becomes_readable(pidfd, STOP_TIMEOUT_S):
@@ -83,35 +102,45 @@ class PrivateCluster:
         self._launcher.wait()
 
 
-class Seat:
-    """The trainer's place in a cluster. Only one optimizer can have it at a time."""
+def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:
+    """The place of this rank in its machine's cluster, to be closed when leaving. All ranks call this together.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    Ranks that a cluster has started join it. If it has not enough places, or for a second optimizer of its run, all
+    get private ones. The error of one rank is raised on all.
+    """
+    joined = joined_cluster()
+    folders = ranks.gather(joined)
+    peers = [rank for rank in ranks.node if folders[rank] == joined]
+    rank = peers.index(ranks.rank)
+    seat = _together(ranks, lambda: None if joined is None else Seat.take(Cluster.read(joined), rank))
+    if all(ranks.gather(seat is not None)) and seat is not None:
+        return seat
+    if seat is not None:
+        seat.close()
+    private = _together(ranks, lambda: PrivateCluster(config, len(peers)) if rank == 0 else None)
+    socket_dir = ranks.gather(private and private.cluster.socket_dir)[peers[0]]
+    place = _together(ranks, lambda: private or Seat.take(Cluster.read(socket_dir), rank))
+    assert place is not None, "a new cluster has a place for each"
+    return place
 
-    @classmethod
-    def take(cls, socket_dir: str) -> Self | None:
-        """The seat, or None if it is taken. It becomes free when its holder closes it or dies."""
-        descriptor = os.open(Path(socket_dir) / "seat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return cls(descriptor)
 
-    def close(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may have the descriptor open
-        os.close(self._descriptor)
-
-
-def find_or_start(config: ClusterConfig) -> tuple[Cluster, PrivateCluster | Seat]:
-    """The cluster to join, and what to close when leaving it. A second optimizer of a run gets a private cluster."""
-    socket_dir = joined_cluster()
-    if socket_dir is not None and (seat := Seat.take(socket_dir)) is not None:
-        return Cluster.read(socket_dir), seat
-    private = PrivateCluster(config)
-    return private.cluster, private
+def _together(ranks: Ranks, act: Callable[[], Place | None]) -> Place | None:
+    """The place that `act` returns. If it raises on one rank, the others close theirs and raise the same error."""
+    place: Place | None = None
+    error: HyTrainError | None = None
+    try:
+        place = act()
+    except HyTrainError as raised:
+        error = raised
+    except OSError as raised:
+        error = ClusterError(f"HyTrain's processes cannot be started or joined: {raised}")
+    try:
+        ranks.agree(error)
+    except HyTrainError:
+        if place is not None:
+            place.close()
+        raise
+    return place
 
 
 def program_name() -> str:

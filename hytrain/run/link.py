@@ -64,12 +64,13 @@ class _Job:
 class Link:
     """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, then `close`."""
 
-    def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
+    def __init__(self, cluster: Cluster, *, rank: int, timeout_s: float) -> None:
+        """`rank` is the trainer's rank in this cluster, and that of its optimizer."""
         self._cluster, self._timeout_s = cluster, timeout_s
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # The name is unique: a second optimizer in this process must not receive messages meant for the first.
-        self.address: Final = Address("trainer", 0)
+        self.address: Final = Address("trainer", rank)
         self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
         self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
@@ -83,7 +84,7 @@ class Link:
     def join(self) -> None:
         """Shake hands with the coordinator. Raises `ClusterError` if it or the optimizer is dead, or on a timeout."""
         try:
-            self._inbox.watch("the optimizer process", self._cluster.optimizer_pid)
+            self._inbox.watch("the optimizer process", self._cluster.optimizer_pids[self.address.rank])
             self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}

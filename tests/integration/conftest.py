@@ -20,9 +20,10 @@ import pytest
 import torch
 from ranks import RankGroup
 
-from hytrain.config import Cluster, ClusterConfig
+from hytrain.config import ClusterConfig
 from hytrain.run import cluster as clusters
-from hytrain.run.cluster import PrivateCluster, Seat
+from hytrain.run.cluster import PrivateCluster
+from hytrain.run.seats import Seat
 
 GRACE_S = 10.0
 #: Variables besides HYTRAIN_… that make other processes.
@@ -108,16 +109,16 @@ class SharedRun:
         if (wanted, config.run_dir, self._variables()) != (self.config, str(run_dir), self._environment):
             return None
         cluster = self._run.cluster
-        if not all(map(runs, (cluster.launcher_pid, cluster.optimizer_pid, cluster.coordinator_pid))):
+        if not all(map(runs, (cluster.launcher_pid, *cluster.optimizer_pids, cluster.coordinator_pid))):
             return None  # a test has ended it
-        seat = Seat.take(cluster.socket_dir)
-        return None if seat is None else Guest(cluster, seat)
+        seat = Seat.take(cluster, 0)
+        return None if seat is None else Guest(seat)
 
     def arenas(self) -> list[str]:
         """The layers' memory that its optimizer process holds."""
         found = []
         with suppress(FileNotFoundError):  # closed meanwhile, or the run has ended
-            for descriptor in Path(f"/proc/{self._run.cluster.optimizer_pid}/fd").iterdir():
+            for descriptor in Path(f"/proc/{self._run.cluster.optimizer_pids[0]}/fd").iterdir():
                 found.append(os.readlink(descriptor))
         return [target for target in found if "memfd:hytrain" in target]
 
@@ -129,8 +130,8 @@ def runs(pid: int) -> bool:
 class Guest:
     """In the place of a private cluster."""
 
-    def __init__(self, cluster: Cluster, seat: Seat) -> None:
-        self.cluster, self.close = cluster, seat.close
+    def __init__(self, seat: Seat) -> None:
+        self.cluster, self.rank, self.close = seat.cluster, seat.rank, seat.close
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +145,8 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRun]:
 def joins(shared_run: SharedRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Optimizers of this process join the shared run where they can. Nothing of theirs stays there."""
 
-    def start(config: ClusterConfig) -> PrivateCluster | Guest:
-        return shared_run.place(config, run_dir) or PrivateCluster(config)
+    def start(config: ClusterConfig, ranks: int) -> PrivateCluster | Guest:
+        return shared_run.place(config, run_dir) or PrivateCluster(config, ranks)
 
     monkeypatch.setattr(clusters, "PrivateCluster", start)
     yield

@@ -132,7 +132,7 @@ def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain
     try:
         yield opt
     except BaseException:
-        for pid in (opt._session._cluster.optimizer_pid, opt._session._cluster.coordinator_pid):
+        for pid in (*opt._session._cluster.optimizer_pids, opt._session._cluster.coordinator_pid):
             with suppress(psutil.Error):
                 psutil.Process(pid).resume()  # closing waits for what a stopped one still has to do
         raise

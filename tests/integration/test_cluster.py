@@ -59,8 +59,8 @@ def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
             assert stat.S_IMODE((socket_dir / name).stat().st_mode) == 0o600
         known = json.loads((socket_dir / "cluster.json").read_text())
         assert known["launcher_pid"] == launcher.pid
-        for role in ("coordinator", "optimizer"):
-            assert known[f"{role}_pid"] == processes[role].pid
+        assert known["coordinator_pid"] == processes["coordinator"].pid
+        assert known["optimizer_pids"] == [processes["optimizer"].pid]
         go_on(launcher)
         assert read_until(launcher, "weights") == by_torch + "\n"
         assert launcher.wait() == 0
