@@ -44,6 +44,7 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
+from hytrain.tensors import local
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log
 
@@ -136,7 +137,7 @@ class Session:
         )
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
         given = [p for group in self._groups() for p in group["params"]]
-        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
+        self._others = [p for p in given if id(p) not in _managed and local(p).numel()]  # empty ones never change
 
         def unhook() -> None:
             detach()
