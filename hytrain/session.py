@@ -140,7 +140,7 @@ class Session:
         )
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
         given = [p for group in self._groups() for p in group["params"]]
-        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
+        self._others = [p for p in given if id(p) not in _managed and local(p).numel()]  # empty ones never change
 
         def unhook() -> None:
             detach()

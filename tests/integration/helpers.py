@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.kernels.split import split
+from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
 LR = 1e-2
+HOLD_S = 60.0
 
 
 class Reference(torch.optim.AdamW):
@@ -181,6 +184,34 @@ def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:
         wait_for(self, happened, what, timeout_s)
 
     patch.setattr(Health, "wait_for", told)
+
+
+@contextmanager
+def late_weights() -> Iterator[threading.Event]:
+    """New weights arrive from the CPU only while somebody waits for an update, or once the event is set.
+
+    So no read of weights that nobody has waited for passes by luck.
+    """
+    gate, weights_in, wait_for = threading.Event(), HostTransfers.weights_in, Health.wait_for
+
+    def late(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
+        assert gate.wait(HOLD_S)
+        return weights_in(self, copies)
+
+    def waiting(self: Health, *arguments: Any, **options: Any) -> None:
+        gate.set()
+        try:
+            wait_for(self, *arguments, **options)
+        finally:
+            gate.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTransfers, "weights_in", late)
+        patch.setattr(Health, "wait_for", waiting)
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -4,19 +4,19 @@
                                                                             │
     the next test, if a rank has failed ◀── new processes ◀── all killed ◀──┘
 
-Processes with torch and a process group take seconds to start, so they are kept from test to test. A function is named
-by its module, which the ranks import: it belongs into a module of tests/integration, and should import little.
+Ranks are kept from test to test, and forked by a server that has imported torch once for all of them and does nothing
+else. A function is named by its module, which the ranks import: it belongs into a module of tests/integration that
+imports little.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -25,13 +25,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
+#: What takes long to import.
+PRELOADED = ["hytrain.optim", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 LIMIT_S = 90.0
 COLLECTIVE_LIMIT_S = 60.0
 #: How long the others have to report, once one rank has failed or all are asked where they are.
@@ -52,7 +52,7 @@ class RankGroup:
         self.revive()
 
     def revive(self) -> None:
-        """Start the ranks, if they do not run. Call it before a test begins, lest they look like its leak."""
+        """Start the ranks, if they do not run. Call it before the leak check, which looks for new processes."""
         if self._ranks:
             return
         self._ranks = [_Rank(rank, self.world, self.device) for rank in range(self.world)]
@@ -107,22 +107,11 @@ class _Rank:
         self.number = number
         self.pipe, theirs = connection.Pipe()
         self._log = tempfile.TemporaryFile()
-        variables = {
-            "RANK": number,
-            "LOCAL_RANK": number,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "OMP_NUM_THREADS": 1,
-            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", str(HERE.parent.parent))]),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"import ranks; ranks.serve({theirs.fileno()}, {device!r})"],
-            env=os.environ | {name: str(value) for name, value in variables.items()},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
+        log = f"/proc/{os.getpid()}/fd/{self._log.fileno()}"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._process = context.Process(target=serve, args=(theirs, log, number, world, device), daemon=True)
+        self._process.start()
         theirs.close()
 
     def send(self, value: Any) -> None:
@@ -137,12 +126,13 @@ class _Rank:
         try:
             result, failure = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            return None, f"died with status {self._process.wait(GRACE_S)}\n{self._tail()}"
+            self._process.join(GRACE_S)
+            return None, f"died with status {self._process.exitcode}\n{self._tail()}"
         return result, None if failure is None else f"{failure}{self._tail()}"
 
     def where_it_is(self) -> str:
         """The traces of its threads."""
-        self._process.send_signal(signal.SIGUSR1)
+        os.kill(self._process.pid or 0, signal.SIGUSR1)
         time.sleep(GRACE_S / 3)
         return f"its threads are at\n{self._tail()}"
 
@@ -154,7 +144,8 @@ class _Rank:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
+        self._process.close()
         self.pipe.close()
         self._log.close()
 
@@ -162,17 +153,20 @@ class _Rank:
 # ---------------------------------------------------------------- in a rank
 
 
-def serve(descriptor: int, device: str) -> None:
+def serve(pipe: connection.Connection, log: str, rank: int, world: int, device: str) -> None:
     """Join the job, then do what the parent asks for, until it closes the pipe."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    pipe = connection.Connection(descriptor)
-    os.set_inheritable(descriptor, False)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    torch.set_num_threads(1)
 
     def answer(result: Any, failure: str | None = None) -> None:
         pipe.send_bytes(pickle.dumps((result, failure)))
 
     with suppress(EOFError, BrokenPipeError):
-        _join(lambda: pickle.loads(pipe.recv_bytes()), answer, device)
+        _join(rank, world, device, lambda: pickle.loads(pipe.recv_bytes()), answer)
         while True:
             try:
                 answer(_call(*pickle.loads(pipe.recv_bytes())))
@@ -183,8 +177,7 @@ def serve(descriptor: int, device: str) -> None:
     os._exit(0)  # nobody is left to wait for other ranks
 
 
-def _join(receive: Callable[[], Any], answer: Callable[[Any], None], device: str) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _join(rank: int, world: int, device: str, receive: Callable[[], Any], answer: Callable[[Any], None]) -> None:
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=limit, wait_for_workers=False)

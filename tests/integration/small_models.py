@@ -1,6 +1,7 @@
 """Small models, their batches and losses.
 
-All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of a tensor in another way.
+All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of a tensor in another way. Transformers
+is imported where it is needed, as that takes as long as many a test.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 256
 
 
 def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
     """About 120 k parameters, dropout on, the embedding tied to the head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=48, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0
@@ -26,6 +28,8 @@ def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
     """About 150 k parameters, untied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,

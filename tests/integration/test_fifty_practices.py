@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LR, Reference, adamw, bits, differing, saved_and_loaded, train, weights
+from helpers import LR, Reference, adamw, bits, differing, late_weights, saved_and_loaded, train, weights
 from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,11 +32,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hytrain
 from hytrain.errors import UsageError
-from hytrain.memory.transfer import Copy, HostTransfers, Transfer
-from hytrain.step.health import Health
 
 STEPS = 6
-HOLD_S = 60.0
 
 # ---------------------------------------------------------------- the table
 
@@ -1698,24 +1695,9 @@ def averaged_at_the_end(model: Any, opt: Any) -> object:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """New weights arrive from the CPU only while somebody waits for an update, or once the gate is set."""
-    gate, weights_in, wait_for = threading.Event(), HostTransfers.weights_in, Health.wait_for
-
-    def late(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
-        assert gate.wait(HOLD_S)
-        return weights_in(self, copies)
-
-    def waiting(self: Health, *arguments: Any, **options: Any) -> None:
-        gate.set()
-        try:
-            wait_for(self, *arguments, **options)
-        finally:
-            gate.clear()
-
-    monkeypatch.setattr(HostTransfers, "weights_in", late)
-    monkeypatch.setattr(Health, "wait_for", waiting)
-    return gate
+def gate() -> Iterator[threading.Event]:
+    with late_weights() as gate:
+        yield gate
 
 
 def same(one: object, other: object) -> bool:

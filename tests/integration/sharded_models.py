@@ -1,0 +1,150 @@
+"""A small model for several ranks, and the comparison of two optimizers over what each rank holds of it.
+
+A rank's part of a parameter has a multiple of 16 elements, on one, two and 2 × 2 ranks: torch's fused AdamW computes
+the rest of a tensor in another way. Still, parts are uneven, and one is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import LR, Reference, adamw, differing, late_weights
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import hytrain
+
+WIDTH, HIDDEN, VOCAB = 32, 35, 67
+STEPS = 6
+
+
+class Block(nn.Module):
+    """About 4.5 k parameters. Of `scale`, the first of several ranks holds all."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(functional.silu(self.up(self.norm(x))))
+        return x + y * self.scale
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head; (batch, length) tokens to logits."""
+
+    def __init__(self, blocks: int = 3, hidden: int = HIDDEN, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def tokens(step: int, data_rank: int) -> Tensor:
+    """The batch of one step and rank, int64 (4, 9)."""
+    generator = torch.Generator().manual_seed(1000 + 10 * step + data_rank)
+    return torch.randint(VOCAB, (4, 9), generator=generator)
+
+
+def next_token_loss(model: nn.Module, step: int, data_rank: int | None = None) -> Tensor:
+    batch = tokens(step, dist.get_rank() if data_rank is None else data_rank)
+    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fused(model: nn.Module) -> torch.optim.AdamW:
+    """torch's AdamW over all parameters; it takes no plain tensors beside DTensors in one group."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) is distributed] for distributed in (True, False)]
+    return torch.optim.AdamW([{"params": group} for group in groups if group], lr=LR, fused=True)
+
+
+class LocalReference(Reference):
+    """`Reference` over this rank's parts of the parameters, for bfloat16 ones with float32 masters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = {p: nn.Parameter(local(p.detach())) for p in model.parameters()}
+        super().__init__(model, [{"params": list(self.parts.values())}], lr=LR)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter, part in self.parts.items():
+            part.grad = None if parameter.grad is None else local(parameter.grad)
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad()
+        for parameter, part in self.parts.items():
+            parameter.grad = part.grad = None
+
+
+Practice = Callable[[Any, Any], Iterable[Tensor]]
+
+
+def trained(practice: Practice, model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What the practice returns, and this rank's parts of weights and state afterwards."""
+    named = dict(model.named_parameters())  # now: FSDP2 may have other ones there later
+    name_of = {id(p): name for name, p in named.items()}
+    if isinstance(opt, LocalReference):
+        name_of.update((id(part), name_of[id(p)]) for p, part in opt.parts.items())
+        name_of.update((id(master), name_of[id(part)]) for part, master in opt.master_of.items())
+    order = [name_of[id(p)] for group in opt.param_groups for p in group["params"]]
+    results = {f"result {index}": tensor for index, tensor in enumerate(practice(model, opt))}
+    if isinstance(opt, hytrain.AdamW):
+        opt.synchronize()
+    results |= {name: local(p.detach()).clone() for name, p in named.items()}
+    for index, entry in opt.state_dict()["state"].items():
+        for plane in ("exp_avg", "exp_avg_sq", "step"):
+            value = local(torch.as_tensor(entry[plane])).float()
+            results |= {f"{order[index]}.{plane}": value.clone()} if named[order[index]].numel() else {}
+    empty = [name for name, p in named.items() if local(p.detach()).numel() == 0]
+    return {name: value for name, value in results.items() if not any(name.startswith(known) for known in empty)}
+
+
+def same_as(
+    reference: Callable[[nn.Module], torch.optim.Optimizer],
+    practice: Practice,
+    make: Callable[[], nn.Module],
+    choices: list[dict[str, Any]],
+) -> None:
+    """HyTrain gives the same bits as the reference on this rank, for each choice of its options.
+
+    A `k` that is a tuple has each rank's. Weights are late where the CPU may update.
+    """
+    model = make()
+    expected = trained(practice, model, reference(model))
+    for choice in choices:
+        options, model = for_this_rank(choice), make()
+        with adamw(model, **options) as opt:
+            with late_weights() if isinstance(options.get("k"), float) else nullcontext():
+                found = trained(practice, model, opt)
+        if unequal := differing(found, expected):
+            raise AssertionError(f"{choice}: {unequal}")
+
+
+def for_this_rank(options: dict[str, Any]) -> dict[str, Any]:
+    k = options.get("k", "auto")
+    return {**options, "k": k[dist.get_rank() % len(k)] if isinstance(k, tuple) else k}

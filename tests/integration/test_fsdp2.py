@@ -1,0 +1,451 @@
+"""FSDP2 (`fully_shard`): as with torch's AdamW, bit for bit, whatever each rank's k; or one sentence on every rank.
+
+A practice is a function of a model and an optimizer, which is HyTrain's or torch's, and knows no difference. It runs in
+every rank; each rank compares what it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import LR, adamw, differing, late_weights, wait_for_coordinator
+from ranks import RankGroup
+from sharded_models import (
+    STEPS,
+    VOCAB,
+    Decoder,
+    LocalReference,
+    Practice,
+    for_this_rank,
+    fused,
+    local,
+    same_as,
+    tokens,
+    trained,
+)
+from sharded_models import next_token_loss as loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hytrain
+from hytrain.errors import HyTrainError
+
+# ---------------------------------------------------------------- models
+
+
+@cache
+def mesh(*shape: int) -> DeviceMesh:
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def shard(model: Decoder, over: DeviceMesh | None = None, **options: Any) -> Decoder:
+    """Every block, and the rest: `fully_shard`'s usual way."""
+    over = over or mesh(2)
+    for block in model.blocks:
+        fully_shard(block, mesh=over, **options)
+    fully_shard(model, mesh=over, **options)
+    return model
+
+
+def plain() -> Decoder:
+    return shard(Decoder())
+
+
+def mixed_precision() -> Decoder:
+    """Computed and gathered in bf16, with explicit prefetch in both directions."""
+    model = shard(Decoder(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    blocks: Any = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+    return model
+
+
+def prefetched() -> Decoder:
+    model: Any = plain()
+    model.set_modules_to_forward_prefetch(list(model.blocks[:2]))
+    for block, following in zip(model.blocks, model.blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    return model
+
+
+def bfloat16() -> Decoder:
+    return shard(Decoder().to(torch.bfloat16))
+
+
+def zero_2() -> Decoder:
+    """Parameters stay gathered between forward and backward. The head is the embedding."""
+    return shard(Decoder(tied=True), reshard_after_forward=False)
+
+
+def checkpointed() -> Decoder:
+    return shard(Decoder(checkpointed=True))
+
+
+def hybrid() -> Decoder:
+    return shard(Decoder(), mesh(2, 2))
+
+
+# ---------------------------------------------------------------- practices
+
+
+def backward(model: Any, step: int) -> Tensor:
+    loss = loss_of(model, step)
+    loss.backward()
+    return loss.detach()
+
+
+def update(opt: Any) -> None:
+    opt.step()
+    opt.zero_grad()
+
+
+def loop(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        yield backward(model, step)
+        update(opt)
+
+
+def moving(model: Any, opt: Any) -> Iterable[Tensor]:
+    """Layers move between the steps."""
+    for loss in loop(model, opt):
+        yield loss
+        if isinstance(opt, hytrain.AdamW) and opt.statistics().step > 1:
+            wait_for_coordinator(opt)
+            opt._engine._handover.wait()
+
+
+def unsharded_by_the_user(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        handle = model.unshard(async_op=True)
+        model.blocks[1].unshard()
+        if handle is not None:
+            handle.wait()
+        yield backward(model, step)
+        update(opt)
+
+
+def evaluated(model: Any, opt: Any) -> Iterable[Tensor]:
+    """After evaluation, FSDP2's root stays gathered, and `model.parameters()` has other objects. A schedule, too."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+    for step in range(STEPS):
+        model.train()
+        yield backward(model, step)
+        update(opt)
+        schedule.step()
+        if step != 3:
+            model.eval()
+            with torch.no_grad():
+                yield loss_of(model, 100 + step)
+
+
+def reads(model: Any, opt: Any) -> Iterable[Tensor]:
+    """Averages and saved weights between the steps."""
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    kept = list(model.named_parameters())
+    for step in range(STEPS):
+        yield backward(model, step)
+        update(opt)
+        match step:
+            case 0 | 1:
+                with torch.no_grad():
+                    for name, p in model.named_parameters():
+                        averages[name].lerp_(p, 0.1)
+            case 2:
+                for _, p in kept:
+                    yield p.full_tensor().detach()
+            case 3:
+                for value in model.state_dict().values():
+                    yield local(value).clone()
+            case 4:
+                for _, p in kept:
+                    yield p.to_local().detach().clone()
+                yield torch.nn.utils.get_total_norm([p.detach() for _, p in kept]).full_tensor()
+    for average in averages.values():
+        yield local(average)
+
+
+def writes(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS + 1):
+        yield backward(model, step)
+        update(opt)
+        match step:
+            case 0:
+                for p in model.parameters():
+                    p.data.mul_(0.9)
+            case 1:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.01)
+            case 2:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.to_local().add_(0.01)
+            case 3:
+                saved = copy.deepcopy(model.state_dict())
+            case 4:
+                model.load_state_dict(saved)
+            case 5:
+                for p in model.parameters():
+                    p.data.to_local().mul_(1.1)
+
+
+def unsynchronized(model: Any, opt: Any) -> Iterable[Tensor]:
+    """FSDP2's own accumulation: only the last backward reduces gradients."""
+    for step in range(STEPS):
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            yield backward(model, 10 * step + part)
+        update(opt)
+
+
+def accumulated(model: Any, opt: Any) -> Iterable[Tensor]:
+    """Every backward reduces gradients; HyTrain sums the shards'."""
+    for step in range(STEPS):
+        for part in range(2):
+            yield backward(model, 10 * step + part)
+        update(opt)
+
+
+def accumulated_without_a_number(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        for part in range(2):
+            with opt.no_sync() if isinstance(opt, hytrain.AdamW) and part == 0 else nullcontext():
+                yield backward(model, 10 * step + part)
+        update(opt)
+
+
+# ---------------------------------------------------------------- the same bits as torch
+
+CPU, GPU, BOTH = {"k": 0.0}, {"k": 1.0}, {"k": (0.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`make` under `practice`, with each of HyTrain's options."""
+
+    make: Callable[[], nn.Module] = plain
+    practice: Practice = loop
+    choices: list[dict[str, Any]] = field(default_factory=lambda: [BOTH])
+    reference: Callable[[nn.Module], torch.optim.Optimizer] = fused
+
+
+ROWS = {
+    "plain": Row(choices=[CPU, GPU, BOTH, {"k": "auto"}]),
+    "layers that move": Row(practice=moving, choices=[{"policy": "random"}]),
+    "mixed precision and prefetch": Row(mixed_precision, choices=[CPU, BOTH]),
+    "prefetch": Row(prefetched, choices=[CPU]),
+    "bfloat16": Row(bfloat16, choices=[CPU, GPU, BOTH], reference=LocalReference),
+    "ZeRO-2, tied": Row(zero_2),
+    "activation checkpointing": Row(checkpointed),
+    "model.unshard()": Row(practice=unsharded_by_the_user),
+    "evaluation": Row(practice=evaluated),
+    "reads": Row(practice=reads),
+    "writes": Row(practice=writes),
+    "set_requires_gradient_sync": Row(practice=unsynchronized),
+    "grad_accumulation": Row(practice=accumulated, choices=[{**BOTH, "grad_accumulation": 2}]),
+    "no_sync": Row(practice=accumulated_without_a_number),
+}
+
+
+def compare(name: str) -> None:
+    row = ROWS[name]
+    same_as(row.reference, row.practice, row.make, row.choices)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
+    two_ranks.run(compare, name)
+
+
+def compare_hybrid() -> None:
+    same_as(fused, loop, hybrid, [{"k": (0.0, 1.0, 1.0, 0.0)}])
+
+
+def test_shards_with_replicas(four_ranks: RankGroup) -> None:
+    """HSDP: of the two replicas of a shard, one is updated by the CPU, the other by the GPU."""
+    four_ranks.run(compare_hybrid)
+
+
+# ---------------------------------------------------------------- one norm, one verdict
+
+MAX_NORM = 1.5
+
+
+def clipped(norms: list[float], model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        yield backward(model, step)
+        if not isinstance(opt, hytrain.AdamW):
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().item())
+        update(opt)
+        if isinstance(opt, hytrain.AdamW):
+            norms.append(float(opt.grad_norm))  # type: ignore[arg-type]
+
+
+def clip(make: Callable[[], Decoder], *choices: dict[str, Any]) -> list[list[float]]:
+    """The norms with torch's AdamW and then with each choice, which all leave the same bits."""
+    model, norms = make(), [[] for _ in range(len(choices) + 1)]
+    results = [trained(partial(clipped, norms[0]), model, fused(model))]
+    for choice, seen in zip(choices, norms[1:], strict=True):
+        model = make()
+        with adamw(model, max_grad_norm=MAX_NORM, **for_this_rank(choice)) as opt, late_weights():
+            results.append(trained(partial(clipped, seen), model, opt))
+    for result, choice in zip(results[2:], choices[1:], strict=True):
+        if unequal := differing(result, results[1]):
+            raise AssertionError(f"{choice}: {unequal}")
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    return norms
+
+
+def require_one_norm(norms_by_rank: list[list[list[float]]]) -> None:
+    expected, *found = norms_by_rank[0]
+    assert min(expected) < MAX_NORM < max(expected), "some steps are clipped, others are not"
+    for norms in found:
+        assert norms == found[0]
+        assert norms == pytest.approx(expected, rel=1e-6)
+    for norms in norms_by_rank[1:]:
+        assert norms[1:] == found, "on every rank"
+
+
+def clip_plain() -> list[list[float]]:
+    return clip(plain, CPU, GPU, {**BOTH, "speculate": False}, {**BOTH, "speculate": True})
+
+
+def test_clipping(two_ranks: RankGroup) -> None:
+    require_one_norm(two_ranks.run(clip_plain))
+
+
+def clip_hybrid() -> list[list[float]]:
+    return clip(hybrid, {"k": (0.0, 1.0, 1.0, 0.0)})
+
+
+def test_replicas_count_once_in_the_norm(four_ranks: RankGroup) -> None:
+    require_one_norm(four_ranks.run(clip_hybrid))
+
+
+POISONED_STEPS = (1, 4)
+
+
+def poisoned(model: Any, opt: Any) -> Iterable[Tensor]:
+    """Rank 0 makes an inf in some steps, in a row of the embedding that rank 1 holds. torch's loop leaves them out."""
+    half = -(-VOCAB // 2)
+
+    def poison(gradient: Tensor) -> Tensor:
+        where = (tokens(step, 0)[:, :-1] >= half).nonzero()[0]
+        changed = gradient.clone()
+        changed[tuple(where)][0] = torch.inf
+        return changed
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if step in POISONED_STEPS and dist.get_rank() == 0:
+            output.register_hook(poison)
+
+    model.embedding.register_forward_hook(hook)
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        ours = isinstance(opt, hytrain.AdamW)
+        (opt.scale(loss) if ours else loss).backward()
+        found = [p for p in model.parameters() if not ours and not local(p.grad).isfinite().all()]
+        assert bool(found) is (not ours and step in POISONED_STEPS and dist.get_rank() == 1), "the rank that notices"
+        if ours or step not in POISONED_STEPS:
+            opt.step()
+        opt.zero_grad()
+        yield loss.detach()
+        yield torch.tensor(2.0**16 / 2 ** sum(past <= step for past in POISONED_STEPS))
+        if ours:
+            assert opt.skipped_steps == sum(past <= step for past in POISONED_STEPS)
+            assert opt.loss_scale is None or float(opt.loss_scale) == 2.0**16 / 2**opt.skipped_steps
+
+
+SKIPS: dict[str, dict[str, Any]] = {
+    "on_nonfinite": {"on_nonfinite": "skip", **BOTH},
+    "loss_scale": {"loss_scale": "dynamic", **BOTH},
+}
+
+
+def compare_poisoned(name: str) -> None:
+    same_as(fused, poisoned, plain, [SKIPS[name]])
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_all_ranks_skip_what_one_has_found(name: str, two_ranks: RankGroup) -> None:
+    two_ranks.run(compare_poisoned, name)
+
+
+# ---------------------------------------------------------------- refused, on every rank
+
+
+def ddp() -> tuple[nn.Module, dict[str, Any]]:
+    return DistributedDataParallel(Decoder()), {}
+
+
+def cpu_offload() -> tuple[nn.Module, dict[str, Any]]:
+    return shard(Decoder(), offload_policy=CPUOffloadPolicy(pin_memory=False)), {}
+
+
+def not_sharded() -> tuple[nn.Module, dict[str, Any]]:
+    return Decoder(), {}
+
+
+def sharded_in_part() -> tuple[nn.Module, dict[str, Any]]:
+    model = Decoder()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh(2))
+    return model, {}
+
+
+def other_models() -> tuple[nn.Module, dict[str, Any]]:
+    return shard(Decoder(blocks=2 + dist.get_rank())), {}
+
+
+def other_options() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"max_grad_norm": 1.0} if dist.get_rank() == 1 else {}
+
+
+def other_accumulation() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"grad_accumulation": 1 + dist.get_rank()}
+
+
+def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
+    """What HyTrain says. The ranks are still together afterwards."""
+    model, options = make()
+    try:
+        hytrain.AdamW(model, lr=LR, **options).close()
+        said = "nothing"
+    except HyTrainError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (ddp, r"DistributedDataParallel .*fully_shard\(.*reshard_after_forward=False"),
+        (cpu_offload, r"CPUOffloadPolicy"),
+        (not_sharded, r"fully_shard"),
+        (sharded_in_part, r"fully_shard"),
+        (other_models, r"rank"),
+        (other_options, r"max_grad_norm"),
+        (other_accumulation, r"grad_accumulation"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refused_on_every_rank(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], sentence: str, two_ranks: RankGroup
+) -> None:
+    said = two_ranks.run(refusal, make)
+    assert [re.search(sentence, text) is not None for text in said] == [True, True], said
