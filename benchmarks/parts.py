@@ -19,15 +19,24 @@ from typing import Final, Self
 
 from benchmarks.host import optimizer_threads
 
-#: hidden, intermediate, layers, heads, vocabulary
+#: hidden, intermediate, layers, heads, vocabulary. GPT-2's vocabulary is rounded up to what tensor cores like.
 SHAPES: Final = {
     "demo": (176, 480, 5, 4, 256),
     "tiny": (256, 688, 4, 4, 2048),
     "1b": (2048, 5632, 22, 16, 32000),
     "3b": (3200, 8640, 26, 32, 32000),
+    "7b": (4096, 11008, 32, 32, 32000),
+    "41b": (8192, 22016, 50, 64, 32000),
+    "gpt2-tiny": (64, 256, 2, 4, 2048),
+    "gpt2-large": (1280, 5120, 36, 20, 50304),
 }
+#: No rank can hold these whole: they are built on the meta device, and each rank makes its shards.
+ON_META: Final = ("41b",)
 #: HyTrain as it is by default: the planner chooses k.
 AUTO: Final = "hytrain:auto"
+#: On several ranks: FSDP2 with everything on the GPUs, what the others are compared with.
+RESIDENT: Final = "fsdp2:no-offload"
+SCHEDULES: Final = ("gpipe", "1f1b")
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
 NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
@@ -54,7 +63,11 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One system, e.g. "deepspeed-zero2" or "hytrain:auto", and its segments. `start_s` and `step_s` are guesses."""
+    """One system, e.g. "deepspeed-zero2" or "hytrain:auto", and its segments. `start_s` and `step_s` are guesses.
+
+    With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
+    a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline.
+    """
 
     system: str = ""
     segments: tuple[Segment, ...] = ()
@@ -65,6 +78,9 @@ class Job:
     clip: float = 0.0
     threads: int | None = None
     deterministic: bool = False
+    ranks: int = 0
+    tensor: int = 1
+    schedule: str = ""
     start_s: float = 15.0
     step_s: float = 0.6
 
@@ -73,6 +89,22 @@ class Job:
         """The expected time with the process's start; a step's cost grows with its batch."""
         costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure) for s in self.segments]
         return self.start_s + sum(costs)
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks work on the same sequences."""
+        return self.ranks if self.schedule else self.tensor
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it trains on the demo's text rather than on random tokens."""
+        return self.shape.startswith("gpt2")
+
+    @property
+    def folder(self) -> str:
+        """Where its run folder is kept, if at all."""
+        more = (f"ranks={self.ranks}", f"tensor={self.tensor}", self.schedule, f"clip={self.clip}")
+        return ",".join([self.system, *filter(None, more)]) if self.ranks else self.system
 
     def only(self, batches: Collection[int]) -> Self:
         """The job without segments of other batch sizes."""
@@ -117,6 +149,12 @@ KNOWN: Final = {
     "sft-torch-fp32": Known(25, 0.4),
     "sft-torch-bf16": Known(25, 0.3, "no: bf16 moments, no masters"),
     "sft-hytrain": Known(30, 0.3),
+    # on several ranks, 7 B
+    "fsdp2:no-offload": Known(25, 1.0),
+    "fsdp2:forward-backward": Known(25, 1.0, "no update"),
+    "fsdp2:cpu-offload": Known(50, 2.0),
+    "deepspeed-zero3": Known(60, 4.0),
+    "ddp": Known(20, 0.3),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
 PEERS: Final = ("torchao-fp32", "deepspeed-zero2", "fsdp2", "deepspeed-twinflow", "torchao-bf16")
@@ -129,7 +167,7 @@ AT_REST_STEPS: Final = 40
 
 
 def about(system: str) -> Known:
-    return KNOWN.get(system.partition(":")[0], UNKNOWN)
+    return KNOWN.get(system) or KNOWN.get(system.partition(":")[0], UNKNOWN)
 
 
 def job(template: Job, system: str, *segments: Segment) -> Job:
@@ -250,6 +288,66 @@ def sft(template: Job) -> list[Job]:
     return [job(small, system, steps) for system in SFT]
 
 
+# ---------------------------------------------------------------- several ranks
+
+
+def _on_ranks(template: Job, system: str, *, step_s: float, start_s: float = 0, label: str = "", batch: int = 8) -> Job:
+    """One system, with enough steps for HyTrain's planner to be at rest."""
+    settle, measure = (AT_REST_STEPS, 10) if system.startswith("hytrain") else (2, 6)
+    found = job(template, system, Segment(batch=batch, label=label, settle=settle, measure=measure))
+    return replace(found, step_s=step_s, start_s=start_s or found.start_s)
+
+
+def _shaped(template: Job, shape: str) -> Job:
+    """With this shape, unless the caller asked for another."""
+    return replace(template, shape=shape) if template.shape == Job.shape else template
+
+
+def _worlds(template: Job, smallest: int) -> list[int]:
+    return [world for world in (1, 2, 4, 8) if smallest <= world <= template.ranks]
+
+
+def ranks(template: Job) -> list[Job]:
+    """HyTrain under FSDP2 beside FSDP2 without offload, both clipped and not, and beside other ways to offload."""
+    plain = _shaped(template, "7b")
+    clipped = replace(plain, clip=1.0)
+    pairs = [_on_ranks(each, system, step_s=1.1) for each in (plain, clipped) for system in (RESIDENT, AUTO)]
+    peers = {"fsdp2:forward-backward": 1.0, "fsdp2:cpu-offload": 2.0, "deepspeed-zero2": 3.0, "deepspeed-zero3": 4.0}
+    return [*pairs, *(_on_ranks(plain, system, step_s=step_s) for system, step_s in peers.items())]
+
+
+def scaling(template: Job) -> list[Job]:
+    """The same batch a GPU on 1, 2, 4 GPUs; on the largest number, the jobs are those of `ranks`."""
+    base = _shaped(template, "7b")
+    worlds = [replace(base, ranks=world) for world in _worlds(base, 1)]
+    return [_on_ranks(each, system, step_s=1.1) for each in worlds for system in (RESIDENT, AUTO)]
+
+
+def gpt2(template: Job) -> list[Job]:
+    """GPT-2 Large on the demo's text: DDP, FSDP2, and FSDP2 with tensor parallelism; all take the same steps."""
+    base = replace(template, shape="gpt2-tiny" if template.shape == "tiny" else "gpt2-large")
+    steps = [Segment(batch=batch, settle=AT_REST_STEPS, measure=20) for batch in (8, 32)]
+    split = [replace(each, label="tensor 2") for each in steps]
+    jobs = [job(base, system, *steps) for system in ("ddp", RESIDENT, AUTO)]
+    jobs += [job(replace(base, tensor=2), system, *split) for system in (RESIDENT, AUTO)]
+    return [replace(each, start_s=25, step_s=0.2) for each in jobs]
+
+
+def pipeline(template: Job) -> list[Job]:
+    """Pipelines of 2 and 4 stages under two schedules, without offload and with HyTrain."""
+    worlds = [replace(template, ranks=world, schedule=name) for world in _worlds(template, 2) for name in SCHEDULES]
+    systems = ("no-offload", AUTO)
+    return [_on_ranks(each, system, step_s=0.8, label=each.schedule) for each in worlds for system in systems]
+
+
+def large(template: Job) -> list[Job]:
+    """41 B parameters, for four GPUs: without offload, if that fits, and with HyTrain."""
+    base = _shaped(template, "41b")
+    return [_on_ranks(base, system, step_s=6.0, start_s=60) for system in (RESIDENT, AUTO)]
+
+
+#: These take `--gpus` ranks.
+RANKED: Final = {each.__name__: each for each in (ranks, scaling, gpt2, pipeline, large)}
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),
@@ -264,4 +362,5 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "lean": _plain("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit"),
     "sft": sft,
     "cpu": _plain("torch", "hytrain:0", AUTO),
+    **RANKED,
 }

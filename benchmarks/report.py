@@ -16,12 +16,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from benchmarks import columns as col
+from benchmarks import several
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
+from benchmarks.goals import HEAD, Goal, Judge, NotMeasured, judged, known
 from benchmarks.idle import CAUSES
 from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, SFT
 from benchmarks.rows import Rows, is_steady, pair, ratio
@@ -34,49 +35,6 @@ _BLOCK: Final = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)",
 
 
 # ---------------------------------------------------------------- goals
-
-
-class NotMeasured(Exception):
-    """No rows for this goal; the text is what the table says of it."""
-
-
-class Verdict(NamedTuple):
-    text: str
-    met: bool | None
-    word: str
-
-
-#: What was measured, in words, and whether it meets the bar. Raises `NotMeasured`.
-Judge = Callable[[Rows], tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Goal:
-    """`each_host`: some hosts meet it and others miss it, so all that measured it count, the newest first."""
-
-    what: str
-    bar: str
-    judge: Judge
-    each_host: bool = False
-
-    def verdict(self, rows: Rows) -> Verdict:
-        found, missing = list[tuple[str, bool]](), "not measured"
-        for here in reversed(rows.by_host()) if self.each_host else [rows]:
-            try:
-                found.append(self.judge(here))
-            except NotMeasured as reason:
-                missing = str(reason) or missing
-        if not found:
-            return Verdict(missing, None, MISSING)
-        good, text = sum(met for _, met in found), "; ".join(text for text, _ in found)
-        word = "yes" if good == len(found) else f"on {good} of {len(found)} hosts" if good else "**no**"
-        return Verdict(text, good == len(found), word)
-
-
-def known(value: Any) -> Any:
-    if value is None:
-        raise NotMeasured
-    return value
 
 
 def vs_no_offload(batch: int, time_bar: float, memory_bar: float) -> Judge:
@@ -197,12 +155,12 @@ KERNEL_GOALS: Final = {"native / stream": 0.9, "native / DeepSpeed's operator wi
 
 def goals(rows: Rows, kernel: dict[str, float]) -> str:
     """Each goal, its bar, what was measured, and whether it is met. `kernel`: `benchmarks.kernel`'s summary."""
-    body = [(goal.what, goal.bar, verdict.text, verdict.word) for goal in GOALS for verdict in [goal.verdict(rows)]]
+    body = judged(GOALS, rows)
     for what, bar in KERNEL_GOALS.items():
         rate = next((value for name, value in kernel.items() if name.startswith(what)), None)
         met = MISSING if rate is None else "yes" if rate >= bar else "**no**"
         body.append((f"CPU kernel: {what}", f"≥ {bar}", "not measured" if rate is None else f"{rate:.2f}", met))
-    return markdown(("goal", "bar", "measured", "met?"), body)
+    return markdown(HEAD, body)
 
 
 # ---------------------------------------------------------------- tables
@@ -372,6 +330,15 @@ _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft)}
 
 
+def of_run(rows: Rows) -> str:
+    """What one call of the suite measured, for the terminal."""
+    alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
+    fine_tuned = alone.where(part="sft")
+    others = Rows(row for row in alone if row not in fine_tuned)
+    made = [(one_host, others), (sft, fine_tuned), *((make, ranked) for make in several.TABLES.values())]
+    return "\n\n".join(text for make, mine in made if mine and (text := make(mine)) != NOTHING)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 if there is nothing to report."""
     from benchmarks import pictures  # needs matplotlib, as nothing else here does
@@ -385,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no rows*.jsonl with anything in it in {', '.join(map(str, arguments.results))}")
     kernels = sorted(path for folder in arguments.results for path in folder.glob("kernel*.json"))
     texts = blocks(rows, json.loads(kernels[-1].read_text()) if kernels else {})
-    for name, shows in pictures.draw(rows, arguments.page.with_name("pictures")):
+    for name, shows in pictures.draw(rows.on_ranks(False), arguments.page.with_name("pictures")):
         texts[name] = f"![{shows}](pictures/bench-{name}.png)\n\n{texts[name]}"
     arguments.page.write_text(fill(arguments.page.read_text(), texts))
     return 0
@@ -395,9 +362,11 @@ def blocks(rows: Rows, kernel: dict[str, Any]) -> dict[str, str]:
     """The text of every block that a page may have. `kernel`: what `benchmarks.kernel --json` wrote."""
     from benchmarks.kernel import table as kernel_table  # needs hytrain, as no other table does
 
-    texts = {name: make(rows) for name, make in TABLES.items()}
+    alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
+    texts = {name: make(alone) for name, make in TABLES.items()}
+    texts |= {name: make(ranked) for name, make in several.TABLES.items()}
     summary = kernel_table(kernel) if kernel else NOTHING
-    return texts | {"goals": goals(rows, kernel.get("summary", {})), "kernel": summary}
+    return texts | {"machines": machines(rows), "goals": goals(alone, kernel.get("summary", {})), "kernel": summary}
 
 
 def fill(page: str, texts: dict[str, str]) -> str:

@@ -33,7 +33,8 @@ def times_of(steps_s: list[float], measured: int) -> Row:
 
 def key(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """Rows with one key, of one host and commit, are repeats of each other. `fields`: a row, or a job and a segment."""
-    return tuple(fields[name] for name in ("system", "shape", "batch", "sequence", "dtype", "clip", "label"))
+    names = ("system", "shape", "batch", "sequence", "dtype", "clip", "label")
+    return (*(fields[name] for name in names), fields.get("ranks", 0))
 
 
 class Rows(list[Row]):
@@ -60,6 +61,10 @@ class Rows(list[Row]):
 
     def each(self) -> list[Rows]:
         return [Rows([row]) for row in self]
+
+    def on_ranks(self, wanted: bool) -> Rows:
+        """Those of jobs on several ranks, or the others: one system may be in both, and is another thing there."""
+        return Rows(row for row in self if bool(row.get("ranks")) == wanted)
 
     def by_host(self) -> list[Rows]:
         """Split into what may be compared: rows of one host and one commit."""

@@ -29,9 +29,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks import idle
+from benchmarks import idle, ranks, text
 from benchmarks.host import used_bytes
-from benchmarks.parts import SHAPES, Job, Segment
+from benchmarks.parts import ON_META, SHAPES, Job, Segment
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 
@@ -51,7 +51,8 @@ def main() -> int:
     try:
         with open(arguments.rows_to, "a", buffering=1) as out, tempfile.TemporaryDirectory() as folder:
             for row in rows(arguments.job, arguments.run_dir or folder):
-                out.write(json.dumps(row) + "\n")
+                if ranks.leads():
+                    out.write(json.dumps(row) + "\n")
     except Exception:
         traceback.print_exc()
         return 1
@@ -61,9 +62,10 @@ def main() -> int:
 def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each segment. Raises whatever the system raises, `Unavailable` if it can't run here."""
     name, _, option = job.system.partition(":")
-    if name not in SYSTEMS:
-        raise Unavailable(f"no system is called {name!r}; known: {', '.join(SYSTEMS)}")
-    system = SYSTEMS[name]
+    known = ranks.SYSTEMS if job.ranks else SYSTEMS
+    if name not in known:
+        raise Unavailable(f"no system is called {name!r}; known: {', '.join(known)}")
+    system = known[name]
     if (system.cuda_only or job.device == "cuda") and not (job.device == "cuda" and torch.cuda.is_available()):
         raise Unavailable(f"{name} needs a CUDA device, and there is none" + " on device cpu" * (job.device == "cpu"))
     if job.threads:
@@ -72,9 +74,11 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
     began_s = time.perf_counter()
+    if job.ranks:
+        run_dir = ranks.join(job, run_dir)
     model = build_model(job, system.dtype or job.dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
-    running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir))
+    running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir, job))
     start_s = round(time.perf_counter() - began_s, 2)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     facts = {"parameters": parameters, "start_s": start_s, "versions": versions}
@@ -83,43 +87,64 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         try:
             whole = isinstance(running, Training)
             row.update(running.measure(job, segment, model) if whole else measure(job, segment, model, running))
+            if job.ranks:
+                row = ranks.merged(row, job)
             row["tflops"] = round(flops_per_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
+            if peak := ranks.peak_tflops():
+                row["mfu"] = round(row["tflops"] / peak, 4)
         except Unavailable as error:
             row["error"] = str(error)
         yield row
     if isinstance(running, Running) and running.optimizer is not None:
         running.optimizer.close()
+    if job.ranks:
+        ranks.leave()
 
 
 def build_model(job: Job, dtype: str) -> nn.Module:
-    """A Llama with random weights on the job's device; with activation checkpointing on a GPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama with random weights on the job's device, on a GPU with activation checkpointing; or a GPT-2."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     hidden, intermediate, layers, heads, vocabulary = SHAPES[job.shape]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        use_cache=False,
-        attn_implementation="sdpa",
+    alike: dict[str, Any] = {"vocab_size": vocabulary, "use_cache": False}
+    config = (
+        GPT2Config(
+            n_embd=hidden,
+            n_inner=intermediate,
+            n_layer=layers,
+            n_head=heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **alike,
+        )
+        if job.reads_text
+        else LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=4096,
+            **alike,
+        )
     )
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
-    with torch.device(job.device):
-        model: nn.Module = LlamaForCausalLM(config).train()
+    with torch.device("meta" if job.shape in ON_META else job.device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     torch.set_default_dtype(torch.float32)
-    if job.device == "cuda":
+    if job.device == "cuda" and not job.reads_text:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def batches(job: Job, batch: int) -> list[Tensor]:
-    """Random tokens of a fixed seed, on the device: (batch, sequence) each."""
-    generator = torch.Generator().manual_seed(1)
+def batches(job: Job, segment: Segment) -> list[Tensor]:
+    """Tokens on the device, (batch, sequence) each: random ones of a fixed seed, or text with one token more."""
+    batch, group = segment.batch * job.sharing, ranks.rank() // job.sharing
+    if job.reads_text:
+        return text.windows(job, batch, count=segment.settle + segment.measure, seed=1 + group)
+    generator = torch.Generator().manual_seed(1 + group)
     shape, vocabulary = (batch, job.sequence), SHAPES[job.shape][-1]
     return [torch.randint(0, vocabulary, shape, generator=generator).to(job.device) for _ in range(BATCHES)]
 
@@ -157,6 +182,8 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     }
     if profile:
         row["idle"] = profile.result()
+    if job.reads_text:
+        row |= text.held_out(model, job, segment.batch)
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
@@ -167,7 +194,7 @@ class Steps:
 
     def __init__(self, job: Job, segment: Segment, running: Running) -> None:
         self._segment, self._running = segment, running
-        self._batches = batches(job, segment.batch)
+        self._batches = batches(job, segment)
         self._cuda = job.device == "cuda"
         self._marks: list[Any] = []
         self.statistics: list[Any] = []  # HyTrain's, after each step
@@ -215,7 +242,8 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
     if running.optimizer is None:
         return {}
     last = steps.statistics[-1]
-    measured = running.records(steps.first, last.step, steps.loss)[-segment.measure :]
+    own = steps.statistics[-segment.measure :]
+    measured = running.records(steps.first, last.step, steps.loss)[-segment.measure :] if ranks.leads() else []
 
     def median(field: str) -> float | None:
         values = [record[field] for record in measured if record.get(field) is not None]
@@ -226,7 +254,8 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
         "ks": [round(float(each.k), 4) for each in steps.statistics],
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,
-        **{field: median(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s")},
+        **{field: median(field) for field in ("predicted_step_s", "cpu_busy_s")},
+        "stall_s": median("stall_s") if measured else round(statistics.median(each.stall_s for each in own), 5),
     }
 
 

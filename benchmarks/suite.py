@@ -42,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.results.mkdir(parents=True, exist_ok=True)
     run = Run(arguments, argv if argv is not None else sys.argv[1:])
     left = [f"{part}: {job.system}" for part, job in plan if not run.job(part, job)]
-    fine_tuned = run.measured.where(part="sft")
-    if others := rows.Rows(row for row in run.measured if row not in fine_tuned):
-        print(report.one_host(others))
-    if fine_tuned:
-        print(report.sft(fine_tuned))
+    print(report.of_run(run.measured))
     if left:
         print(f"\nnot started, {arguments.budget_s:.0f} s would not have sufficed: {'; '.join(left)}")
     return 0
@@ -56,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts.PARTS))
     parser.add_argument("--systems", nargs="+", default=[], help="instead of parts: these")
+    parser.add_argument("--only", nargs="+", default=[], metavar="SYSTEM", help="of the parts only these systems")
+    parser.add_argument("--gpus", type=int, default=0, help=f"ranks of {', '.join(parts.RANKED)} (2), or of --systems")
     parser.add_argument("--results", type=Path, default=Path("runs/benchmarks"), help="folder of the result set")
     parser.add_argument("--list", action="store_true", help="say what would be started, and how long that may take")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing that would end later")
@@ -75,11 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
     given = ("shape", "sequence", "device", "dtype", "threads")
-    template = Job(**{name: getattr(arguments, name) for name in given})
+    ranks = arguments.gpus or 2 if part in parts.RANKED else 0 if part else arguments.gpus
+    template = Job(**{name: getattr(arguments, name) for name in given}, ranks=ranks)
     if not part:
         sizes = arguments.batch or [8]
         return [parts.plain(template, system, batch) for system in arguments.systems for batch in sizes]
-    jobs = parts.PARTS[part](template)
+    jobs = [job for job in parts.PARTS[part](template) if not arguments.only or job.system in arguments.only]
     return [kept for job in jobs if (kept := job.only(arguments.batch)).segments] if arguments.batch else jobs
 
 
@@ -146,9 +145,10 @@ class Run:
         with log.open("a") as file:
             file.write(f"\n===== {_now()} {part}: {job.system}\n")
         base_bytes = host.used_bytes()
-        command = [sys.executable, "-m", "benchmarks.step", job.to_json()]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)]
+        command = [sys.executable, *(torchrun if job.ranks else []), "-m", "benchmarks.step", job.to_json()]
         if self._arguments.runs:
-            command += ["--run-dir", str((self._arguments.runs / job.system).resolve())]
+            command += ["--run-dir", str((self._arguments.runs / job.folder).resolve())]
         outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log)
         found = [json.loads(line) for line in outcome.lines]
         error = outcome.error or "ended without a word"
@@ -160,7 +160,7 @@ class Run:
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
         """What the child measured, with what makes it a row of the result set."""
         used, own = measured.pop("host_used_bytes", None), measured.pop("versions", {})
-        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip")}
+        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "ranks")}
         what["exact"] = parts.about(job.system).exact
         row = {"part": part, **what, **measured, "at": _now(), **self._common}
         row["host_peak_gb"] = round(peak_bytes / 1e9, 2)

@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from benchmarks.parts import Job
+
 LR: Final = 1e-4
 #: Parameters that DeepSpeed's ZeRO-3 updates at a time.
 SUB_GROUP: Final = 100_000_000
@@ -37,6 +39,7 @@ class Setting:
     clip: float
     batch: int
     run_dir: str
+    job: Job
 
 
 class Running:
@@ -86,15 +89,24 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
+#: Forward and backward of a model over a batch; returns the loss.
+Pass = Callable[[nn.Module, Tensor], Tensor]
+
+
+def forward_and_backward(model: nn.Module, batch: Tensor, *, loss_of: Pass = loss_of, autocast: bool = False) -> Tensor:
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16) if autocast else nullcontext():
+        loss = loss_of(model, batch)
+    loss.backward()
+    return loss
+
+
 def plain_step(
-    model: nn.Module, optimizer: Any, max_norm: float = 0.0, *, autocast: bool = False
+    model: nn.Module, optimizer: Any, max_norm: float = 0.0, *, run: Pass = forward_and_backward
 ) -> Callable[[Tensor], Tensor]:
     """The usual loop's step; gradients are clipped at `max_norm`, 0 does not."""
 
     def step(batch: Tensor) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16) if autocast else nullcontext():
-            loss = loss_of(model, batch)
-        loss.backward()
+        loss = run(model, batch)
         if max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -107,27 +119,25 @@ def plain_step(
 # ---------------------------------------------------------------- without offload, and HyTrain
 
 
-def forward_backward(model: nn.Module, setting: Setting) -> Running:
+def forward_backward(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
     """Forward and backward, gradients dropped."""
 
     def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
+        loss = run(model, batch)
         model.zero_grad()
         return loss
 
     return Running(step)
 
 
-def no_offload(model: nn.Module, setting: Setting) -> Running:
+def no_offload(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
     """Everything on the device, with fp32 masters: what HyTrain is compared with."""
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
 
     def step(batch: Tensor) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
+        loss = run(model, batch)
         for master, parameter in zip(masters, parameters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
@@ -143,20 +153,21 @@ def no_offload(model: nn.Module, setting: Setting) -> Running:
     return Running(step)
 
 
-def torch_adamw(model: nn.Module, setting: Setting) -> Running:
+def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
     """The loop that HyTrain replaces."""
-    return Running(plain_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), setting.clip))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return Running(plain_step(model, optimizer, setting.clip, run=run))
 
 
-def hytrain_adamw(model: nn.Module, setting: Setting) -> Running:
+def hytrain_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward, **pipeline: Any) -> Running:
     """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps."""
     import hytrain
 
-    options = parse_options(setting.option)
+    options = {**parse_options(setting.option), **pipeline}
     if setting.clip:
         options["max_grad_norm"] = setting.clip
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
-    return Running(plain_step(model, optimizer), optimizer)
+    return Running(plain_step(model, optimizer, run=run), optimizer)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -205,19 +216,21 @@ def torchao(model: nn.Module, setting: Setting) -> Running:
         raise Unavailable("torchao's CPUOffloadOptimizer has sent the gradients off before they could be clipped")
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     autocast = next(model.parameters()).dtype == torch.float32
-    return Running(plain_step(model, optimizer, autocast=autocast))
+    return Running(plain_step(model, optimizer, run=partial(forward_and_backward, autocast=autocast)))
 
 
 _PINNED: Final = {"device": "cpu", "pin_memory": True}
 #: DeepSpeed's "zero_optimization" for each of its systems. Twin-Flow has half of the state on the GPU, by hand.
 _ZERO: Final[dict[str, dict[str, Any]]] = {
     "zero2": {"stage": 2, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
+    "zero3": {"stage": 3, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
     "twinflow": {"stage": 3, "offload_optimizer": _PINNED | {"ratio": 0.5}, "sub_group_size": SUB_GROUP},
 }
 
 
 def deepspeed(model: nn.Module, setting: Setting, *, zero: str) -> Running:
-    _be_rank_zero_of_one()
+    if not setting.job.ranks:
+        _be_rank_zero_of_one()
     import deepspeed
 
     config = {

@@ -1,0 +1,188 @@
+"""Goals and tables of the parts on several GPUs. `report` puts them into docs/benchmarks.md, `suite` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from benchmarks import columns as col
+from benchmarks.columns import MISSING, computed, last, markdown, median, number, share, table
+from benchmarks.goals import HEAD, Goal, Judge, judged, known
+from benchmarks.parts import AUTO, RESIDENT
+from benchmarks.rows import Rows, ratio
+
+#: Where a goal has a limit for the gradients' norm: such a limit as people set.
+CLIP: Final = 1.0
+
+
+def together(rows: Rows, part: str = "ranks") -> Rows:
+    """This part's host, its shape, no label: on every number of GPUs, clipped or not."""
+    here = rows.of_part(part)
+    return here.beside(rows).where(shape=here.last("shape"), label="")
+
+
+def at_most_gpus(rows: Rows, clip: float = 0.0) -> Rows:
+    """Of `together`, the most GPUs."""
+    here = together(rows)
+    return here.where(ranks=max(here.values("ranks"), default=None), clip=clip)
+
+
+# ---------------------------------------------------------------- goals
+
+
+def vs_resident(clip: float, time_bar: float, memory_bar: float = float("inf")) -> Judge:
+    """Step time and GPU memory, compared with FSDP2 with everything on the GPUs."""
+
+    def judge(rows: Rows) -> tuple[str, bool]:
+        here = at_most_gpus(rows, clip)
+        time, memory = (known(here.ratio(AUTO, RESIDENT, field=field)) for field in ("step_s", "gpu_peak_gb"))
+        return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= time_bar and memory <= memory_bar
+
+    return judge
+
+
+def faster_than(system: str, bar: float) -> Judge:
+    def judge(rows: Rows) -> tuple[str, bool]:
+        here = at_most_gpus(rows)
+        value = known(here.ratio(system, AUTO))
+        return f"{value:.2f} ×, {_gpus(here)}", value >= bar
+
+    return judge
+
+
+def scales(rows: Rows) -> tuple[str, bool]:
+    """The worst of the numbers of GPUs."""
+    here = together(rows, "scaling").where(clip=0.0)
+    found = {world: kept_up(here, world) for world in sorted(here.distinct("ranks")) if world > 1}
+    worst = known(min((value for value in found.values() if value is not None), default=None))
+    return ", ".join(f"{number(value)} on {world}" for world, value in found.items()), worst >= 0.95
+
+
+def _gpus(here: Rows) -> str:
+    return f"{here.last('ranks')} GPUs"
+
+
+def efficiency(here: Rows, system: str, world: int) -> float | None:
+    """One GPU's step time to that of `world` GPUs with the same batch each."""
+    return ratio(*(here.where(system=system, ranks=ranks).median("step_s") for ranks in (1, world)))
+
+
+def kept_up(here: Rows, world: int) -> float | None:
+    """HyTrain's efficiency to FSDP2's."""
+    return ratio(efficiency(here, AUTO, world), efficiency(here, RESIDENT, world))
+
+
+# fmt: off
+GOALS: Final = (
+    Goal("step / FSDP2 without offload, GPU memory / FSDP2 without offload", "≤ 1.02 at ≤ 55 %",
+         vs_resident(0.0, 1.02, 0.55), each_host=True),
+    Goal("the same with max_grad_norm=1.0", "≤ 1.03", vs_resident(CLIP, 1.03), each_host=True),
+    Goal("faster than FSDP2 CPU offload", "≥ 1.8 ×", faster_than("fsdp2:cpu-offload", 1.8), each_host=True),
+    Goal("faster than DeepSpeed ZeRO-2 offload", "≥ 2.7 ×", faster_than("deepspeed-zero2", 2.7), each_host=True),
+    Goal("faster than DeepSpeed ZeRO-3 offload", "≥ 3.7 ×", faster_than("deepspeed-zero3", 3.7), each_host=True),
+    Goal("efficiency on several GPUs / FSDP2's own", "≥ 0.95", scales, each_host=True),
+)
+# fmt: on
+
+
+def goals(rows: Rows) -> str:
+    return markdown(HEAD, judged(GOALS, rows))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def by_rank(head: str, field: str, digits: int) -> col.Column:
+    """A list with a number for each rank, of the newest row."""
+    return head, lambda mine: ", ".join(number(value, digits) for value in mine.last(field) or []) or MISSING
+
+
+GPUS, K = last("GPUs", "ranks"), by_rank("k by rank", "k_by_rank", 2)
+SPEED: Final = (col.STEP, median("TFLOP/s per GPU", "tflops", 0))
+CLIPPED: Final = ("max_grad_norm", lambda mine: str(mine.last("clip") or MISSING))
+
+
+def ranks(rows: Rows) -> str:
+    """Every system beside FSDP2 without offload that clips as it does."""
+    return against(Rows([*at_most_gpus(rows), *at_most_gpus(rows, CLIP)]), RESIDENT)
+
+
+def against(here: Rows, base: str) -> str:
+    """Step time and memory relative to `base` on as many GPUs, with the same label and clipping."""
+
+    def relative(field: str) -> Callable[[Rows], float | None]:
+        def value(mine: Rows) -> float | None:
+            alike = {name: mine.last(name) for name in ("ranks", "label", "clip")}
+            return ratio(mine.median(field), here.where(system=base, **alike).median(field))
+
+        return value
+
+    time = computed(f"relative to {base}", relative("step_s"))
+    memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
+    lines = here.by("ranks", "label", "clip", "system")
+    facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, CLIPPED)
+    return table(
+        lines,
+        col.SYSTEM,
+        *facts,
+        K,
+        *SPEED,
+        time,
+        by_rank("GPU peak GB by rank", "gpu_peak_gb_by_rank", 1),
+        memory,
+        ("host GB", col.host_gb),
+    )
+
+
+def scaling(rows: Rows) -> str:
+    """One line for each number of GPUs."""
+    here = together(rows, "scaling").where(clip=0.0, system=(RESIDENT, AUTO))
+
+    def efficient(system: str) -> Callable[[Rows], float | None]:
+        return lambda mine: efficiency(here, system, mine.last("ranks"))
+
+    columns = [GPUS]
+    for name, system in (("FSDP2", RESIDENT), ("HyTrain", AUTO)):
+        columns += [col.of(f"{name} s/step", system, "step_s", 4), computed(f"{name} efficiency", efficient(system))]
+    return table(
+        sorted(here.by("ranks"), key=lambda mine: mine.last("ranks")),
+        *columns,
+        computed("HyTrain's / FSDP2's", lambda mine: kept_up(here, mine.last("ranks"))),
+    )
+
+
+def gpt2(rows: Rows) -> str:
+    """Sorted by batch size; all systems of one size have taken the same number of steps."""
+    lines = sorted(rows.of_part("gpt2").by("batch", "label", "system"), key=lambda mine: mine.last("batch"))
+    rates = (median("tokens/s", "tokens_per_s", 0), median("samples/s", "samples_per_s", 1))
+    learned = (
+        median("held-out loss", "held_out_loss", 3),
+        computed("held-out accuracy", lambda mine: mine.median("accuracy"), share),
+    )
+    return table(
+        lines,
+        GPUS,
+        last("batch per GPU", "batch"),
+        col.SYSTEM,
+        last("with", "label"),
+        K,
+        col.STEP,
+        *rates,
+        computed("MFU", lambda mine: mine.median("mfu"), share),
+        *col.MEMORY,
+        *learned,
+    )
+
+
+def pipeline(rows: Rows) -> str:
+    return against(rows.of_part("pipeline"), "no-offload")
+
+
+def large(rows: Rows) -> str:
+    return against(rows.of_part("large"), RESIDENT)
+
+
+_TABLES: Final = {"goals": goals, "compared": ranks} | {
+    make.__name__: make for make in (scaling, gpt2, pipeline, large)
+}
+TABLES: Final = {f"ranks-{name}": make for name, make in _TABLES.items()}
