@@ -201,6 +201,7 @@ def _call(
     tempfile.tempdir = None  # from TMPDIR again
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*script_method. is deprecated", DeprecationWarning)  # torch.compile's own
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
