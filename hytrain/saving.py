@@ -30,6 +30,8 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
     "decoupled_weight_decay": True,
 }
 NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
+#: Collectives know no int16, the dtype of a `remainder`, so a DTensor of the same numbers has another one.
+SENT_AS: Final = {torch.int16: torch.int32}
 #: What wrappers of modules add to names, and torch's distributed checkpoints remove.
 WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -66,7 +68,7 @@ def state_dict(
     for known in parameters:
         if not (known.count or is_new):
             continue
-        planes = {plane: tensor for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+        planes = {plane: gather(known, plane) for plane in plane_dtypes(known.parameter)}
         if "remainder" in planes:
             planes["remainder"] = planes["remainder"].clone()
         entries.append((known.parameter, known.count, planes))
@@ -75,8 +77,12 @@ def state_dict(
     state: dict[int, dict[str, Tensor]] = {}
     for parameter, count, planes in entries:
         parts = {plane: tensor.cpu() if on_several else tensor for plane, tensor in planes.items()}
-        arrays = {plane: distributed(part, parameter) for plane, part in parts.items()}
-        state[index[id(parameter)]] = {"step": _step(count), **arrays}
+        if is_distributed(parameter):
+            parts = {
+                plane: distributed(part.to(SENT_AS.get(part.dtype, part.dtype)), parameter)
+                for plane, part in parts.items()
+            }
+        state[index[id(parameter)]] = {"step": _step(count), **parts}
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
@@ -143,7 +149,7 @@ class Resting:
     def take(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
             if known.count:
-                planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+                planes = {plane: gather(known, plane).cpu() for plane in plane_dtypes(known.parameter)}
                 rest = Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
                 self._of[id(known.parameter)] = rest
 
@@ -184,11 +190,17 @@ class Resting:
         self._of.clear()
 
 
-def gather(known: TrainedParameter, plane: str) -> Tensor | None:
+def plane_dtypes(parameter: nn.Parameter) -> dict[str, torch.dtype]:
+    """The planes that a parameter's state has."""
+    remainder = {"remainder": REMAINDERS[parameter.dtype]} if parameter.dtype in REMAINDERS else {}
+    return {**remainder, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+def gather(known: TrainedParameter, plane: str) -> Tensor:
     """This rank's part of a parameter's state in one plane, in its shape: a view, or a copy of several pieces."""
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
-    if not parts:
-        return None
+    if not parts:  # other ranks have all of it
+        return torch.empty_like(known.own, dtype=plane_dtypes(known.parameter)[plane])
     return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.own)
 
 
@@ -222,9 +234,11 @@ def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter) -> Tensor 
     value = _tensor(entry, plane)
     if value is None:
         return None
-    if is_distributed(value) and not is_distributed(parameter):
-        return value.full_tensor()
-    return local_like(value, parameter) if is_distributed(value) else part_of(value, parameter)
+    if is_distributed(value):
+        value = local_like(value, parameter) if is_distributed(parameter) else value.full_tensor()
+    else:
+        value = part_of(value, parameter)
+    return value.to(plane_dtypes(parameter).get(plane, value.dtype))
 
 
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
@@ -236,7 +250,8 @@ def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> N
             continue
         if tensor.shape != parameter.shape:
             raise ConfigError(f"{plane} of {name} has shape {tuple(tensor.shape)}")
-        if plane == "remainder" and REMAINDERS.get(parameter.dtype, tensor.dtype) != tensor.dtype:
+        expected = REMAINDERS.get(parameter.dtype, tensor.dtype)
+        if plane == "remainder" and tensor.dtype not in (expected, SENT_AS.get(expected)):
             raise ConfigError(f"{plane} of {name} has dtype {tensor.dtype}: it is that of weights of another dtype")
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -35,11 +35,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
 from hytrain.errors import ClusterError, ConfigError
-from hytrain.kernels.split import REMAINDERS
 from hytrain.memory.planes import STATE_PLANES
 from hytrain.model.trained import TrainedParameter
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, clean, gather, hyper, scatter
+from hytrain.saving import Resting, clean, gather, hyper, plane_dtypes, scatter
 from hytrain.step.scaling import LossScale
 from hytrain.tensors import distributed, local, part_of, shaped
 
@@ -79,18 +78,21 @@ def save(
 ) -> None:
     """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
     ranks = Ranks.of_job()
-    trained = {clean(known.name): (known.count, known.places[0][0].lid + 1) for known in parameters}
-    everyones = ranks.gather((trained, {clean(name): count for name, count in resting.counts.items()}))
-    trained = {name: value for theirs, _ in everyones for name, value in theirs.items()}
-    rested = {name: count for _, theirs in everyones for name, count in theirs.items()}
-    files = dict.fromkeys(rested, 1) | {name: file for name, (_, file) in trained.items()}
+    step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
+    own_steps = {clean(known.name): known.count for known in parameters}
+    own_files = {clean(known.name): known.places[0][0].lid + 1 for known in parameters if known.places}
+    own_rested = {clean(rest.name): rest.count for rest in resting}
+    for steps_of_one, files_of_one, rested_of_one in ranks.gather((own_steps, own_files, own_rested)):
+        step_of |= steps_of_one
+        files |= dict.fromkeys(rested_of_one, 1) | files_of_one
+        rested |= rested_of_one
     with ranks.together():
         slots = _prepared(folder) if ranks.rank == 0 else None
     current, free = ranks.gather(slots)[0]
     arrays = _trained(parameters) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     writer = HuggingFaceStorageWriter(str(free), file_of, save_distributed=True)
-    _run(ranks, partial(dcp.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays)))
+    _run(ranks, partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays)))
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
@@ -99,7 +101,7 @@ def save(
                 "format": FORMAT,
                 "steps": steps,
                 "param_groups": [hyper(group) for group in groups],
-                "step_of": {name: count for name, (count, _) in trained.items()},
+                "step_of": step_of,
                 "resting": rested,
                 "loss_scale": None if loss_scale is None else loss_scale.state(),
             }
@@ -151,12 +153,13 @@ def load(
             saved = _Shards(slot) if index["format"] == FORMAT else _Pieces(slot)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
-        for name in index["resting"].keys() & found.keys():
+        for name in sorted(index["resting"].keys() & found.keys()):
             entries[name] = {"step": index["resting"][name]}
-            for plane, array in _room(found[name]).items():
-                if plane != "remainder" or saved.dtype(f"{plane}.{name}", array.like) is not None:
-                    arrays[f"{plane}.{name}"] = array
-                    entries[name][plane] = distributed(array.read(), array.like)
+            for plane, dtype in plane_dtypes(found[name]).items():
+                if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
+                    room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
+                    arrays[f"{plane}.{name}"] = _held(room, found[name])
+                    entries[name][plane] = distributed(room, found[name])
         for name, array in arrays.items():
             if saved.dtype(name, array.like) != array.dtype:
                 raise ConfigError(f"{name} in {slot} is missing or of another shape")
@@ -190,7 +193,9 @@ class _Shards:
         return found.properties.dtype if is_whole else None
 
     def read(self, arrays: Arrays, ranks: Ranks) -> None:
-        _run(ranks, partial(dcp.load, _plan(arrays), storage_reader=self._reader, planner=_Reading(arrays)))
+        _run(
+            ranks, partial(state_dict_loader.load, _plan(arrays), storage_reader=self._reader, planner=_Reading(arrays))
+        )
 
 
 class _Pieces:
@@ -252,7 +257,7 @@ def _plan(arrays: Arrays) -> dict[str, Any]:
 
 
 def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
-    """A call of `dcp`. What fails on one rank is raised there, and `ClusterError` on the others."""
+    """Save or load with torch. What fails on one rank is raised there, and a `ClusterError` on the others."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -265,21 +270,14 @@ def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
 
 def _trained(parameters: list[TrainedParameter]) -> Arrays:
     arrays = Arrays()
-    for known in parameters:
-        layer, index = known.places[0]
-        for plane in STATE_PLANES:
-            if (part := layer.state(plane)[index]) is not None:
-                array = Array(distributed(known.own, known.parameter), part.dtype, partial(_gathered, known, plane))
-                if len(known.places) > 1:  # `gather` copies
-                    array = replace(array, write=partial(scatter, known, plane))
-                arrays[f"{plane}.{clean(known.name)}"] = array
+    for known in (known for known in parameters if known.places):
+        like = distributed(known.own, known.parameter)
+        for plane, dtype in plane_dtypes(known.parameter).items():
+            array = Array(like, dtype, partial(gather, known, plane))
+            if len(known.places) > 1:  # `gather` copies
+                array = replace(array, write=partial(scatter, known, plane))
+            arrays[f"{plane}.{clean(known.name)}"] = array
     return arrays
-
-
-def _gathered(known: TrainedParameter, plane: str) -> Tensor:
-    values = gather(known, plane)
-    assert values is not None, "a parameter has a plane in all of its layers, or in none"
-    return values
 
 
 def _rested(resting: Resting) -> Arrays:
@@ -287,16 +285,6 @@ def _rested(resting: Resting) -> Arrays:
         f"{plane}.{clean(rest.name)}": _held(values, rest.parameter)
         for rest in resting
         for plane, values in rest.planes.items()
-    }
-
-
-def _room(parameter: nn.Parameter) -> Arrays:
-    """Memory for the state of a parameter that is in no layer, by plane."""
-    dtypes = {plane: torch.float32 for plane in STATE_PLANES} | {"remainder": REMAINDERS.get(parameter.dtype)}
-    return {
-        plane: _held(torch.empty_like(local(parameter).detach(), dtype=dtype, device="cpu"), parameter)
-        for plane, dtype in dtypes.items()
-        if dtype is not None
     }
 
 

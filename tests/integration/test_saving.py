@@ -22,6 +22,7 @@ from programs import train_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -304,7 +305,7 @@ def killed_after(patch: pytest.MonkeyPatch, calls: int) -> None:
 
     for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
         patch.setattr(os, name, ending(getattr(os, name)))
-    patch.setattr(dcp, "save", ending(dcp.save))
+    patch.setattr(state_dict_saver, "save", ending(state_dict_saver.save))
 
 
 def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
