@@ -371,26 +371,32 @@ class AdamW(torch.optim.Optimizer):
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders.
 
+        All ranks call it, with a folder that all of them see. Each one writes its own shards.
+
         A state that `folder` has is replaced in one rename: if the process is killed, the folder has the old state or
         the new one. `sha256sum -c SHA256SUMS` in the folder checks it, and so does `load`. The folder's other files
         stay.
         """
+        from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
+
         engine = self._engine
         engine.import_written()
         engine.before_load("opt.save()")
         engine.expose_state()
-        saving.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
+        state_folder.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 
     def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote. Load the model's weights yourself, before or after.
+        """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
 
         Raises:
             ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.
             UsageError: Called between backward and `step()`.
         """
+        from hytrain import state_folder
+
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
-        steps = saving.load(
+        steps = state_folder.load(
             Path(folder),
             *self._saved,
             dict(self._model.named_parameters()),

@@ -1,41 +1,26 @@
-"""Saves the optimizer's state from the planes to dictionaries and files, and loads it.
+"""The optimizer's state as a dictionary in torch's form: by parameter index, tensors as views of the planes.
 
-    state_dict()   torch's form: by parameter index, tensors as views of the planes
-    save(folder)   one safetensors file per layer, so at most one layer is in memory twice, and index.json
-
-Both are complete, and their bytes do not depend on k. A folder has two slots. `save` fills the free one, and the rename
-of `SHA256SUMS` makes it the current one. So a process may be killed at any moment: the folder has the whole old state,
-or the whole new one. Other files in the folder are left alone.
+The state of a sharded parameter is a DTensor over this rank's planes, with the parameter's mesh and placements, as with
+`torch.optim.AdamW`. The dictionary is complete, and its bytes do not depend on k. `state_folder` has the files.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hytrain import manifest
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import STATE_PLANES
-from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.model.trained import TrainedParameter
 from hytrain.step.scaling import LossScale
-from hytrain.tensors import flat, laid_out, shaped, version
+from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
 
-INDEX: Final = "index.json"
-RESTING: Final = "resting.safetensors"
-FORMAT: Final = 2
-SLOTS: Final = ("state-a", "state-b")
-DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}  # the names that safetensors has for dtypes
 AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
     "foreach": None,
@@ -44,10 +29,16 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
     "fused": True,
     "decoupled_weight_decay": True,
 }
-HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
 NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
+#: Collectives know no int16, the dtype of a `remainder`, so a DTensor of the same numbers has another one.
+SENT_AS: Final = {torch.int16: torch.int32}
 #: What wrappers of modules add to names, and torch's distributed checkpoints remove.
 WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def clean(name: str) -> str:
+    """A parameter's name in checkpoints."""
+    return WRAPPERS.sub("", name)
 
 
 def _step(count: int) -> Tensor:
@@ -72,18 +63,26 @@ def state_dict(
     index, packed = _numbered(groups)
     if loss_scale is not None:
         packed[0]["loss_scale"] = loss_scale.state()
-    state: dict[int, dict[str, Tensor]] = {}
+    entries: list[tuple[nn.Parameter, int, dict[str, Tensor]]] = []
     is_new = not any(known.count for known in parameters)
     for known in parameters:
         if not (known.count or is_new):
             continue
-        planes = {plane: tensor for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
+        planes = {plane: gather(known, plane) for plane in plane_dtypes(known.parameter)}
         if "remainder" in planes:
             planes["remainder"] = planes["remainder"].clone()
-        state[index[id(known.parameter)]] = {"step": _step(known.count), **planes}
-    state.update((index[id(parameter)], entry) for parameter, entry in resting.entries())
-    if len({tensor.device for entry in state.values() for name, tensor in entry.items() if name != "step"}) > 1:
-        state = {number: {name: tensor.cpu() for name, tensor in entry.items()} for number, entry in state.items()}
+        entries.append((known.parameter, known.count, planes))
+    entries += [(rest.parameter, rest.count, rest.planes) for rest in resting]
+    on_several = len({tensor.device for _, _, planes in entries for tensor in planes.values()}) > 1
+    state: dict[int, dict[str, Tensor]] = {}
+    for parameter, count, planes in entries:
+        parts = {plane: tensor.cpu() if on_several else tensor for plane, tensor in planes.items()}
+        if is_distributed(parameter):
+            parts = {
+                plane: distributed(part.to(SENT_AS.get(part.dtype, part.dtype)), parameter)
+                for plane, part in parts.items()
+            }
+        state[index[id(parameter)]] = {"step": _step(count), **parts}
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
@@ -112,12 +111,12 @@ def load_state_dict(
         _check_algorithm(other)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
-        group.update(_hyper(other))
+        group.update(hyper(other))
     for known in parameters:
         entry = entries[id(known.parameter)]
         known.count = int(entry["step"]) if entry else 0
         for plane in STATE_PLANES:
-            scatter(known, plane, _tensor(entry, plane))
+            scatter(known, plane, _part(entry, plane, known.parameter))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
     for parameter in given:
@@ -127,102 +126,9 @@ def load_state_dict(
         loss_scale.load(theirs[0].get("loss_scale"))
 
 
-def save(
-    folder: Path,
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    *,
-    steps: int,
-    loss_scale: LossScale | None = None,
-) -> None:
-    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
-    index = {
-        "format": FORMAT,
-        "steps": steps,
-        "param_groups": [_hyper(group) for group in groups],
-        "step_of": {known.name: known.count for known in parameters},
-        "resting": resting.counts,
-        "loss_scale": None if loss_scale is None else loss_scale.state(),
-    }
-    text = json.dumps(index, indent=1, default=float)  # numpy's numbers are not JSON's
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest.sync(folder.parent)
-    current, free = folder / SLOTS[0], folder / SLOTS[1]
-    if not _is_current(current):
-        current, free = free, current
-    shutil.rmtree(free, ignore_errors=True)
-    free.mkdir()
-
-    def written() -> Iterator[Path]:
-        for layer in _layers(parameters):
-            save_file(dict(_named_planes(layer)), _file(free, layer))
-            yield _file(free, layer)
-        yield from resting.save(free / RESTING)
-        (free / INDEX).write_text(text)
-        yield free / INDEX
-
-    manifest.seal(folder, written())
-    shutil.rmtree(current, ignore_errors=True)
-
-
-def load(
-    folder: Path,
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    named: dict[str, nn.Parameter],
-    *,
-    loss_scale: LossScale | None = None,
-    when_checked: Callable[[], None] = lambda: None,
-) -> int:
-    """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
-
-    Raises `ConfigError`, before anything is changed, if the state is missing, damaged or of another model.
-    """
-    try:
-        files = {path.name: path for path in manifest.verify(folder)}
-    except ConfigError as error:
-        raise ConfigError(f"no optimizer state in {folder}: {error}") from None
-    index = _read_index(files.get(INDEX, folder / INDEX))
-    slot = files[INDEX].parent
-    if others := set(index["step_of"]) ^ {known.name for known in parameters}:
-        raise ConfigError(
-            f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two and "
-            "is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
-        )
-    if unknown := index["resting"].keys() - named.keys():
-        raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
-    if len(index["param_groups"]) != len(groups):
-        raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
-    layers = _layers(parameters)
-    for layer in layers:
-        _check_file(_file(slot, layer), dict(_named_planes(layer)))
-    try:
-        rested = load_file(slot / RESTING) if index["resting"] else {}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
-    when_checked()
-    for layer in layers:
-        tensors = load_file(_file(slot, layer))
-        for name, tensor in _named_planes(layer):
-            tensor.copy_(tensors[name])
-    resting.clear()
-    for name, count in index["resting"].items():
-        planes = {plane: rested.get(f"{plane}.{name}") for plane in STATE_PLANES}
-        resting.load(name, named[name], {"step": count, **planes})
-    for group, other in zip(groups, index["param_groups"], strict=True):
-        group.update(other, betas=tuple(other["betas"]))
-    for known in parameters:
-        known.count = index["step_of"][known.name]
-    if loss_scale is not None:
-        loss_scale.load(index.get("loss_scale"))
-    return int(index["steps"])
-
-
 @dataclass(slots=True)
-class _Rest:
-    """The state of a parameter that is in no layer. `version` is the parameter's version counter at that time.
+class Rest:
+    """This rank's part of the state of a parameter that is in no layer. `version` is the parameter's version counter.
 
     It is None for loaded state, because the weights that belong to it may be loaded later.
     """
@@ -238,13 +144,13 @@ class Resting:
     """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Rest] = {}  # by the parameter's identity: its name may become another's
+        self._of: dict[int, Rest] = {}  # by the parameter's identity: its name may become another's
 
     def take(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
             if known.count:
-                planes = {plane: tensor.cpu() for plane in STATE_PLANES if (tensor := gather(known, plane)) is not None}
-                rest = _Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
+                planes = {plane: gather(known, plane).cpu() for plane in plane_dtypes(known.parameter)}
+                rest = Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
                 self._of[id(known.parameter)] = rest
 
     def give(self, parameters: list[TrainedParameter]) -> None:
@@ -261,18 +167,16 @@ class Resting:
                 if rest.version not in (None, known.found):
                     del rest.planes["remainder"]
                 else:
-                    fit_remainder(remainder, known.parameter.detach().cpu())
+                    fit_remainder(remainder, known.own.cpu())
             for plane in STATE_PLANES:
                 scatter(known, plane, rest.planes.pop(plane, None))
 
-    def entries(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
-        """The parameters and their entries in torch's form."""
-        for rest in self._of.values():
-            yield rest.parameter, {"step": _step(rest.count), **rest.planes}
+    def __iter__(self) -> Iterator[Rest]:
+        return iter(self._of.values())
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _tensor(entry, plane)) is not None}
-        self._of[id(parameter)] = _Rest(name, parameter, int(entry["step"]), planes, None)
+        planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _part(entry, plane, parameter)) is not None}
+        self._of[id(parameter)] = Rest(name, parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
@@ -282,29 +186,31 @@ class Resting:
     def counts(self) -> dict[str, int]:
         return {rest.name: rest.count for rest in self._of.values()}
 
-    def save(self, file: Path) -> Iterator[Path]:
-        """Write `file`, if there is anything to write, and yield it."""
-        planes = {f"{plane}.{rest.name}": t for rest in self._of.values() for plane, t in rest.planes.items()}
-        if planes:
-            save_file({name: tensor.contiguous() for name, tensor in planes.items()}, file)
-            yield file
-
     def clear(self) -> None:
         self._of.clear()
 
 
-def gather(known: TrainedParameter, plane: str) -> Tensor | None:
-    """A parameter's state in one plane, in the parameter's shape: a view, or a copy if it is split into pieces."""
+def plane_dtypes(parameter: nn.Parameter) -> dict[str, torch.dtype]:
+    """The planes that a parameter's state has."""
+    remainder = {"remainder": REMAINDERS[parameter.dtype]} if parameter.dtype in REMAINDERS else {}
+    return {**remainder, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+
+def gather(known: TrainedParameter, plane: str) -> Tensor:
+    """This rank's part of a parameter's state in one plane, in its shape: a view, or a copy of several pieces."""
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
-    if not parts:
-        return None
-    return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.parameter)
+    if not parts:  # other ranks have all of it
+        return torch.empty_like(known.own, dtype=plane_dtypes(known.parameter)[plane])
+    return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.own)
 
 
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
-    """Write a parameter's state in one plane. None writes the initial state: zeros, or the weights as masters."""
+    """Write this rank's part of a parameter's state in one plane.
+
+    None writes the initial state: zeros, or the weights as masters.
+    """
     if value is not None:
-        value = flat(laid_out(value.cpu(), known.parameter))
+        value = flat(laid_out(value.cpu(), known.own))
     for layer, index in known.places:
         part, segment = layer.state(plane)[index], layer.segments[index]
         if part is None:
@@ -323,6 +229,18 @@ def _tensor(entry: dict[str, Any], plane: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of a loaded array, which may be distributed in another way or be whole."""
+    value = _tensor(entry, plane)
+    if value is None:
+        return None
+    if is_distributed(value):
+        value = local_like(value, parameter) if is_distributed(parameter) else value.full_tensor()
+    else:
+        value = part_of(value, parameter)
+    return value.to(plane_dtypes(parameter).get(plane, value.dtype))
+
+
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
     """Raise `ConfigError` for state that is not AdamW's, of another shape, or of weights with another 16-bit dtype."""
     if entry and ("step" not in entry or _tensor(entry, "exp_avg") is None or _tensor(entry, "exp_avg_sq") is None):
@@ -332,7 +250,8 @@ def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> N
             continue
         if tensor.shape != parameter.shape:
             raise ConfigError(f"{plane} of {name} has shape {tuple(tensor.shape)}")
-        if plane == "remainder" and REMAINDERS.get(parameter.dtype, tensor.dtype) != tensor.dtype:
+        expected = REMAINDERS.get(parameter.dtype, tensor.dtype)
+        if plane == "remainder" and tensor.dtype not in (expected, SENT_AS.get(expected)):
             raise ConfigError(f"{plane} of {name} has dtype {tensor.dtype}: it is that of weights of another dtype")
 
 
@@ -344,13 +263,13 @@ def _labels(
     labels = [group["params"] for group in theirs]
     if labels == [group["params"] for group in packed]:
         return dict(index)
-    ids = {WRAPPERS.sub("", name): id(parameter) for name, parameter in named}
+    ids = {clean(name): id(parameter) for name, parameter in named}
     if [{ids.get(label) for label in group} for group in labels] != [{*map(id, group["params"])} for group in groups]:
         raise ConfigError("the loaded state's parameter groups are not those of this optimizer")
     return {ids[label]: label for group in labels for label in group}
 
 
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+def hyper(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters, and what a scheduler has added to them."""
     return {key: value for key, value in group.items() if key not in NOT_STATE}
 
@@ -364,57 +283,6 @@ def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[s
             index[id(parameter)] = len(index)
         packed.append({**AS_TORCH, **group, "params": [index[id(parameter)] for parameter in group["params"]]})
     return index, packed
-
-
-def _layers(parameters: list[TrainedParameter]) -> list[TrainedLayer]:
-    by_lid = {layer.lid: layer for known in parameters for layer, _ in known.places}
-    return [by_lid[lid] for lid in sorted(by_lid)]
-
-
-def _file(folder: Path, layer: TrainedLayer) -> Path:
-    return folder / f"layer-{layer.lid:05d}.safetensors"
-
-
-def _named_planes(layer: TrainedLayer) -> Iterator[tuple[str, Tensor]]:
-    """A layer's state tensors, by their names in the file."""
-    for plane in STATE_PLANES:
-        for segment, tensor in zip(layer.segments, layer.state(plane), strict=True):
-            if tensor is not None:
-                yield f"{plane}.{segment.spec.name}", tensor
-
-
-def _is_current(slot: Path) -> bool:
-    sums = slot.with_name(manifest.SUMS)
-    return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    """What `save` wrote into `INDEX`. Raises `ConfigError` if it is of another version or lacks a key."""
-    kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
-    try:
-        index = json.loads(path.read_text())
-        wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
-        wrong += [key for group in index["param_groups"] for key in HYPER if key not in group]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
-    if wrong:
-        raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
-    if index["format"] != FORMAT:
-        raise ConfigError(f"the optimizer state in {path.parent} is of another version of HyTrain")
-    return dict(index)
-
-
-def _check_file(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raise `ConfigError` unless a layer's file is complete and has these tensors. Reads only its header."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name, tensor in expected.items():
-                found = file.get_slice(name) if name in file.keys() else None  # noqa: SIM118  (no mapping)
-                kind = None if found is None else (tuple(found.get_shape()), found.get_dtype())
-                if kind != (tensor.shape, DTYPES[tensor.dtype]):
-                    raise ConfigError(f"{name} in {path} is missing or of another shape")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the optimizer state in {path.parent} is not whole: {path.name}: {error}") from None
 
 
 def _check_algorithm(group: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
@@ -42,6 +43,28 @@ def local_like(values: Tensor, like: Tensor) -> Tensor:
         values = values._local_tensor
         values = getattr(values, "wait", lambda done=values: done)()  # of an AsyncCollectiveTensor
     return values
+
+
+def distributed(part: Tensor, like: Tensor) -> Tensor:
+    """This rank's `part` as a tensor that is distributed as `like` is: a DTensor, unless `like` is none.
+
+    `part` may be in host memory although the mesh is one of GPUs, so this is no `DTensor.from_local`, which copies it.
+    """
+    if not is_distributed(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert like._spec.tensor_meta is not None, "it has a shape"
+    meta = like._spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, replace(like._spec, tensor_meta=meta), requires_grad=False)
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """A view of what this rank has of a `whole` tensor that is distributed as `like` is."""
+    if not is_distributed(like):
+        return whole
+    [chunk] = like.__create_chunk_list__()
+    return whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
 def version(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ from small_models import perceptron, square_loss
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.recipe.checkpoint import latest
-from hytrain.saving import INDEX
+from hytrain.state_folder import INDEX
 from workers import launcher, run_folder
 from workers.run_folder import claim
 

@@ -22,6 +22,7 @@ from programs import train_recipe, write_recipe
 from safetensors.torch import load_file, save_file
 from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 import hytrain
-from hytrain import manifest, saving
+from hytrain import manifest
 from hytrain.errors import ConfigError, UsageError
 
 
@@ -250,16 +251,18 @@ def take_that_of_another_step(file: Path) -> None:
     file.write_bytes((file.parents[2] / "later" / "state-a" / file.name).read_bytes())
 
 
-DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
-    ("state-a/layer-00002.safetensors", Path.unlink),
-    ("state-a/layer-00002.safetensors", cut_in_half),
-    ("state-a/layer-00002.safetensors", make_smaller),
-    ("state-a/layer-00002.safetensors", flip_a_bit),
-    ("state-a/layer-00002.safetensors", take_that_of_another_step),
-    ("state-a/index.json", flip_a_bit),
-    ("state-a/index.json", drop_a_key),
-    ("SHA256SUMS", Path.unlink),
-    ("SHA256SUMS", cut_in_half),
+#: A file, what happens to it, and what the error names.
+LAYER = "state-a/shard-00001-model-00003-of-00004.safetensors"
+DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
+    (LAYER, Path.unlink, LAYER),
+    (LAYER, cut_in_half, LAYER),
+    (LAYER, make_smaller, "2.0.weight"),
+    (LAYER, flip_a_bit, LAYER),
+    (LAYER, take_that_of_another_step, LAYER),
+    ("state-a/index.json", flip_a_bit, "index.json"),
+    ("state-a/index.json", drop_a_key, "index.json"),
+    ("SHA256SUMS", Path.unlink, "SHA256SUMS"),
+    ("SHA256SUMS", cut_in_half, "SHA256SUMS"),
 ]
 
 
@@ -273,13 +276,13 @@ def test_a_damaged_folder_is_named_and_changes_nothing(tmp_path: Path) -> None:
         train(model, opt, range(2, 4), square_loss)
         opt.save(tmp_path / "later")
         before = state(opt)
-        for name, damage in DAMAGES:
+        for name, damage, told in DAMAGES:
             shutil.rmtree(folder)
             shutil.copytree(tmp_path / "whole", folder)
             damage(folder / name)
-            with pytest.raises(ConfigError, match=rf"no optimizer state|{Path(name).name}") as refused:
+            with pytest.raises(ConfigError, match="optimizer state|opt.save writes|another shape") as refused:
                 opt.load(folder)
-            assert Path(name).name in str(refused.value), (name, damage)
+            assert told in str(refused.value), (name, damage)
             assert differing(state(opt), before) == []
         train(model, opt, range(4, 6), square_loss)
 
@@ -302,7 +305,7 @@ def killed_after(patch: pytest.MonkeyPatch, calls: int) -> None:
 
     for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
         patch.setattr(os, name, ending(getattr(os, name)))
-    patch.setattr(saving, "save_file", ending(saving.save_file))
+    patch.setattr(state_dict_saver, "save", ending(state_dict_saver.save))
 
 
 def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,332 @@
+"""The optimizer's state in a folder, written and read through `torch.distributed.checkpoint`, on one rank or several.
+
+    index.json                     step counts, hyperparameters, the loss scale: written by rank 0
+    shard-RANK-….safetensors       one per rank and layer: `exp_avg.NAME` is a rank's shard, with its offsets
+
+Nothing is gathered on one rank, and at most one layer is in memory twice. On another number of ranks, or another mesh,
+each rank reads what overlaps its own shards. The arrays' bytes do not depend on k.
+
+A folder has two slots. `save` fills the free one. When all ranks have finished, the rename of `SHA256SUMS` makes it the
+current one. So a process may be killed at any moment: the folder has the whole old state, or the whole new one. Other
+files in the folder are left alone. All ranks call `save` and `load`, with a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from hytrain import manifest
+from hytrain.errors import ClusterError, ConfigError
+from hytrain.memory.planes import STATE_PLANES
+from hytrain.model.trained import TrainedParameter
+from hytrain.run.ranks import Ranks
+from hytrain.saving import Resting, clean, gather, hyper, plane_dtypes, scatter
+from hytrain.step.scaling import LossScale
+from hytrain.tensors import distributed, local, part_of, shaped
+
+INDEX: Final = "index.json"
+FORMAT: Final = 3
+#: Written by one rank: `exp_avg.NAME`, or `exp_avg.NAME[START]` for a piece of it, has elements in storage order.
+FORMAT_OF_ONE_RANK: Final = 2
+SLOTS: Final = ("state-a", "state-b")
+DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}  # by their names in safetensors
+HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """This rank's part of one array of the state, distributed as `like` is, which may have another dtype.
+
+    What `read` has returned and others have changed is handed to `write`.
+    """
+
+    like: Tensor
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None] = lambda values: None
+
+
+Arrays = dict[str, Array]
+
+
+def save(
+    folder: Path,
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    *,
+    steps: int,
+    loss_scale: LossScale | None = None,
+) -> None:
+    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
+    ranks = Ranks.of_job()
+    step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
+    own_steps = {clean(known.name): known.count for known in parameters}
+    own_files = {clean(known.name): known.places[0][0].lid + 1 for known in parameters if known.places}
+    own_rested = {clean(rest.name): rest.count for rest in resting}
+    for steps_of_one, files_of_one, rested_of_one in ranks.gather((own_steps, own_files, own_rested)):
+        step_of |= steps_of_one
+        files |= dict.fromkeys(rested_of_one, 1) | files_of_one
+        rested |= rested_of_one
+    with ranks.together():
+        slots = _prepared(folder) if ranks.rank == 0 else None
+    current, free = ranks.gather(slots)[0]
+    arrays = _trained(parameters) | _rested(resting)
+    file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
+    writer = HuggingFaceStorageWriter(str(free), file_of, save_distributed=True)
+    _run(ranks, partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays)))
+
+    def written() -> Iterator[Path]:
+        yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
+        if ranks.rank == 0:
+            index = {
+                "format": FORMAT,
+                "steps": steps,
+                "param_groups": [hyper(group) for group in groups],
+                "step_of": step_of,
+                "resting": rested,
+                "loss_scale": None if loss_scale is None else loss_scale.state(),
+            }
+            (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's numbers are not JSON's
+            yield free / INDEX
+
+    manifest.seal(folder, written(), ranks)
+    if ranks.rank == 0:
+        shutil.rmtree(current, ignore_errors=True)
+
+
+def load(
+    folder: Path,
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    named: dict[str, nn.Parameter],
+    *,
+    loss_scale: LossScale | None = None,
+    when_checked: Callable[[], None] = lambda: None,
+) -> int:
+    """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
+
+    Raises `ConfigError` on all ranks, before anything is changed, if the state is missing, damaged or of another model.
+    """
+    ranks = Ranks.of_job()
+    try:
+        files = {path.name: path for path in manifest.verify(folder, ranks)}
+    except ConfigError as error:
+        raise ConfigError(f"no optimizer state in {folder}: {error}") from None
+    found = {clean(name): parameter for name, parameter in named.items()}
+    arrays, entries = _trained(parameters), dict[str, dict[str, Any]]()
+    everyones = ranks.gather(({clean(known.name) for known in parameters}, set(found)))
+    names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
+
+    with ranks.together():
+        index = _read_index(files.get(INDEX, folder / INDEX))
+        if others := index["step_of"].keys() ^ names:
+            raise ConfigError(
+                f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
+                "and is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
+            )
+        if unknown := index["resting"].keys() - all_names:
+            raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
+        if len(index["param_groups"]) != len(groups):
+            raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
+        slot = files[INDEX].parent
+        try:
+            saved = _Shards(slot) if index["format"] == FORMAT else _Pieces(slot)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+        for name in sorted(index["resting"].keys() & found.keys()):
+            entries[name] = {"step": index["resting"][name]}
+            for plane, dtype in plane_dtypes(found[name]).items():
+                if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
+                    room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
+                    arrays[f"{plane}.{name}"] = _held(room, found[name])
+                    entries[name][plane] = distributed(room, found[name])
+        for name, array in arrays.items():
+            if saved.dtype(name, array.like) != array.dtype:
+                raise ConfigError(f"{name} in {slot} is missing or of another shape")
+    when_checked()
+    saved.read(arrays, ranks)
+    resting.clear()
+    for name, entry in entries.items():
+        resting.load(name, found[name], entry)
+    for group, other in zip(groups, index["param_groups"], strict=True):
+        group.update(other, betas=tuple(other["betas"]))
+    for known in parameters:
+        known.count = index["step_of"][clean(known.name)]
+    if loss_scale is not None:
+        loss_scale.load(index.get("loss_scale"))
+    return int(index["steps"])
+
+
+class _Shards:
+    """What `save` writes."""
+
+    def __init__(self, slot: Path) -> None:
+        self._reader = HuggingFaceStorageReader(str(slot))
+        self._found = self._reader.read_metadata().state_dict_metadata
+
+    def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
+        """The dtype of an array; None if it is not whole, or has another shape than `like`."""
+        found = self._found.get(name)
+        if not isinstance(found, TensorStorageMetadata) or found.size != like.shape:
+            return None
+        is_whole = sum(prod(chunk.sizes) for chunk in found.chunks) == like.numel()
+        return found.properties.dtype if is_whole else None
+
+    def read(self, arrays: Arrays, ranks: Ranks) -> None:
+        _run(
+            ranks, partial(state_dict_loader.load, _plan(arrays), storage_reader=self._reader, planner=_Reading(arrays))
+        )
+
+
+class _Pieces:
+    """What one rank wrote in `FORMAT_OF_ONE_RANK`."""
+
+    def __init__(self, slot: Path) -> None:
+        self._places: dict[str, list[tuple[int, Path, str]]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._numels: dict[str, int] = {}
+        for path in slot.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  (no mapping)
+                    found, (name, _, start) = file.get_slice(key), clean(key).partition("[")
+                    self._places.setdefault(name, []).append((int(start.rstrip("]") or 0), path, key))
+                    self._dtypes[name] = DTYPES[found.get_dtype()]
+                    self._numels[name] = self._numels.get(name, 0) + prod(found.get_shape())
+
+    def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
+        return self._dtypes[name] if self._numels.get(name) == like.numel() else None
+
+    def read(self, arrays: Arrays, ranks: Ranks) -> None:
+        with ranks.together():
+            for name, array in arrays.items():
+                whole = [_tensor(path, key) for _, path, key in sorted(self._places[name])]
+                is_shaped = whole[0].shape == array.like.shape
+                values = array.read()
+                values.copy_(part_of(whole[0] if is_shaped else shaped(torch.cat(whole), array.like), array.like))
+                array.write(values)
+
+
+class _Writing(DefaultSavePlanner):
+    """Finds each array when it is written: the state dictionary that was planned with has only its shape."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._arrays = arrays
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._arrays[index.fqn].read().contiguous()
+
+
+class _Reading(DefaultLoadPlanner):
+    """As `_Writing`, for each array that is read."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._arrays, self._values = arrays, torch.empty(0)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        self._values = self._arrays[index.fqn].read()
+        return self._values
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._arrays[read_item.dest_index.fqn].write(self._values)
+
+
+def _plan(arrays: Arrays) -> dict[str, Any]:
+    return {name: array.like for name, array in arrays.items()}
+
+
+def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
+    """Save or load with torch. What fails on one rank is raised there, and a `ClusterError` on the others."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            call(no_dist=ranks.world == 1)
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        own, _ = error.failures.get(ranks.rank, (ClusterError(f"rank {rank}: {first!r}"), None))
+        raise own from None
+
+
+def _trained(parameters: list[TrainedParameter]) -> Arrays:
+    arrays = Arrays()
+    for known in (known for known in parameters if known.places):
+        like = distributed(known.own, known.parameter)
+        for plane, dtype in plane_dtypes(known.parameter).items():
+            array = Array(like, dtype, partial(gather, known, plane))
+            if len(known.places) > 1:  # `gather` copies
+                array = replace(array, write=partial(scatter, known, plane))
+            arrays[f"{plane}.{clean(known.name)}"] = array
+    return arrays
+
+
+def _rested(resting: Resting) -> Arrays:
+    return {
+        f"{plane}.{clean(rest.name)}": _held(values, rest.parameter)
+        for rest in resting
+        for plane, values in rest.planes.items()
+    }
+
+
+def _held(values: Tensor, parameter: nn.Parameter) -> Array:
+    return Array(distributed(values, parameter), values.dtype, lambda: values)
+
+
+def _tensor(path: Path, key: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key)
+    return tensor
+
+
+def _prepared(folder: Path) -> tuple[Path, Path]:
+    """The slot that has the current state, and the other one, which is made empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest.sync(folder.parent)
+    current, free = folder / SLOTS[0], folder / SLOTS[1]
+    if not _is_current(current):
+        current, free = free, current
+    shutil.rmtree(free, ignore_errors=True)
+    free.mkdir()
+    return current, free
+
+
+def _is_current(slot: Path) -> bool:
+    sums = slot.with_name(manifest.SUMS)
+    return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """What `save` wrote into `INDEX`. Raises `ConfigError` if it is of another version or lacks a key."""
+    kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
+    try:
+        index = json.loads(path.read_text())
+        wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
+        wrong += [key for group in index["param_groups"] for key in HYPER if key not in group]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
+    if wrong:
+        raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
+    if index["format"] not in (FORMAT, FORMAT_OF_ONE_RANK):
+        raise ConfigError(f"the optimizer state in {path.parent} is of another version of HyTrain")
+    names = {key: {clean(name): count for name, count in index[key].items()} for key in ("step_of", "resting")}
+    return {**index, **names}

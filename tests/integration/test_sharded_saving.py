@@ -1,0 +1,172 @@
+"""Saved on four ranks, loaded on two and on one, under another mesh and under plain FSDP2 with torch's AdamW, and back.
+
+Every way gives the same bits, right after loading and after more steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import LR, adamw, differing
+from ranks import RankGroup
+from sharded_models import Decoder, for_this_rank, fused, next_token_loss
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import hytrain
+
+#: By rank.
+K = {"k": (0.0, 1.0, 0.5, 0.0)}
+
+
+class InPieces(nn.Module):
+    """No blocks: it is cut by size, through its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Embedding(67, 96), nn.Linear(96, 67, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.second(self.first(tokens).tanh())
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "blocks, float32": Decoder,
+    "pieces, bfloat16": lambda: InPieces().to(torch.bfloat16),
+}
+
+
+def sharded(name: str, *shape: int) -> nn.Module:
+    """Over a mesh of this shape; with two numbers, replicas first."""
+    model = MODELS[name]()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        next_token_loss(model, step, None if dist.is_initialized() else 0).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def whole(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and state of all ranks together. Remainders are int32 in DTensors."""
+    named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    order = [names[id(p)] for group in opt.param_groups for p in group["params"]]
+    found: dict[str, Tensor] = {name: parameter.detach() for name, parameter in named.items()}
+    for number, entry in opt.state_dict()["state"].items():
+        found |= {f"{order[number]}.{plane}": value for plane, value in entry.items()}
+    values = {n: value.full_tensor() if isinstance(value, DTensor) else value.clone() for n, value in found.items()}
+    return {n: value.int() if value.dtype is torch.int16 else value for n, value in values.items()}
+
+
+def dcp_save(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, **options: bool) -> None:
+    weights, state = get_state_dict(model, opt, options=StateDictOptions(**options))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def dcp_load(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, **options: bool) -> None:
+    weights, state = get_state_dict(model, opt, options=StateDictOptions(**options))
+    if not isinstance(opt, hytrain.AdamW):
+        assert not any("remainder" in entry for entry in state["state"].values()), "torch's AdamW does not have it"
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state, options=StateDictOptions(**options))
+
+
+# ---------------------------------------------------------------- in the ranks
+
+
+def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
+    """Train, save in every way, and train on. What is saved asynchronously is the state before that, too."""
+    model = sharded(name, *shape)
+    with adamw(model, **for_this_rank(K)) as opt:
+        train(model, opt, range(3))
+        saved = whole(model, opt)
+        opt.save(folder / "own")
+        dcp_save(model, opt, folder / "sharded")
+        dcp_save(model, opt, folder / "full", full_state_dict=True)
+        weights, state = get_state_dict(model, opt)
+        writer = FileSystemWriter(folder / "staged by the writer")
+        saving = [
+            dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=folder / "async"),
+            dcp.async_save({"model": weights, "optimizer": state}, storage_writer=writer),
+        ]
+        train(model, opt, range(3, 5))
+        for each in saving:
+            each.result()  # type: ignore[union-attr]
+        assert differing(whole(model, opt), saved) != []
+    return saved
+
+
+def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state that every way loads, and the one two steps later."""
+    model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
+    with adamw(model, lr=0.5, **for_this_rank(K)) as opt:
+        for way in ("sharded", "full", "async", "staged by the writer", "own"):
+            if way == "own":
+                opt.load(folder / "own")
+                weights = model.state_dict()
+                dcp.load({"model": weights}, checkpoint_id=folder / "sharded")
+                model.load_state_dict(weights)
+            else:
+                dcp_load(model, opt, folder / way, **({"full_state_dict": True} if way == "full" else {}))
+            assert opt.param_groups[0]["lr"] == LR
+            loaded.append(whole(model, opt))
+            if unequal := differing(loaded[-1], loaded[0]):
+                raise AssertionError(f"{way}: {unequal}")
+            train(model, opt, range(3, 5))
+        return loaded[0], whole(model, opt)
+
+
+def load_under_torch(shape: tuple[int, ...], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = sharded("blocks, float32", *shape)
+    opt = fused(model)
+    dcp_load(model, opt, folder / "sharded")
+    loaded = whole(model, opt)
+    train(model, opt, range(3, 5))
+    dcp_save(model, opt, folder / "torch")
+    return loaded, whole(model, opt)
+
+
+def load_from_torch(shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
+    model = sharded("blocks, float32", *shape)
+    with adamw(model, lr=0.5, **for_this_rank(K)) as opt:
+        dcp_load(model, opt, folder / "torch")
+        return whole(model, opt)
+
+
+# ---------------------------------------------------------------- and outside
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_on_four_and_loaded_on_two_and_one(
+    name: str, four_ranks: RankGroup, two_ranks: RankGroup, tmp_path: Path
+) -> None:
+    saved, *_ = four_ranks.run(save_all, name, (4,), tmp_path)
+    (loaded, trained), *_ = two_ranks.run(load_all, name, (2,), tmp_path)
+    assert differing(loaded, saved) == []
+    if "float32" in name:
+        (loaded, trained_by_torch), *_ = two_ranks.run(load_under_torch, (2,), tmp_path)
+        assert differing(loaded, saved) == [] and differing(trained_by_torch, trained) == []
+        assert differing(four_ranks.run(load_from_torch, (2, 2), tmp_path)[0], trained) == []
+    model = MODELS[name]()
+    with adamw(model, k=0.5) as opt:
+        opt.load(tmp_path / "own")
+        model.load_state_dict({name: value for name, value in saved.items() if name in dict(model.named_parameters())})
+        assert differing(whole(model, opt), saved) == []
