@@ -3,6 +3,7 @@
     hytrain-cluster RECIPE.yaml [--set a.b=v …]     trains a Hugging Face model on text
     hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
     hytrain-cluster -m package.module [argument …]  the same, for a module
+    hytrain-cluster --nproc-per-node N …            any of these on several ranks, through torchrun
     hytrain-cluster init [FILE]                     writes a recipe with every key
     (python -m workers.launcher --attach PID)       starts coordinator and optimizers for running processes
 
@@ -24,10 +25,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from hytrain import __version__
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
@@ -37,15 +38,18 @@ from hytrain.run import trace
 from hytrain.run.seats import holder, seat_file
 from protocol.address import COORDINATOR, Address
 from protocol.channel import endpoint
-from workers import affinity, process, run_folder
-from workers.process import Child
+from workers import affinity, process, run_folder, torchrun
+from workers.process import EXIT_USAGE, Child
+from workers.tee import Tee
+from workers.torchrun import Job
 
 if TYPE_CHECKING:
     from hytrain.recipe.config import Recipe
 
 STOP_GRACE_S: Final = 3.0
-EXIT_USAGE: Final = 2
 INIT: Final = "init"
+#: The trainer's place under torchrun.
+AGENT: Final = "torchrun"
 #: Endings of files that are no programs, but may be meant as a recipe's data.
 DATA: Final = (".txt", ".md", ".json", ".jsonl", ".csv", ".parquet", ".xz", ".gz")
 #: What the first argument may be.
@@ -108,6 +112,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--keep-runs", type=int, metavar="N", help="keep the folders of the N newest programs' runs")
     options.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
     options.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
+    torchrun.add_options(options)
     return options
 
 
@@ -136,11 +141,11 @@ def _run_program(command: Sequence[str], name: str, arguments: argparse.Namespac
     for option in ("set", "print_config", "dry_run"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} is for recipes: a Python program has its own settings")
-    config = ClusterConfig.resolve(flags=_flags(arguments))
+    config, job = ClusterConfig.resolve(flags=_flags(arguments)), torchrun.job(arguments)
     if config.run_dir is not None:
         run_folder.claim(Path(config.run_dir).resolve())
-    with Supervisor(config, default_name=name) as supervisor:
-        return supervisor.supervise([sys.executable, *command])
+    with Supervisor(config, default_name=name, ranks=job.ranks if job else 1) as supervisor:
+        return supervisor.supervise([sys.executable, *command], job)
 
 
 def _init(arguments: Sequence[str]) -> int:
@@ -179,7 +184,10 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
 
         print(estimate(recipe).render())
         return 0
-    config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
+    config, job = (
+        ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe)),
+        torchrun.job(arguments),
+    )
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
     run_folder.claim(folder)
@@ -189,7 +197,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
-        status = _supervise_recipe(recipe, config, resolved)
+        status = _supervise_recipe(recipe, config, resolved, job)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
             print(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}", file=sys.stderr)
@@ -198,16 +206,16 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     return status
 
 
-def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path) -> int:
+def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path, job: Job | None) -> int:
     """Run the recipe's processes. The recipe is written to `resolved`, in the run's folder."""
     from hytrain.recipe import config as recipes
 
-    with Supervisor(config, default_name=recipe.run.name) as supervisor:
+    with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
         resolved.write_text(recipes.dump(recipe))
         command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(supervisor.run_dir)]
         if sys.stderr.isatty():
             command.append("--terminal")
-        return supervisor.supervise(command)
+        return supervisor.supervise(command, job)
 
 
 def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
@@ -316,20 +324,27 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def supervise(self, command: Sequence[str]) -> int:
-        """Run the trainer in the foreground, its output on the terminal and in its log; return its exit status."""
+    def supervise(self, command: Sequence[str], job: Job | None = None) -> int:
+        """Run the trainer in the foreground, or torchrun's agent with a trainer for each rank; return its exit status.
+
+        Its output goes to the terminal and to its log.
+        """
         environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1"}
-        log = self._log_dir / "trainer-0.log"
-        with log.open("ab", buffering=0) as copy:
-            output = Tee(copy)
+        name, output = "trainer-0" if job is None else AGENT, Tee()
+        try:
+            if job is not None:
+                command = [sys.executable, "-P", "-m", "workers.agent", *job.flags, "--", *command]
+                for rank in range(self._ranks):
+                    output.add_fifos(str(self.socket_dir), rank, self._log_dir / f"trainer-{rank}.log")
+            log = self._log_dir / f"{name}.log"
+            stdout, stderr = output.add_pipes(log)
             trainer = process.start_program(
-                command, log=log, environment=environment, stdout=output.stdout, stderr=output.stderr
+                name, command, log=log, environment=environment, stdout=stdout, stderr=stderr
             )
             self._children.append(trainer)
-            try:
-                return self._watch(trainer, output)
-            finally:
-                output.close()
+            return self._watch(trainer, output)
+        finally:
+            output.close()
 
     def _watch(self, trainer: Child, output: Tee) -> int:
         watched = {child.pidfd: child for child in self._children}
@@ -355,7 +370,8 @@ class Supervisor:
             print(f"\nhytrain-cluster: {process.describe_end(dead[0])}", file=sys.stderr)
             return dead[0].exit_status() or 1
         status = trainer.exit_status()
-        if status not in (0, EXIT_USAGE):
+        reported = trainer.name == AGENT and trainer.process.returncode >= 0  # which ranks failed
+        if status not in (0, EXIT_USAGE) and not reported:
             how = process.describe_end(trainer).splitlines()[0]
             print(f"hytrain-cluster: {how}; its log is {trainer.log}", file=sys.stderr)
         return status
@@ -399,43 +415,6 @@ class Supervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
         shutil.rmtree(self.socket_dir, ignore_errors=True)
-
-
-class Tee:
-    """Copies the trainer's standard output and error to this process's own, and both to the log."""
-
-    def __init__(self, copy: IO[bytes]) -> None:
-        self._copy = copy
-        out, self.stdout = os.pipe()
-        err, self.stderr = os.pipe()
-        self.pipes = {out: sys.stdout.fileno(), err: sys.stderr.fileno()}
-
-    def pass_on(self, readable: Iterable[int]) -> bool:
-        """Copy what has arrived on our pipes among `readable`. Returns False if nothing has."""
-        return any([self._pass_on(pipe) for pipe in readable if pipe in self.pipes])
-
-    def _pass_on(self, pipe: int) -> bool:
-        chunk = os.read(pipe, 65536)
-        self._copy.write(chunk)
-        try:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(self.pipes[pipe], rest) :]
-        except OSError:
-            pass  # the reader is gone or the terminal is closed; the log is complete
-        if not chunk:
-            os.close(pipe)
-            del self.pipes[pipe]
-        return bool(chunk)
-
-    def drain(self) -> None:
-        """Copy what the trainer wrote before it ended, without waiting: a process that it left may hold the pipes."""
-        while self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
-            pass
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            os.close(pipe)
 
 
 def _check_length(socket_dir: Path, ranks: int) -> None:

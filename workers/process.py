@@ -26,6 +26,7 @@ from typing import Final
 from hytrain.errors import ClusterTimeout, WorkerDied
 from protocol.address import Address
 
+EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -34,7 +35,7 @@ _PR_SET_PDEATHSIG: Final = 1
 class Child:
     """A process that the launcher started."""
 
-    address: Address
+    name: str
     process: subprocess.Popen[bytes]
     pidfd: int
     log: Path
@@ -43,8 +44,7 @@ class Child:
 
     def exit_status(self) -> int:
         """Wait for the process; its exit status as a shell reports it."""
-        status = self.process.wait()
-        return 128 - status if status < 0 else status
+        return exit_status(self.process.wait())
 
     def close(self) -> None:
         """Close this side's descriptors. The worker exits when its `life` pipe closes."""
@@ -73,19 +73,22 @@ def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, e
         )
     os.close(ready_write)
     os.close(life_read)
-    return Child(address, process, os.pidfd_open(process.pid), log, ready_read, life_write)
+    return Child(str(address), process, os.pidfd_open(process.pid), log, ready_read, life_write)
 
 
-def start_program(command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int) -> Child:
-    """Start the user's program as the trainer. It ends with the launcher. Closes this side's `stdout` and `stderr`."""
-    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=_die_with_parent)
+def start_program(
+    name: str, command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int
+) -> Child:
+    """Start the user's program, or torchrun's agent. It ends with the launcher. Closes our `stdout` and `stderr`."""
+    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=end_with_parent)
     os.close(stdout)
     os.close(stderr)
-    return Child(Address("trainer", 0), process, os.pidfd_open(process.pid), log, None, None)
+    return Child(name, process, os.pidfd_open(process.pid), log, None, None)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """From now on, the end of this process's parent sends it this signal, even once it runs another program."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> str:
@@ -108,15 +111,28 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
         for pidfd in watched.keys() & set(readable):
             raise WorkerDied(describe_end(watched[pidfd]))
         if remaining <= 0:
-            raise ClusterTimeout(f"{child.address} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
+            raise ClusterTimeout(f"{child.name} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
     return said.decode().strip()
 
 
 def describe_end(child: Child) -> str:
     """A text with the child's name, its exit status or signal, and the end of its log."""
-    status = child.process.wait()
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    return f"{child.address} (process {child.process.pid}) {how}{log_tail(child.log)}"
+    how = how_it_ended(child.process.wait())
+    return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
+
+
+def how_it_ended(returncode: int) -> str:
+    """A return code of `subprocess` as words."""
+    return (
+        f"was killed by {signal.Signals(-returncode).name}"
+        if returncode < 0
+        else f"ended with exit status {returncode}"
+    )
+
+
+def exit_status(returncode: int) -> int:
+    """A return code of `subprocess` as a shell reports it."""
+    return 128 - returncode if returncode < 0 else returncode
 
 
 def log_tail(log: Path) -> str:

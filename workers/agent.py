@@ -1,0 +1,67 @@
+"""torchrun's agent for the ranks of this machine: `python -P -m workers.agent FLAG… -- COMMAND…`.
+
+    launcher ─▶ agent ─▶ workers.rank ─▶ COMMAND, as rank 0 │ 1 │ …
+    a rank fails ─▶ torchrun ends the others ─▶ which ranks failed and how, and the exit status of the first
+
+The launcher starts it in the trainer's place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from hytrain.config import Cluster, joined_cluster
+from workers.process import EXIT_USAGE, exit_status, how_it_ended
+
+#: How long ranks have to end once one has failed, before they are killed.
+SHUTDOWN_S: Final = 3
+#: They announce what the report says, too.
+_CHATTY: Final = "torch.distributed.elastic.multiprocessing.api"
+
+
+def main() -> int:
+    """Run the ranks to their end, and return the exit status."""
+    separator = sys.argv.index("--")
+    flags, command = sys.argv[1:separator], sys.argv[separator + 1 :]
+    folder = joined_cluster()
+    assert folder is not None, "the launcher names it"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning; the optimizers set their own
+    logging.getLogger(_CHATTY).setLevel(logging.CRITICAL)
+    parser = run.get_args_parser()
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
+    rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
+    try:
+        run.run(parser.parse_args([*flags, *rank]))
+    except ChildFailedError as error:
+        return _report(Cluster.read(folder).run_dir, error.failures.items())
+    except SignalException as received:
+        return 128 + received.sigval
+    except (RendezvousError, ConnectionError) as error:
+        print(f"hytrain-cluster: the ranks did not meet: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(run_dir: str, failures: Iterable[tuple[int, ProcessFailure]]) -> int:
+    """Say which ranks failed, killed ones first: others fail because of them. Returns the first one's exit status."""
+    failed = sorted(failures, key=lambda failure: (failure[1].exitcode >= 0, failure[0]))
+    first = exit_status(failed[0][1].exitcode)
+    if first != EXIT_USAGE:
+        for rank, failure in failed:
+            log = os.path.join(run_dir, "logs", f"trainer-{failure.local_rank}.log")
+            how = how_it_ended(failure.exitcode)
+            print(f"hytrain-cluster: rank {rank} (process {failure.pid}) {how}; its log is {log}", file=sys.stderr)
+    return first
+
+
+if __name__ == "__main__":
+    sys.exit(main())
