@@ -42,7 +42,7 @@ def train(
     factors(task.recipe.train)  # refuses options that do not fit
     job = task.job
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
-    start = checkpoint.restore(resumed, opt) if resumed else 0
+    start = checkpoint.restore(resumed, opt, task.job) if resumed else 0
     end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
@@ -112,7 +112,7 @@ def run_steps(
             raise Diverged(f"training has diverged: {divergence.sign}")
         saved = None
         if saves:
-            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe)
+            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
         journal.restart_clock()
     return validation, saved
 

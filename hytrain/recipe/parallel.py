@@ -96,9 +96,9 @@ class Job:
         replica, shard = (self.mesh.get_local_rank(name) for name in DATA)
         return replica * self.mesh["data_shard"].size() + shard
 
-    def seed(self, seed: int) -> int:
+    def seed(self, *seeds: int) -> int:
         """A seed for this rank's dropout: ranks with other samples have other seeds."""
-        return int(np.random.SeedSequence((seed, self.data_rank)).generate_state(1, np.uint64)[0])
+        return int(np.random.SeedSequence((*seeds, self.data_rank)).generate_state(1, np.uint64)[0])
 
     def total(self, number: Tensor) -> Tensor:
         """The sum over the data ranks, in place of the tensor that is given."""
