@@ -1,7 +1,7 @@
 """Settings of a run's processes. A flag overrides the environment, the environment a file, a file the default.
 
-No other module of HyTrain reads environment variables. All of them begin with HYTRAIN_, because other libraries
-claim general names: accelerate starts NCCL if it sees LOCAL_RANK.
+No other module of HyTrain reads environment variables. HyTrain's own begin with HYTRAIN_, because other libraries claim
+general names: accelerate starts NCCL if it sees LOCAL_RANK. torchrun's are read for recipes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -101,3 +101,17 @@ class Cluster(BaseModel):
 def joined_cluster() -> str | None:
     """The socket folder of the cluster that started this process, or None."""
     return os.environ.get(CLUSTER_VARIABLE)
+
+
+class Launch(NamedTuple):
+    """This process's place in a job, as torchrun has set it: its rank of `world`, and its number on this machine."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def torchrun() -> Launch | None:
+    """This process's place, or None if torchrun has not started it."""
+    values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    return None if None in values else Launch(*map(int, filter(None, values)))

@@ -36,6 +36,7 @@ from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.journal import History
 from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process
+from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
 from hytrain.recipe.schedule import factors
@@ -397,7 +398,9 @@ def test_training_goes_on_with_dropout_after_an_evaluation() -> None:
 
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     corpus = SimpleNamespace(bytes_per_token=1.0, validation=[Batch(tokens, tokens)])
-    task: Any = SimpleNamespace(model=Model(), corpus=corpus, device=torch.device("cpu"), autocast=nullcontext)
+    task: Any = SimpleNamespace(
+        model=Model(), corpus=corpus, device=torch.device("cpu"), autocast=nullcontext, job=Job()
+    )
     assert evaluate(task) is not None and task.model.training
 
 

@@ -7,12 +7,14 @@ summary. For bad input it prints one sentence and exits with status 2, and if tr
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from hytrain.config import Launch, torchrun
 from hytrain.errors import (
     BackendUnavailable,
     CapacityError,
@@ -24,6 +26,9 @@ from hytrain.errors import (
 from hytrain.extras import needed
 from hytrain.recipe import config
 from workers.process import worker_logging
+
+if TYPE_CHECKING:
+    from hytrain.recipe.parallel import Voices
 
 EXIT_DIVERGED: Final = 1
 EXIT_USAGE: Final = 2
@@ -40,6 +45,8 @@ def main() -> int:
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
     arguments = parser.parse_args()
     worker_logging()
+    launch = torchrun()
+    voices = None if launch is None or launch.world == 1 else _join(launch)
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as set by nohup
             signal.signal(number, _interrupt)
@@ -50,16 +57,25 @@ def main() -> int:
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
     except KeyboardInterrupt:
-        print(f"hytrain: interrupted; {_way_on(arguments.run_dir)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        status, sentence = EXIT_INTERRUPTED, f"interrupted; {_way_on(arguments.run_dir)}"
     except (Diverged, NonFiniteGradients) as error:
-        print(f"hytrain: {error}; {_way_on(arguments.run_dir)}", file=sys.stderr)
-        return EXIT_DIVERGED
+        status, sentence = EXIT_DIVERGED, f"{error}; {_way_on(arguments.run_dir)}"
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
-        print(f"hytrain: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    print(summary.render())
-    return 0
+        status, sentence = EXIT_USAGE, str(error)
+    else:
+        status, sentence = 0, summary.render()
+    if voices is None or voices.first():
+        print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
+    return status
+
+
+def _join(launch: Launch) -> Voices:
+    """Join the other ranks of torchrun's job. Only rank 0 warns."""
+    from hytrain.recipe import parallel
+
+    if launch.rank:
+        logging.getLogger().setLevel(logging.ERROR)
+    return parallel.start(launch)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

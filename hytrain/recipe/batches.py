@@ -41,13 +41,20 @@ class Batch:
         """How many tokens the loss is the mean of."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
-    def parts(self, count: int) -> Iterator[tuple[Batch, float]]:
-        """The batch in `count` parts, and what to divide the mean loss of each by: the sum is that of the batch."""
+    def parts(self, count: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[Batch, float]]:
+        """One rank's share of each of `count` parts, and what to divide its mean loss by.
+
+        The quotients' sum over the parts, averaged over the ranks, is the mean loss of the batch.
+        """
+        rows = len(self.tokens) // (count * ranks)
+        for first in range(rank * rows, len(self.tokens), ranks * rows):
+            part = self.rows(slice(first, first + rows))
+            yield part, self.learnt / (part.learnt * ranks)
+
+    def rows(self, which: slice) -> Batch:
+        """Some of the sequences, as long as they are."""
         fields = (self.tokens, self.labels, self.mask, self.positions)
-        pieces = [[None] * count if field is None else field.chunk(count) for field in fields]
-        for tokens, labels, mask, positions in zip(*pieces, strict=True):
-            part = Batch(tokens, labels, mask, positions)
-            yield part, self.learnt / part.learnt
+        return Batch(*(None if field is None else field[which] for field in fields))  # type: ignore[arg-type]
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """The arguments of the model's forward, on the device."""

@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from hytrain import manifest
 from hytrain.errors import ConfigError
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import TrainingOptimizer
+from hytrain.recipe.parallel import Job
 from hytrain.recipe.tokenizer import TextTokenizer
 
 STATE_FILE = "trainer_state.json"
@@ -44,23 +46,57 @@ _log = logging.getLogger(__name__)
 
 
 def save(
-    run_dir: Path, step: int, model: Any, tokenizer: TextTokenizer | None, opt: TrainingOptimizer, recipe: Recipe
+    run_dir: Path,
+    step: int,
+    model: Any,
+    tokenizer: TextTokenizer | None,
+    opt: TrainingOptimizer,
+    recipe: Recipe,
+    job: Job,
 ) -> Path:
     """Writes the checkpoint after `step` finished steps, makes it the latest and returns its folder.
 
-    With `train.keep_last`, the oldest of this run's history are removed.
+    With `train.keep_last`, the oldest of this run's history are removed. All ranks call it and write their parts of the
+    optimizer's state; rank 0 does everything else.
     """
     final = _folder(run_dir) / f"step-{step}"
-    for left in _folder(run_dir).glob(".step-*"):  # by a process that was killed
-        shutil.rmtree(left)
     partial = final.with_name(f".{final.name}.partial")
-    partial.mkdir(parents=True)
+    job.decided(lambda: _make_room(partial))
     opt.synchronize()
-    model.save_pretrained(partial)
+    export(model, partial, job)
+    opt.save(partial / OPTIMIZER_FOLDER)
+    randoms = job.ranks.gather(_random_state())
+    state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
+    job.decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train.keep_last))
+    return final
+
+
+def export(model: Any, folder: Path, job: Job) -> None:
+    """Writes the model's Hugging Face folder."""
+    if job.mesh is None:
+        model.save_pretrained(folder)
+        return
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if job.speaks:
+        model.save_pretrained(folder, state_dict=whole)
+
+
+def _make_room(partial: Path) -> None:
+    for left in partial.parent.glob(".step-*"):  # by a process that was killed
+        shutil.rmtree(left)
+    partial.mkdir(parents=True)
+
+
+def _publish(
+    run_dir: Path,
+    partial: Path,
+    final: Path,
+    tokenizer: TextTokenizer | None,
+    state: dict[str, Any],
+    keep_last: int | None,
+) -> None:
     if tokenizer is not None:
         tokenizer.save(partial)
-    opt.save(partial / OPTIMIZER_FOLDER)
-    state = {"step": step, "random": _random_state(), "recipe": recipe.model_dump(mode="json")}
     (partial / STATE_FILE).write_text(json.dumps(state))
     manifest.seal(partial, manifest.files_in(partial))
     history = [folder for folder in _history(run_dir) if folder != final]
@@ -70,9 +106,8 @@ def save(
     manifest.sync(final.parent)
     _note(run_dir, [*history, final])
     own = [folder for folder in [*history, final] if folder.parent == final.parent]
-    for folder in own[: -(recipe.train.keep_last or len(own))]:
+    for folder in own[: -(keep_last or len(own))]:
         shutil.rmtree(folder, ignore_errors=True)
-    return final
 
 
 def begin(run_dir: Path, resumed: Path | None) -> None:
@@ -119,12 +154,20 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     return folder
 
 
-def restore(folder: Path, opt: TrainingOptimizer) -> int:
-    """Loads the optimizer and the random generators; returns the number of finished steps."""
+def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
+    """Loads the optimizer and the random generators; returns the number of finished steps.
+
+    If the checkpoint is of another number of ranks, the generators begin anew.
+    """
     state = _read(folder)
     opt.load(folder / OPTIMIZER_FOLDER)
-    _set_random_state(state["random"])
-    return int(state["step"])
+    random, step = state["random"], int(state["step"])
+    randoms = random if isinstance(random, list) else [random]  # as saved before there were several ranks
+    if len(randoms) == job.ranks.world:
+        _set_random_state(randoms[job.ranks.rank])
+    else:
+        torch.manual_seed(job.seed(state["recipe"]["run"]["seed"], step))
+    return step
 
 
 def _folder(run_dir: Path) -> Path:

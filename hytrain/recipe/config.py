@@ -38,6 +38,15 @@ INPUT_PATHS = (
 )
 
 
+def _count_or_rest(value: object) -> object:
+    """torchtitan's -1 is "auto"; pydantic's union would report two errors."""
+    if value in ("auto", -1):
+        return "auto"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError('the number of ranks must be "auto" or at least 1')
+    return value
+
+
 def _number_or(word: str, what: str, low: float, high: float) -> BeforeValidator:
     """A validator for the word or a number within bounds; pydantic's union would report two errors."""
 
@@ -64,6 +73,12 @@ Share = Annotated[
 ]
 
 
+Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
+
+#: Names of `torch.distributed.pipelining`.
+PipelineSchedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 #: Names of `transformers.SchedulerType` for schedules that depend on the step alone.
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
 
@@ -226,6 +241,39 @@ class Cluster(Section):
     host_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
 
 
+class Parallel(Section):
+    """Several ranks: the sizes of the mesh's dimensions, as in torchtitan. Their product is the number of ranks."""
+
+    data_shard: Ranks = "auto"  # ranks that share parameters and state (FSDP2); "auto" or -1: all that are left
+    data_replicate: Positive = 1  # groups of such ranks; each group has all parameters (HSDP)
+    tensor: Positive = 1  # ranks that share the matrices of each layer, by the model's own plan
+    pipeline: Positive = 1  # stages of layers
+    schedule: PipelineSchedule = "1F1B"  # of the pipeline
+
+    def sizes(self, ranks: int) -> dict[str, int]:
+        """The mesh for so many ranks, outermost dimension first. Raises ConfigError if the sizes ask for others."""
+        others = self.pipeline * self.data_replicate * self.tensor
+        shard = max(1, ranks // others) if self.data_shard == "auto" else self.data_shard
+        mesh = {
+            "pipeline": self.pipeline,
+            "data_replicate": self.data_replicate,
+            "data_shard": shard,
+            "tensor": self.tensor,
+        }
+        if others * shard != ranks:
+            product = " x ".join(f"{name} {size}" for name, size in mesh.items() if size > 1)
+            raise ConfigError(
+                f"parallel asks for {others * shard} ranks ({product}), but this job has {ranks}: "
+                f"start it with --nproc-per-node {others * shard}, or choose sizes whose product is {ranks}."
+            )
+        return mesh
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many ranks of such a job have samples of their own."""
+        mesh = self.sizes(ranks)
+        return mesh["data_replicate"] * mesh["data_shard"]
+
+
 class Sample(Section):
     """A prompt that the model continues at the end of the run."""
 
@@ -245,6 +293,7 @@ class Recipe(Section):
     train: Train
     optimizer: Optimizer = Optimizer()
     cluster: Cluster = Cluster()
+    parallel: Parallel = Parallel()
     sample: Sample | None = None
 
     @model_validator(mode="after")
@@ -298,6 +347,17 @@ def in_steps(recipe: Recipe, steps: int) -> Recipe:
     tree = recipe.model_dump(mode="json")
     source = f"{recipe.train.epochs:g} epochs of this data are {steps} steps"
     return validate(_merge(tree, {"train": {"steps": steps, "epochs": None}}), source)
+
+
+def check_ranks(recipe: Recipe, ranks: int) -> None:
+    """Raises ConfigError if a job with so many ranks cannot train the recipe."""
+    data, parts = recipe.parallel.data_ranks(ranks), recipe.train.grad_accumulation
+    if recipe.data.batch_size % (data * parts):
+        raise ConfigError(
+            f"data.batch_size is {recipe.data.batch_size}, which {data} ranks cannot share"
+            + (f" in {parts} parts" if parts > 1 else "")
+            + f": make it a multiple of {data * parts}."
+        )
 
 
 def dump(recipe: Recipe) -> str:

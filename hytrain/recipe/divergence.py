@@ -13,9 +13,11 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from hytrain.recipe import config
+from hytrain.recipe.parallel import Job
 
 SKIPPED_IN_A_ROW = 20
 
@@ -47,10 +49,11 @@ class Divergence:
             self._note(step, f"the validation loss after step {step} is {loss}")
 
     @torch.no_grad()
-    def look_at_weights(self, step: int, model: nn.Module) -> bool:
-        """Whether all parameters are finite. Waits for the device."""
-        weights = [weight for weight in model.parameters() if weight.numel()]
-        finite = bool(get_total_norm(weights, norm_type=math.inf).isfinite())
+    def look_at_weights(self, step: int, model: nn.Module, job: Job) -> bool:
+        """Whether all parameters are finite, on all ranks. Waits for the device."""
+        shards = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+        weights = [shard for shard in shards if shard.numel()]
+        finite = job.everywhere(bool(get_total_norm(weights, norm_type=math.inf).isfinite()))
         if not finite:
             self._note(step, f"the weights after step {step} are not finite")
         return finite

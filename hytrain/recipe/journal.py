@@ -125,7 +125,8 @@ class Journal:
         self.divergence.look_at_step(step, read["loss"], read.get("grad_norm", 0.0))
         if self.divergence.step is not None:
             numbers["diverged_at"] = self.divergence.step
-        self._opt.log(step, **numbers)
+        if self._task.job.speaks:
+            self._opt.log(step, **numbers)
         for write in self._trackers:
             write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))

@@ -18,12 +18,14 @@ from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
+from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.trackers import trackers
 from hytrain.recipe.validation import Validation, evaluate
+from hytrain.run.ranks import Ranks
 
 
 def train(
@@ -35,21 +37,24 @@ def train(
     Raises ConfigError, before anything is started, if the recipe asks for something impossible, and Diverged if the
     training diverges with `train.on_divergence: stop`.
     """
-    resumed = checkpoint.find(run_dir, recipe)
+    resumed = Job(Ranks.of_job()).decided(lambda: checkpoint.find(run_dir, recipe))
     task = assemble(recipe, resumed)
     factors(task.recipe.train)  # refuses options that do not fit
+    job = task.job
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
-    start = checkpoint.restore(resumed, opt) if resumed else 0
+    start = checkpoint.restore(resumed, opt, task.job) if resumed else 0
     end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
-    checkpoint.begin(run_dir, resumed)
+    job.decided(lambda: checkpoint.begin(run_dir, resumed))
     bar = sys.stderr.isatty() if terminal is None else terminal
-    with Progress(start, end, bar) as progress, trackers(recipe, run_dir, start) as writes:
+    kept = recipe if job.speaks else recipe.model_copy(update={"run": recipe.run.model_copy(update={"log_to": ()})})
+    with Progress(start, end, bar, job.speaks) as progress, trackers(kept, run_dir, start) as writes:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)
         validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
     cost, curve = task.cost, run_dir / "loss.png"
-    report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
+    if job.speaks:
+        report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
     step, loss, k = journal.history.training[-1]
     return Summary(
         step=step,
@@ -75,14 +80,14 @@ def run_steps(
 
     Raises Diverged.
     """
-    model, plan, divergence = task.model, task.recipe.train, journal.divergence
+    model, plan, divergence, job = task.model, task.recipe.train, journal.divergence, task.job
     schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
     validation, saved = None, None
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
         loss = torch.zeros((), device=task.device)
-        for part, divisor in batch.parts(plan.grad_accumulation):
+        for part, divisor in batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks):
             with task.autocast():
                 share = model(**part.inputs(task.device)).loss / divisor
             opt.scale(share).backward()
@@ -90,12 +95,12 @@ def run_steps(
         opt.step()
         opt.zero_grad()
         schedule.step()
-        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding)
+        journal.note(step + 1, job.mean(loss), lr, batch.tokens.numel() - batch.padding)
 
         evaluates, saves = due(plan.eval_every, step, steps), due(plan.checkpoint_every, step, steps)
         if saves:
             opt.synchronize()
-            saves = divergence.look_at_weights(step + 1, model)
+            saves = divergence.look_at_weights(step + 1, model, job)
         if evaluates:
             validation = evaluate(task)
             journal.validated(validation)
@@ -107,7 +112,7 @@ def run_steps(
             raise Diverged(f"training has diverged: {divergence.sign}")
         saved = None
         if saves:
-            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe)
+            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
         journal.restart_clock()
     return validation, saved
 

@@ -14,13 +14,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hytrain.errors import ConfigError
-from hytrain.recipe import config
+from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
+from hytrain.recipe.deferred import recording
+from hytrain.recipe.sharding import Blueprint, inference
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its methods have no types
+GENERATION = "generation_config.json"
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
 # Dense bf16 peaks in TFLOP/s, as stated by the vendors.
@@ -90,16 +94,37 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
 
     Raises ConfigError if the folder is unusable or the model has no parameters.
     """
-    dtype = getattr(torch, model.dtype)
     if model.path is None:
         with _refused(hf), device:
-            module = _AUTO_MODEL.from_config(hf, dtype=dtype)
+            module = _AUTO_MODEL.from_config(hf, dtype=getattr(torch, model.dtype))
     else:
-        try:
-            module = _AUTO_MODEL.from_pretrained(model.path, config=hf, dtype=dtype, local_files_only=True).to(device)
-        except (OSError, ValueError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"No model can be loaded from {model.path}: {reason}") from None
+        module = _loaded(model, hf).to(device)
+    return _prepared(module, model)
+
+
+def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: DeviceMesh) -> Any:
+    """The model that `build` makes, split over a mesh of several ranks. Raises ConfigError as it does."""
+    with _refused(hf), recording() as calls, device:
+        module = _AUTO_MODEL.from_config(hf, dtype=getattr(torch, model.dtype))
+    blueprint = Blueprint(module, calls)
+    _prepared(module, model)
+    sharding.apply(module, mesh)
+    blueprint.fill(device, model.path, lambda: _loaded(model, hf))
+    if model.path is not None and (model.path / GENERATION).is_file():
+        module.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
+    return module
+
+
+def _loaded(model: config.Model, hf: Any) -> Any:
+    try:
+        dtype = getattr(torch, model.dtype)
+        return _AUTO_MODEL.from_pretrained(model.path, config=hf, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"No model can be loaded from {model.path}: {reason}") from None
+
+
+def _prepared(module: Any, model: config.Model) -> Any:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model has no parameters to train; check model.config.")
     if model.gradient_checkpointing:
@@ -110,13 +135,10 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     return module
 
 
-@torch.no_grad()
 def try_out(model: Any, hf: Any, sequence_length: int) -> None:
     """Runs a new model once. Raises ConfigError if its fields do not fit together, which only its forward may show."""
-    model.eval()  # without dropout, which would take random numbers
-    with _refused(hf):
+    with _refused(hf), inference(model):
         model(input_ids=torch.zeros(1, sequence_length, dtype=torch.int64, device=model.device), use_cache=False)
-    model.train()
 
 
 @contextmanager

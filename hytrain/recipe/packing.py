@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hytrain.errors import ConfigError
+from hytrain.recipe.sharding import inference
 
 LEAK = "packed examples would see each other in this model; set data.packing: false"
 
@@ -34,7 +35,6 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sequences
 
 
-@torch.no_grad()
 def refuse_leaks(model: Any, device: torch.device) -> None:
     """Raises ConfigError if an example changes the outputs of the one that follows it in a sequence."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -43,11 +43,9 @@ def refuse_leaks(model: Any, device: torch.device) -> None:
     tokens = torch.arange(16, device=device).remainder(vocabulary)[None]
     others = torch.cat([(tokens[:, :8] + 1).remainder(vocabulary), tokens[:, 8:]], dim=1)
     positions = torch.arange(8, device=device).repeat(2)[None]
-    was_training = model.training
-    model.eval()
-    one, other = (
-        model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 8:] for ids in (tokens, others)
-    )
-    model.train(was_training)
+    with inference(model):
+        one, other = (
+            model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 8:] for ids in (tokens, others)
+        )
     if not torch.equal(one, other):
         raise ConfigError(f"The model mixes the tokens of a sequence whatever their positions, so {LEAK}.")

@@ -30,14 +30,14 @@ class Speed:
 
 
 class Progress:
-    """A context that shows the steps from `start` to `end`, with a bar if `terminal`."""
+    """A context that shows the steps from `start` to `end`, with a bar if `terminal`; nothing if it is not to speak."""
 
-    def __init__(self, start: int, end: int, terminal: bool) -> None:
+    def __init__(self, start: int, end: int, terminal: bool, speaks: bool = True) -> None:
         self._end = end
+        self._speaks = speaks
         self._every = max(1, (end - start) // LINES)
-        self._bar = tqdm(
-            total=end, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True, disable=not terminal
-        )
+        hidden = not (terminal and speaks)
+        self._bar = tqdm(total=end, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True, disable=hidden)
 
     def __enter__(self) -> Progress:
         return self
@@ -54,6 +54,8 @@ class Progress:
             self.say(f"step {step}/{self._end}: loss {loss:.4f}, {speed}")
 
     def say(self, line: str) -> None:
+        if not self._speaks:
+            return
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)
         else:

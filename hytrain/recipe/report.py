@@ -16,6 +16,7 @@ from matplotlib.figure import Figure  # without pyplot, which would look for a w
 from hytrain.recipe import config
 from hytrain.recipe.journal import History
 from hytrain.recipe.optimizer import Process
+from hytrain.recipe.sharding import inference
 from hytrain.recipe.task import Task
 from hytrain.recipe.validation import Validation
 
@@ -92,27 +93,28 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-@torch.no_grad()
 def continue_text(task: Task, sample: config.Sample) -> str:
-    """The prompt and the model's continuation, with as much context as in training. Deterministic for given weights."""
+    """The prompt and the model's continuation, with as much context as in training. Deterministic for given weights.
+
+    Several ranks call the model together, and take the tokens that rank 0 has chosen.
+    """
     words = task.corpus.tokenizer
     assert words is not None, "a recipe with a sample has text"
     numbers, ending = task.corpus.opening(sample.prompt)
     tokens, begin = torch.tensor(numbers), len(numbers)
     random = torch.Generator().manual_seed(task.recipe.run.seed)
-    task.model.eval()
-    for _ in range(sample.tokens):
-        context = tokens[None, -task.recipe.data.sequence_length :].to(task.device)
-        with task.autocast():
-            logits = task.model(input_ids=context, use_cache=False).logits[0, -1].float().cpu()
-        if sample.temperature == 0:
-            chosen = logits.argmax(keepdim=True)
-        else:
-            chosen = torch.multinomial((logits / sample.temperature).softmax(-1), 1, generator=random)
-        tokens = torch.cat([tokens, chosen])
-        if ending and ending in words.decode(tokens[begin:]):
-            break
-    task.model.train()
+    with inference(task.model):
+        for _ in range(sample.tokens):
+            context = tokens[None, -task.recipe.data.sequence_length :].to(task.device)
+            with task.autocast():
+                logits = task.model(input_ids=context, use_cache=False).logits[0, -1].float().cpu()
+            if sample.temperature == 0:
+                chosen = logits.argmax(keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / sample.temperature).softmax(-1), 1, generator=random)
+            tokens = torch.cat([tokens, task.job.first(chosen)])
+            if ending and ending in words.decode(tokens[begin:]):
+                break
     if task.recipe.data.kind == "text":
         return words.decode(tokens)
     answer = words.decode(tokens[begin:])

@@ -10,7 +10,7 @@ The loop calls `assemble` once. Its errors are ConfigErrors, raised before any p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from hytrain.recipe.batches import (
 )
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import Cost
+from hytrain.recipe.parallel import Job
 from hytrain.recipe.tokenizer import TextTokenizer
 
 
@@ -63,7 +64,8 @@ class Task:
     model: Any  # a Hugging Face model for causal language modelling
     corpus: Corpus
     cost: Cost
-    peak_tflops: float | None
+    peak_tflops: float | None  # of all ranks
+    job: Job = field(default_factory=Job)
 
     def batch(self, step: int) -> Batch:
         """The step's batch, in host memory."""
@@ -74,9 +76,13 @@ class Task:
 
 
 def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
-    """Builds every part. A checkpoint's model and tokenizer replace the recipe's. Raises ConfigError."""
+    """Builds every part. A checkpoint's model and tokenizer replace the recipe's.
+
+    Several ranks call it together. Raises ConfigError, on all of them.
+    """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of loading and saving: it would break the training's bar
     device = models.device(recipe.train.device)
+    job = Job.of(recipe, device)
     if device.type == "cpu":
         torch.set_num_threads(recipe.run.threads)
     source = recipe.model
@@ -84,26 +90,31 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
         source = source.model_copy(update={"path": checkpoint, "config": None})
     torch.manual_seed(recipe.run.seed)
     length = recipe.data.sequence_length
-    if recipe.data.kind == "random":
-        hf = models.configuration(source, None, length)
-        corpus = Corpus(None, RandomBatches(hf.get_text_config().vocab_size, *_shape(recipe)))
-    else:
-        corpus = (_read_text if recipe.data.kind == "text" else _read_examples)(recipe, checkpoint)
-        assert corpus.tokenizer is not None
-        hf = models.configuration(source, corpus.tokenizer.vocab_size, length)
-    if recipe.train.epochs is not None:
-        assert corpus.training.rows is not None, "refused with the recipe"
-        steps = steps_of(recipe.train.epochs, corpus.training.rows, recipe.data.batch_size)
-        recipe = config.in_steps(recipe, steps)
-    model = models.build(source, hf, device)
+    with job.together():
+        if recipe.data.kind == "random":
+            hf = models.configuration(source, None, length)
+            corpus = Corpus(None, RandomBatches(hf.get_text_config().vocab_size, *_shape(recipe)))
+        else:
+            corpus = (_read_text if recipe.data.kind == "text" else _read_examples)(recipe, checkpoint)
+            assert corpus.tokenizer is not None
+            hf = models.configuration(source, corpus.tokenizer.vocab_size, length)
+        if recipe.train.epochs is not None:
+            assert corpus.training.rows is not None, "refused with the recipe"
+            steps = steps_of(recipe.train.epochs, corpus.training.rows, recipe.data.batch_size)
+            recipe = config.in_steps(recipe, steps)
+        if job.mesh is None:
+            model = models.build(source, hf, device)
+        else:
+            model = models.build_sharded(source, hf, device, job.mesh)
+            torch.manual_seed(job.seed(recipe.run.seed))
     if source.path is None:
         models.try_out(model, hf, length)
     if recipe.lora is not None:
         model = adapters.adapt(model, recipe.lora, checkpoint)
     if recipe.data.packing:
         packing.refuse_leaks(model, device)
-    cost = models.cost(model, hf, length)
-    return Task(recipe, device, model, corpus, cost, models.peak_tflops(device))
+    cost, peak = models.cost(model, hf, length), models.peak_tflops(device)
+    return Task(recipe, device, model, corpus, cost, None if peak is None else peak * job.ranks.world, job)
 
 
 def _read_text(recipe: Recipe, checkpoint: Path | None) -> Corpus:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain.recipe.sharding import inference
 from hytrain.recipe.task import Task
 
 
@@ -30,22 +31,26 @@ class Validation:
         )
 
 
-@torch.no_grad()
 def evaluate(task: Task) -> Validation | None:
-    """Runs the model over all validation batches; None if there are none. The sums are read from the device once."""
+    """Runs the model over all validation batches; None if there are none. The sums are read from the device once.
+
+    Several ranks share the rows of each batch. One that gets none runs another's, since all call the model together.
+    """
     if task.corpus.bytes_per_token is None:
         return None
-    task.model.eval()
+    rank, ranks = task.job.data_rank, task.job.data_ranks
     nats = torch.zeros((), dtype=torch.float64, device=task.device)
     hits = torch.zeros((), dtype=torch.int64, device=task.device)
     predicted = 0
-    for batch in task.corpus.validation:
-        inputs = batch.inputs(task.device)
-        with task.autocast():
-            output = task.model(**inputs)
-        nats += output.loss.double() * batch.learnt
-        hits += (output.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).sum()  # no token is -100
-        predicted += batch.learnt
-    task.model.train()
-    per_token = float(nats) / predicted
-    return Validation(per_token, per_token / task.corpus.bytes_per_token, int(hits) / predicted)
+    with inference(task.model):
+        for batch in task.corpus.validation:
+            predicted += batch.learnt
+            part = batch.rows(slice(rank % len(batch.tokens), None, ranks))
+            inputs = part.inputs(task.device)
+            with task.autocast():
+                output = task.model(**inputs)
+            if rank < len(batch.tokens):
+                nats += output.loss.double() * part.learnt
+                hits += (output.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).sum()  # no token is -100
+    per_token = float(task.job.total(nats)) / predicted
+    return Validation(per_token, per_token / task.corpus.bytes_per_token, int(task.job.total(hits)) / predicted)

@@ -1,0 +1,154 @@
+"""The ranks of a recipe: their process group, the mesh, and what all of them decide or add up together.
+
+    torchrun ─ environment ─▶ start ─▶ torch.distributed
+    recipe.parallel ─────────▶ Job ── mesh: pipeline x data_replicate x data_shard x tensor
+                                └──── total, mean, everywhere, decided: collectives, which all ranks call in one order
+
+`workers.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from hytrain.config import Launch
+from hytrain.errors import ConfigError, HyTrainError
+from hytrain.recipe import config
+from hytrain.recipe.config import Recipe
+from hytrain.run.ranks import Ranks
+
+T = TypeVar("T")
+DATA = ("data_replicate", "data_shard")  # dimensions of the mesh whose ranks have samples of their own
+SPOKEN = "hytrain/spoken"
+
+
+class Voices:
+    """Who of a job's ranks tells the user what all of them have found."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def first(self) -> bool:
+        """Whether no other rank has asked before. Nobody waits for anybody."""
+        try:
+            return bool(self._store.add(SPOKEN, 1) == 1)
+        except dist.DistError:  # its host is gone, so perhaps nobody has spoken
+            return True
+
+
+def start(launch: Launch) -> Voices:
+    """Starts torch.distributed with what torchrun has set: gloo, and on a machine with GPUs NCCL on this rank's own."""
+    store, rank, world = next(rendezvous("env://"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world
+    )
+    return Voices(store)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The ranks that train a recipe together. The default is one rank, for which nothing here does anything."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: torch.device) -> Job:
+        """The job of torch.distributed's default group. Raises ConfigError if its ranks do not fit the recipe."""
+        ranks = Ranks.of_job()
+        config.check_ranks(recipe, ranks.world)
+        sizes = recipe.parallel.sizes(ranks.world)
+        if ranks.world == 1:
+            return cls()
+        if sizes["pipeline"] > 1:
+            raise ConfigError("parallel.pipeline is not for recipes yet: use data_shard and tensor in its place.")
+        if device.type == "cuda":
+            _refuse_shared(ranks)
+        return cls(ranks, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank writes the files and tells the user how training goes."""
+        return self.ranks.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks have samples of their own."""
+        return 1 if self.mesh is None else self.mesh["data_replicate"].size() * self.mesh["data_shard"].size()
+
+    @property
+    def data_rank(self) -> int:
+        if self.mesh is None:
+            return 0
+        replica, shard = (self.mesh.get_local_rank(name) for name in DATA)
+        return replica * self.mesh["data_shard"].size() + shard
+
+    def seed(self, *seeds: int) -> int:
+        """A seed for this rank's dropout: ranks with other samples have other seeds."""
+        return int(np.random.SeedSequence((*seeds, self.data_rank)).generate_state(1, np.uint64)[0])
+
+    def total(self, number: Tensor) -> Tensor:
+        """The sum over the data ranks, in place of the tensor that is given."""
+        if self.mesh is not None:
+            for name in DATA:
+                if self.mesh[name].size() > 1:
+                    dist.all_reduce(number, group=self.mesh.get_group(name))
+        return number
+
+    def mean(self, number: Tensor) -> Tensor:
+        """The mean over the data ranks, in place of the tensor that is given."""
+        return number if self.mesh is None else self.total(number).div_(self.data_ranks)
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, in host memory, in place of the one that is given."""
+        if self.mesh is not None:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def everywhere(self, fact: bool) -> bool:
+        """Whether this is so on all ranks."""
+        return all(self.ranks.gather(fact))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """At the end of the block, all ranks raise the first rank's HyTrainError. The block has no collectives."""
+        error: HyTrainError | None = None
+        try:
+            yield
+        except HyTrainError as found:
+            error = found
+        self.ranks.agree(error)
+
+    def decided(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, on all ranks: its result, or its HyTrainError."""
+        result: list[T] = []
+        with self.together():
+            if self.speaks:
+                result = [decide()]
+        decision: T = self.ranks.gather(result)[0][0]
+        return decision
+
+
+def _refuse_shared(ranks: Ranks) -> None:
+    """One GPU for each rank of this machine."""
+    gpus, here = torch.cuda.device_count(), len(ranks.node)
+    error = None
+    if here > gpus:
+        error = ConfigError(
+            f"{here} ranks on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: start one rank per GPU, "
+            f"with --nproc-per-node {gpus}."
+        )
+    ranks.agree(error)

@@ -1,0 +1,209 @@
+"""A model of which each rank has its shard only: split by torch's own tensor parallelism and FSDP2, then filled.
+
+    recording ─▶ fake model ─▶ meta model ─▶ parallelize_module ─▶ fully_shard ─▶ to_empty ─▶ values
+                                                                                             ├─ replayed: a new model
+                                                                                             └─ read: a folder's weights
+New values are those of one rank, bit for bit. No rank holds more than one whole tensor beside its shard.
+`model` builds and shards; `task` and `report` call `inference` around a forward without a backward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hytrain.errors import ConfigError
+from hytrain.recipe.deferred import Call, Storage, calls_for, replay, storage_of
+
+_log = logging.getLogger(__name__)
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+#: Transformers' names in a model's plan, as torch's styles.
+STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # norms of heads
+}
+SPLIT: Final = {"colwise": 0, "rowwise": 1}  # the dimension of the weight that is divided evenly
+HEADS: Final = ("num_attention_heads", "num_key_value_heads")
+
+Reader = Callable[[str, tuple[slice, ...]], Tensor]
+
+
+class Blueprint:
+    """A recorded model whose parameters are on the meta device, so that it can be sharded, and then filled."""
+
+    def __init__(self, model: Any, calls: list[Call]) -> None:
+        self.model = model
+        self._calls = calls
+        self._fakes: dict[Storage, FakeTensor] = {}
+        self._parameters: dict[Storage, list[str]] = {}  # names; tied ones have several
+        self._others: dict[Storage, list[tuple[nn.Module, str]]] = {}  # buffers, and tensors that are plain attributes
+        metas: dict[Storage, nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    storage = self._noted(parameter)
+                    self._parameters.setdefault(storage, []).append(f"{prefix}.{name}" if prefix else name)
+                    if storage not in metas:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                        metas[storage] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = metas[storage]
+            for name, value in [*module._buffers.items(), *vars(module).items()]:
+                if isinstance(value, FakeTensor):
+                    self._others.setdefault(self._noted(value), []).append((module, name))
+
+    def _noted(self, fake: Any) -> Storage:
+        storage = storage_of(fake)
+        self._fakes.setdefault(storage, fake)
+        return storage
+
+    def fill(self, device: torch.device, folder: Path | None, whole: Callable[[], nn.Module]) -> None:
+        """Gives the sharded model its memory, and the values of the folder or, without one, those of the recording.
+
+        `whole` loads the folder's model into host memory, for a folder whose tensors have other names than the model's.
+        """
+        buffers = {storage: self._fakes[storage] for storage in self._others}
+        self.model.to_empty(device=device)
+        if folder is None:
+            replay(self._calls, self._fakes, self._deliver)
+        else:
+            replay(calls_for(self._calls, buffers), buffers, self._deliver)
+            self._read(folder, whole)
+
+    def _deliver(self, storage: Storage, value: Tensor) -> None:
+        for module, name in self._others.get(storage, ()):
+            setattr(module, name, value)
+        if storage in self._parameters:
+            fill(self.model.get_parameter(self._parameters[storage][0]), lambda part: value[part])
+
+    def _read(self, folder: Path, whole: Callable[[], nn.Module]) -> None:
+        files = _files(folder)
+        found = [next((name for name in names if name in files), None) for names in self._parameters.values()]
+        state: Mapping[str, Tensor] | None = None
+        if None in found:
+            _log.warning("the tensors in %s have other names than the model's, so each rank loads all of them", folder)
+            state = whole().state_dict()
+        for names, name in zip(self._parameters.values(), found, strict=True):
+            parameter = self.model.get_parameter(names[0])
+            if state is not None:
+                tensor = state[names[0]]
+                fill(parameter, tensor.__getitem__)
+            else:
+                assert name is not None
+                with safe_open(files[name], framework="pt") as file:
+                    fill(parameter, file.get_slice(name).__getitem__)
+
+
+def apply(model: Any, mesh: DeviceMesh) -> None:
+    """Splits the model over the mesh: by its own plan for tensor parallelism, then block by block by FSDP2.
+
+    Raises ConfigError if the model has no such plan, or none that torch's styles can express.
+    """
+    if mesh["tensor"].size() > 1:
+        parallelize_module(model, mesh["tensor"], _plan(model, mesh["tensor"].size()))
+    replicas, shards = mesh["data_replicate"].size(), mesh["data_shard"].size()
+    if replicas * shards == 1:
+        return
+    data = mesh["data_replicate", "data_shard"] if replicas > 1 else mesh["data_shard"]
+    for block in blocks(model):
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The modules that FSDP2 gathers one at a time: those that Transformers keeps on one device, innermost first."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+
+
+@contextmanager
+def inference(model: Any) -> Iterator[None]:
+    """Forwards without gradients and dropout. FSDP2 would keep the root's parameters whole after them."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(was_training)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Copies into a parameter, or into this rank's shard of it, that part of the whole tensor."""
+    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
+    local = parameter
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    if local.numel():
+        local.copy_(read(tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))))
+
+
+def _plan(model: Any, ranks: int) -> dict[str, ParallelStyle]:
+    text = model.config.get_text_config()
+    for name in HEADS:
+        heads = getattr(text, name, None) or ranks
+        if heads % ranks:
+            raise ConfigError(f"parallel.tensor is {ranks}, which does not divide the model's {name}, {heads}.")
+    wanted = model.tp_plan
+    if not wanted:
+        raise ConfigError(
+            f"parallel.tensor needs a plan of the model's, and a {text.model_type} has none in Transformers: "
+            "use data_shard in its place."
+        )
+    plan: dict[str, ParallelStyle] = {}
+    tied = model.get_input_embeddings().weight is getattr(model.get_output_embeddings(), "weight", None)
+    kept = {model.get_input_embeddings(), model.get_output_embeddings()} if tied else set()
+    for name, module in model.named_modules():
+        style = wanted.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is None or module in kept:
+            continue
+        if style not in STYLES:
+            raise ConfigError(
+                f'parallel.tensor: the plan of a {text.model_type} has the style "{style}" for {name}, which torch '
+                "has no counterpart for: use data_shard in its place."
+            )
+        if style in SPLIT and (width := module.weight.shape[SPLIT[style]]) % ranks:
+            raise ConfigError(f"parallel.tensor is {ranks}, which does not divide the width {width} of {name}.")
+        plan[name] = STYLES[style]()
+    return plan
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor in a Hugging Face folder."""
+    if (folder / INDEX).is_file():
+        names = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in names.items()}
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS)
