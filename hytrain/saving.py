@@ -298,13 +298,13 @@ def gather(known: TrainedParameter, plane: str) -> Tensor | None:
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
     if not parts:
         return None
-    return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.parameter)
+    return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.own)
 
 
 def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
     """Write a parameter's state in one plane. None writes the initial state: zeros, or the weights as masters."""
     if value is not None:
-        value = flat(laid_out(value.cpu(), known.parameter))
+        value = flat(laid_out(value.cpu(), known.own))
     for layer, index in known.places:
         part, segment = layer.state(plane)[index], layer.segments[index]
         if part is None:
