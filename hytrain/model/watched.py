@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.model.consumed import ConsumedGradient
+from hytrain.tensors import count_write, is_distributed, local
 
 #: A context in which watched parameters are used without waiting.
 unwatched: Final = torch._C.DisableTorchFunctionSubclass
@@ -62,7 +63,11 @@ class Watched:
                         type(parameter).before_use(parameter)
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if _is_in_place_foreach(func):
+                for parameter in filter(is_distributed, _found_in(args[:1])):
+                    count_write(parameter)  # torch does not, of DTensors
+            return result
 
     def detach(self) -> Tensor:
         detached = Tensor.detach(cast(Tensor, self))
@@ -97,6 +102,11 @@ class Watched:
 class _WatchedDTensor(Watched):
     """A DTensor has methods that show its value and that `__torch_function__` does not see."""
 
+    def detach(self) -> Tensor:
+        detached: Any = super().detach()
+        detached._local_tensor = local(cast(Tensor, self))  # writes to this rank's part count for the parameter, too
+        return cast(Tensor, detached)
+
     def to_local(self, **options: Any) -> Tensor:
         return self._used("to_local", **options)
 
@@ -116,6 +126,11 @@ def watched_class(plain: type, before_use: Callable[[Tensor], None]) -> type:
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched
     return type(plain)(plain.__name__, (base, plain), name_space)
+
+
+def _is_in_place_foreach(func: Any) -> bool:
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _found_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -174,7 +174,7 @@ class Verdicts:
             return whole
         own = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
         squares = torch.empty(self._ranks.world, dtype=torch.float64, device=self._device)
-        torch.distributed.all_gather_into_tensor(squares, own.double().square().view(1))
+        torch.distributed.all_gather(list(squares.split(1)), own.double().square().view(1))
         total: Tensor = squares.sum().sqrt().float()
         return total
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 import torch
 from ranks import RankGroup
 
-from hytrain.config import ClusterConfig
+from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.seats import Seat
@@ -49,21 +49,43 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             group.revive()
 
 
-def _kept(fixture: str, world: int) -> Iterator[RankGroup]:
-    group = _rank_groups[fixture] = RankGroup(world)
+class RanksInRun(RankGroup):
+    """Ranks whose optimizers join a run that lasts as long as the ranks do."""
+
+    def __init__(self, world: int, folder: Callable[[], Path]) -> None:
+        self._folder, self._run = folder, None
+        super().__init__(world)
+
+    def revive(self) -> None:
+        super().revive()
+        if self._run is None:
+            config = ClusterConfig(threads=1, replan_every=1, run_dir=str(self._folder()))
+            self._run = PrivateCluster(config, self.world)
+            self.environment[CLUSTER_VARIABLE] = self._run.cluster.socket_dir
+
+    def close(self) -> None:
+        super().close()
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+
+def _kept(fixture: str, group: RankGroup) -> Iterator[RankGroup]:
+    _rank_groups[fixture] = group
     yield group
     del _rank_groups[fixture]
     group.close()
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankGroup]:
-    yield from _kept("two_ranks", 2)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    yield from _kept("two_ranks", RanksInRun(2, lambda: tmp_path_factory.mktemp("ranks-run")))
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankGroup]:
-    yield from _kept("four_ranks", 4)
+    """Their optimizers start a run of their own, as under torchrun."""
+    yield from _kept("four_ranks", RankGroup(4))
 
 
 @pytest.fixture(autouse=True)

@@ -155,8 +155,13 @@ _began: weakref.WeakKeyDictionary[hytrain.AdamW, float] = weakref.WeakKeyDiction
 
 def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
     """The optimizer's records until now."""
-    *lines, _ = (opt.run_dir / "metrics.jsonl").read_text().split("\n")
+    *lines, _ = _metrics(opt).read_text().split("\n")
     return [record for record in map(json.loads, lines) if record["at_s"] > _began[opt]]
+
+
+def _metrics(opt: hytrain.AdamW) -> Path:
+    rank = opt._session._place.rank
+    return opt.run_dir / (f"metrics-{rank}.jsonl" if rank else "metrics.jsonl")
 
 
 def wait_for_coordinator(opt: hytrain.AdamW) -> None:
@@ -168,7 +173,7 @@ def wait_for_coordinator(opt: hytrain.AdamW) -> None:
 
 
 def _newest_step(opt: hytrain.AdamW) -> int | None:
-    with (opt.run_dir / "metrics.jsonl").open("rb") as file:
+    with _metrics(opt).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         *lines, _ = file.read().split(b"\n")
     newest = json.loads(lines[-1]) if lines else None

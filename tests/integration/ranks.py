@@ -48,6 +48,7 @@ class RankGroup:
 
     def __init__(self, world: int, device: str = "cpu") -> None:
         self.world, self.device = world, device
+        self.environment: dict[str, str] = {}  # more variables for what is run
         self._ranks: list[_Rank] = []
         self.revive()
 
@@ -66,7 +67,7 @@ class RankGroup:
         """What `function(*arguments, **options)` returns in each rank. Raises `RankError`."""
         assert self._ranks, "a test that failed has ended them, and the next one has not begun"
         environment = {name: value for name, value in os.environ.items() if name.startswith("HYTRAIN_")}
-        environment["TMPDIR"] = tempfile.gettempdir()
+        environment |= {"TMPDIR": tempfile.gettempdir(), **self.environment}
         call = pickle.dumps((function.__module__, function.__qualname__, arguments, options, environment))
         for rank in self._ranks:
             rank.send_bytes(call)

@@ -117,11 +117,10 @@ def trained(practice: Practice, model: nn.Module, opt: torch.optim.Optimizer) ->
         opt.synchronize()
     results |= {name: local(p.detach()).clone() for name, p in named.items()}
     for index, entry in opt.state_dict()["state"].items():
-        for plane in ("exp_avg", "exp_avg_sq", "step"):
-            value = local(torch.as_tensor(entry[plane])).float()
-            results |= {f"{order[index]}.{plane}": value.clone()} if named[order[index]].numel() else {}
-    empty = [name for name, p in named.items() if local(p.detach()).numel() == 0]
-    return {name: value for name, value in results.items() if not any(name.startswith(known) for known in empty)}
+        if local(named[order[index]].detach()).numel():
+            planes = {plane: torch.as_tensor(entry[plane]) for plane in ("exp_avg", "exp_avg_sq", "step")}
+            results |= {f"{order[index]}.{plane}": local(value).float().clone() for plane, value in planes.items()}
+    return results
 
 
 def same_as(
