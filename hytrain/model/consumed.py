@@ -30,13 +30,22 @@ _ADVICE: Final = {
     "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart. "
     "The norm of all is opt.grad_norm then; one parameter's is read in a hook of your own (Tensor.register_hook)",
     "scale": SCALER,
+    "divide": "divide the loss instead; a schedule of torch.distributed.pipelining divides gradients after backward "
+    "unless it has scale_grads=False: pass that, and divide in its loss_fn by the number of micro-batches",
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 
 #: The key of the advice for an operation, by a part of the operation's name.
-_WORDS: Final = (("scale", "_amp_"), ("clip", "norm"), ("clip", "clamp"), ("zero", "zero_"), ("optimizer", "_fused_"))
+_WORDS: Final = (
+    ("scale", "_amp_"),
+    ("clip", "norm"),
+    ("clip", "clamp"),
+    ("divide", "div"),
+    ("zero", "zero_"),
+    ("optimizer", "_fused_"),
+)
 
 
 def _advice(operation: str, into_gradient: bool) -> str:

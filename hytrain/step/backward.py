@@ -215,8 +215,12 @@ class Backward:
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
     def take_those_set_by_hand(self) -> None:
-        """`step()` was called without a backward: take the gradients that the loop has set itself."""
-        if self._health.life.state is not State.IDLE:
+        """`step()` was called: take gradients that no hook has seen, those that the loop or a zero-bubble pipeline set.
+
+        Without a backward, they are the step's gradients. After backwards that only summed, they are added to the sums.
+        """
+        state = self._health.life.state
+        if state not in (State.IDLE, State.SUMMED):
             return
         given = [p for p in self._parameters if p.parameter.grad is not None and p.parameter.grad is not p.consumed]
         if given:
@@ -224,7 +228,10 @@ class Backward:
         for parameter in given:
             assert parameter.parameter.grad is not None
             parameter.parameter.grad = parameter.parameter.grad.clone()  # the loop may write the next one into its own
-            self.on_gradient(parameter)
+            if state is State.IDLE:
+                self.on_gradient(parameter)
+            else:
+                self._accumulation.add(parameter)
 
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
