@@ -226,6 +226,49 @@ def test_saved_on_four_and_loaded_on_two_and_one(
             assert differing(whole(model, opt), saved) == []
 
 
+def export(folder: Path) -> None:
+    """As in a recipe: new weights of seed 0, over two ranks."""
+    from transformers import AutoConfig
+
+    from hytrain.recipe import checkpoint, config, model
+    from hytrain.recipe.parallel import Job
+    from hytrain.run.ranks import Ranks
+
+    names = ("pipeline", "data_replicate", "data_shard", "tensor")
+    job = Job(Ranks.of_job(), init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=names))
+    torch.manual_seed(0)
+    source = config.Model(config={"model_type": "llama"}, dtype="bfloat16")
+    made = model.build_sharded(source, AutoConfig.for_model("llama", **LLAMA), torch.device("cpu"), job.mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+        checkpoint.export(made, folder, job)
+
+
+#: With tied weights.
+LLAMA = {
+    "vocab_size": 67,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_weights_are_exported_from_shards(two_ranks: RankGroup, tmp_path: Path) -> None:
+    """In several files, of which each rank writes some; they are those of one rank with the same seed."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    two_ranks.run(export, tmp_path)
+    torch.manual_seed(0)
+    expected = LlamaForCausalLM(LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    found, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert found.config.architectures == ["LlamaForCausalLM"] and found.dtype is torch.bfloat16
+    assert differing(dict(found.named_parameters()), dict(expected.named_parameters())) == []
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+
+
 # ---------------------------------------------------------------- refused, on every rank
 
 
