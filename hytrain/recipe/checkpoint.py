@@ -24,8 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain import manifest
 from hytrain.errors import ConfigError
@@ -37,6 +43,8 @@ from hytrain.recipe.tokenizer import TextTokenizer
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FOLDER = "optimizer"
 HISTORY = "history"
+WEIGHTS = "model{suffix}.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
 STEP = re.compile(r"step-(\d+)")
 #: The keys of `STATE_FILE`, in which the model's part of the recipe has `COMPARED`.
 KEYS = ("step", "random", "recipe")
@@ -72,13 +80,40 @@ def save(
 
 
 def export(model: Any, folder: Path, job: Job) -> None:
-    """Writes the model's Hugging Face folder."""
+    """Writes the model's Hugging Face folder.
+
+    The ranks of a job take turns to write its files, so that no rank has more than one file's tensors in memory.
+    """
     if job.mesh is None:
         model.save_pretrained(folder)
         return
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if job.speaks:
-        model.save_pretrained(folder, state_dict=whole)
+    state = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
+    if revert_weight_conversion(model, shapes) is not shapes:  # the folder has other tensors than the model
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if job.speaks:
+            model.save_pretrained(folder, state_dict=whole)
+        return
+    shapes = remove_tied_weights_from_state_dict(shapes, model)
+    plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
+    with job.ranks.together():
+        if job.speaks:
+            model.save_pretrained(folder, state_dict={})  # everything but the weights
+            if plan.is_sharded:
+                index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+                (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
+        is_ours = number % job.ranks.world == job.ranks.rank
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+            if is_ours:
+                tensors[name] = value.cpu().contiguous()
+        with job.ranks.together():
+            if is_ours:
+                save_file(tensors, folder / file, {"format": "pt"})
 
 
 def _make_room(partial: Path) -> None:

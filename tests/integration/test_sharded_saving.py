@@ -5,8 +5,13 @@ Every way gives the same bits, right after loading and after more steps.
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +19,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import LR, adamw, differing
 from ranks import RankGroup
+from safetensors.torch import save_file
 from sharded_models import Decoder, for_this_rank, fused, next_token_loss
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hytrain
+from hytrain import manifest
+from hytrain.errors import ClusterError, ConfigError
 
 #: By rank.
 K = {"k": (0.0, 1.0, 0.5, 0.0)}
@@ -92,6 +101,18 @@ def dcp_load(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, **optio
 # ---------------------------------------------------------------- in the ranks
 
 
+class Late(DefaultSavePlanner):
+    """Saves after an event."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def create_local_plan(self) -> SavePlan:
+        self._event.wait()
+        return super().create_local_plan()
+
+
 def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
     """Train, save in every way, and train on. What is saved asynchronously is the state before that, too."""
     model = sharded(name, *shape)
@@ -102,12 +123,16 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
         dcp_save(model, opt, folder / "sharded")
         dcp_save(model, opt, folder / "full", full_state_dict=True)
         weights, state = get_state_dict(model, opt)
-        writer = FileSystemWriter(folder / "staged by the writer")
+        tree, has_trained = {"model": weights, "optimizer": state}, threading.Event()
         saving = [
-            dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=folder / "async"),
-            dcp.async_save({"model": weights, "optimizer": state}, storage_writer=writer),
+            dcp.async_save(tree, planner=Late(has_trained), process_group=dist.new_group(), **where)
+            for where in (
+                {"checkpoint_id": folder / "async"},
+                {"storage_writer": FileSystemWriter(folder / "staged by the writer")},
+            )
         ]
         train(model, opt, range(3, 5))
+        has_trained.set()
         for each in saving:
             each.result()  # type: ignore[union-attr]
         assert differing(whole(model, opt), saved) != []
@@ -118,9 +143,9 @@ def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str,
     """The state that every way loads, and the one two steps later."""
     model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
     with adamw(model, lr=0.5, **for_this_rank(K)) as opt:
-        for way in ("sharded", "full", "async", "staged by the writer", "own"):
-            if way == "own":
-                opt.load(folder / "own")
+        for way in ("sharded", "full", "async", "staged by the writer", "own", "old"):
+            if way in ("own", "old"):
+                opt.load(folder / way)
                 weights = model.state_dict()
                 dcp.load({"model": weights}, checkpoint_id=folder / "sharded")
                 model.load_state_dict(weights)
@@ -154,11 +179,39 @@ def load_from_torch(shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- and outside
 
 
+def save_as_before(folder: Path, saved: dict[str, Tensor]) -> None:
+    """As earlier versions did: in storage order, large ones in pieces."""
+    (folder / "state-b").mkdir(parents=True)
+    names = {name.rpartition(".exp_avg")[0] for name in saved if name.endswith(".exp_avg")}
+    index = {
+        "format": 2,
+        "steps": 3,
+        "param_groups": [{"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "maximize": False}],
+        "step_of": dict.fromkeys(sorted(names), 3),
+        "resting": {},
+        "loss_scale": None,
+    }
+    (folder / "state-b" / "index.json").write_text(json.dumps(index))
+    files: list[dict[str, Tensor]] = [{}, {}]
+    for name in names:
+        for plane in {"remainder", "exp_avg", "exp_avg_sq"} & {key.removeprefix(f"{name}.") for key in saved}:
+            values = saved[f"{name}.{plane}"].flatten()
+            values = values.to(torch.int16) if plane == "remainder" else values
+            if len(values) > 100:
+                files[0][f"{plane}.{name}[0]"], files[1][f"{plane}.{name}[90]"] = values[:90], values[90:]
+            else:
+                files[0][f"{plane}.{name}"] = values
+    for number, file in enumerate(files):
+        save_file(file, folder / "state-b" / f"layer-{number:05d}.safetensors")
+    manifest.seal(folder, (folder / "state-b").iterdir())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_on_four_and_loaded_on_two_and_one(
     name: str, four_ranks: RankGroup, two_ranks: RankGroup, tmp_path: Path
 ) -> None:
     saved, *_ = four_ranks.run(save_all, name, (4,), tmp_path)
+    save_as_before(tmp_path / "old", saved)
     (loaded, trained), *_ = two_ranks.run(load_all, name, (2,), tmp_path)
     assert differing(loaded, saved) == []
     if "float32" in name:
@@ -166,7 +219,133 @@ def test_saved_on_four_and_loaded_on_two_and_one(
         assert differing(loaded, saved) == [] and differing(trained_by_torch, trained) == []
         assert differing(four_ranks.run(load_from_torch, (2, 2), tmp_path)[0], trained) == []
     model = MODELS[name]()
+    model.load_state_dict({name: value for name, value in saved.items() if name in dict(model.named_parameters())})
     with adamw(model, k=0.5) as opt:
-        opt.load(tmp_path / "own")
-        model.load_state_dict({name: value for name, value in saved.items() if name in dict(model.named_parameters())})
-        assert differing(whole(model, opt), saved) == []
+        for way in ("own", "old"):
+            opt.load(tmp_path / way)
+            assert differing(whole(model, opt), saved) == []
+
+
+def export(folder: Path) -> None:
+    """As in a recipe: new weights of seed 0, over two ranks."""
+    from transformers import AutoConfig
+
+    from hytrain.recipe import checkpoint, config, model
+    from hytrain.recipe.parallel import Job
+    from hytrain.run.ranks import Ranks
+
+    names = ("pipeline", "data_replicate", "data_shard", "tensor")
+    job = Job(Ranks.of_job(), init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=names))
+    torch.manual_seed(0)
+    source = config.Model(config={"model_type": "llama"}, dtype="bfloat16")
+    made = model.build_sharded(source, AutoConfig.for_model("llama", **LLAMA), torch.device("cpu"), job.mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+        checkpoint.export(made, folder, job)
+
+
+#: With tied weights.
+LLAMA = {
+    "vocab_size": 67,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def test_weights_are_exported_from_shards(two_ranks: RankGroup, tmp_path: Path) -> None:
+    """In several files, of which each rank writes some; they are those of one rank with the same seed."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    two_ranks.run(export, tmp_path)
+    torch.manual_seed(0)
+    expected = LlamaForCausalLM(LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    found, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert found.config.architectures == ["LlamaForCausalLM"] and found.dtype is torch.bfloat16
+    assert differing(dict(found.named_parameters()), dict(expected.named_parameters())) == []
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+
+
+# ---------------------------------------------------------------- refused, on every rank
+
+
+def flip_a_bit(slot: Path) -> None:
+    file = sorted(slot.glob("shard-00002-*"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+
+
+def lose_a_file(slot: Path) -> None:
+    sorted(slot.glob("shard-00002-*"))[0].unlink()
+
+
+def lose_the_shards_of_a_rank(slot: Path) -> None:
+    for file in slot.glob("shard-00002-*"):
+        file.unlink()
+    manifest.seal(slot.parent, slot.iterdir())
+
+
+def lack_a_parameter(slot: Path) -> None:
+    index = json.loads((slot / "index.json").read_text())
+    del index["step_of"]["norm.weight"]
+    (slot / "index.json").write_text(json.dumps(index))
+    manifest.seal(slot.parent, slot.iterdir())
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (flip_a_bit, "shard-00002-.* is damaged"),
+    (lose_a_file, "shard-00002-.* is missing"),
+    (lose_the_shards_of_a_rank, "is missing or of another shape"),
+    (lack_a_parameter, "of another model, or norm.weight"),
+]
+
+
+def said(act: Callable[[], object]) -> tuple[type, str]:
+    """The error. The ranks are still together afterwards."""
+    found: tuple[type, str] = (type(None), "")
+    try:
+        act()
+    except Exception as error:
+        found = type(error), str(error)
+    dist.barrier()
+    return found
+
+
+def try_all(folder: Path) -> list[tuple[type, str]]:
+    """What is said of each damage, then of a folder that one rank does not see, and of a disk that is full on one."""
+    model, rank, errors = sharded("blocks, float32", 2), dist.get_rank(), []
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2))
+        opt.save(folder / "whole")
+        before = whole(model, opt)
+        for damage, _ in DAMAGES:
+            if rank == 0:
+                shutil.rmtree(folder / "damaged", ignore_errors=True)
+                shutil.copytree(folder / "whole", folder / "damaged")
+                damage(folder / "damaged" / "state-a")
+            dist.barrier()
+            errors.append(said(lambda: opt.load(folder / "damaged")))
+        errors.append(said(lambda: opt.load(folder / ("whole", "nothing")[rank])))
+        assert differing(whole(model, opt), before) == []
+        train(model, opt, range(2, 4))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+            errors.append(said(lambda: opt.save(folder / "whole")))
+        opt.load(folder / "whole")
+        assert opt.state_dict()["state"][0]["step"] == 2, "the old state is still there"
+    return errors
+
+
+def fail(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_refused_on_every_rank(two_ranks: RankGroup, tmp_path: Path) -> None:
+    errors = [*zip(*two_ranks.run(try_all, tmp_path), strict=True)]
+    sentences = [*(sentence for _, sentence in DAMAGES), "nothing has no checksums"]
+    for by_rank, sentence in zip(errors, sentences, strict=False):
+        assert [(kind, bool(re.search(sentence, text))) for kind, text in by_rank] == [(ConfigError, True)] * 2, by_rank
+    assert errors[-1] == ((ClusterError, "rank 1: OSError('no space left')"), (OSError, "no space left"))
