@@ -83,7 +83,8 @@ class Estimate:
         if self.device == "GPU":
             free = ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
         if self.peak_tflops is not None:
-            floor = f", at least {tflop / self.peak_tflops / ranks:.3f} s at {'each' if ranks > 1 else 'the'} GPU's peak of {self.peak_tflops:g} TFLOP/s"
+            seconds, whose = tflop / self.peak_tflops / ranks, "each" if ranks > 1 else "the"
+            floor = f", at least {seconds:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
         lines = [
             f"{self.trainable:,} trainable parameters" + (f", {self.frozen:,} frozen" if self.frozen else ""),
             "",
