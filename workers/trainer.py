@@ -66,6 +66,8 @@ def main() -> int:
         status, sentence = 0, summary.render()
     if voices is None or voices.first():
         print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
+    if voices is not None and not status:
+        voices.leave()
     return status
 
 

@@ -352,6 +352,10 @@ def in_steps(recipe: Recipe, steps: int) -> Recipe:
 def check_ranks(recipe: Recipe, ranks: int) -> None:
     """Raises ConfigError if a job with so many ranks cannot train the recipe."""
     data, parts = recipe.parallel.data_ranks(ranks), recipe.train.grad_accumulation
+    if recipe.parallel.pipeline > 1:
+        raise ConfigError("parallel.pipeline is not for recipes yet: use data_shard and tensor in its place.")
+    if ranks > 1 and recipe.lora is not None:
+        raise ConfigError(f"lora is for one rank, but this job has {ranks}: start it without --nproc-per-node.")
     if recipe.data.batch_size % (data * parts):
         raise ConfigError(
             f"data.batch_size is {recipe.data.batch_size}, which {data} ranks cannot share"

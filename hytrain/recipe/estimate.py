@@ -13,12 +13,14 @@ the planes that they write: 12 more bytes in host memory. If there is no room fo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hytrain.memory.host import available_bytes
-from hytrain.recipe import adapters, tokenizer
+from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.report import table
@@ -60,6 +62,7 @@ class Estimate:
     frozen: int
     planes: tuple[Plane, ...]
     needs: tuple[Need, ...]
+    ranks: Mapping[str, int]  # the mesh
     free_host: int
     free_device: int | None
     flops_per_step: float
@@ -70,6 +73,8 @@ class Estimate:
         heads = ("plane", "host, CPU-owned", f"{trainer}, CPU-owned", f"{trainer}, GPU-owned", "host copy in")
         numbers = ((p.host_if_cpu, p.trainer_if_cpu, p.trainer_if_gpu) for p in self.planes)
         rows = [(p.name, *(str(n or "-") for n in ns), p.mapped_by) for p, ns in zip(self.planes, numbers, strict=True)]
+        ranks = math.prod(self.ranks.values())
+        mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
             (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
             for n in sorted(self.needs, key=lambda n: n.k)
@@ -78,7 +83,8 @@ class Estimate:
         if self.device == "GPU":
             free = ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
         if self.peak_tflops is not None:
-            floor = f", at least {tflop / self.peak_tflops:.3f} s at the GPU's peak of {self.peak_tflops:g} TFLOP/s"
+            seconds, whose = tflop / self.peak_tflops / ranks, "each" if ranks > 1 else "the"
+            floor = f", at least {seconds:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
         lines = [
             f"{self.trainable:,} trainable parameters" + (f", {self.frozen:,} frozen" if self.frozen else ""),
             "",
@@ -86,6 +92,7 @@ class Estimate:
             "(bytes per parameter)",
             "",
             table(("k", "optimizer", "shared planes", "host planes", trainer), needs),
+            *([f"(of each of {ranks} ranks, {mesh})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
             "",
@@ -94,8 +101,14 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(recipe: Recipe) -> Estimate:
-    """Counts what the recipe needs, even if this machine lacks its GPU. Raises ConfigError for an impossible model."""
+def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
+    """Counts what each of so many ranks needs, even if this machine lacks their GPUs.
+
+    Raises ConfigError for an impossible model, and if the ranks do not fit the recipe.
+    """
+    config.check_ranks(recipe, ranks)
+    mesh = recipe.parallel.sizes(ranks)
+    shards = mesh["data_shard"] * mesh["tensor"]
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
     model = models.skeleton(hf, recipe.model.dtype)
@@ -118,7 +131,8 @@ def estimate(recipe: Recipe) -> Estimate:
         trainable=trainable,
         frozen=frozen,
         planes=planes,
-        needs=tuple(need(planes, trainable, frozen, share) for share in shares),
+        needs=tuple(need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares),
+        ranks=mesh,
         free_host=available_bytes(),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,

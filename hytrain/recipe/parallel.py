@@ -46,6 +46,11 @@ class Voices:
         except dist.DistError:  # its host is gone, so perhaps nobody has spoken
             return True
 
+    @staticmethod
+    def leave() -> None:
+        """The end of a rank that has trained. One that fails just ends, as others may not follow."""
+        dist.destroy_process_group()
+
 
 def start(launch: Launch) -> Voices:
     """Starts torch.distributed with what torchrun has set: gloo, and on a machine with GPUs NCCL on this rank's own."""
@@ -70,11 +75,9 @@ class Job:
         """The job of torch.distributed's default group. Raises ConfigError if its ranks do not fit the recipe."""
         ranks = Ranks.of_job()
         config.check_ranks(recipe, ranks.world)
-        sizes = recipe.parallel.sizes(ranks.world)
         if ranks.world == 1:
             return cls()
-        if sizes["pipeline"] > 1:
-            raise ConfigError("parallel.pipeline is not for recipes yet: use data_shard and tensor in its place.")
+        sizes = recipe.parallel.sizes(ranks.world)
         if device.type == "cuda":
             _refuse_shared(ranks)
         return cls(ranks, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))

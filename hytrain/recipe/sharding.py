@@ -89,6 +89,10 @@ class Blueprint:
         """
         buffers = {storage: self._fakes[storage] for storage in self._others}
         self.model.to_empty(device=device)
+        for first, *tied in self._parameters.values():  # which that has untied
+            for name in tied:
+                prefix, _, leaf = name.rpartition(".")
+                self.model.get_submodule(prefix)._parameters[leaf] = self.model.get_parameter(first)
         if folder is None:
             replay(self._calls, self._fakes, self._deliver)
         else:
