@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Final
 
 from torch.distributed import run
@@ -24,8 +24,21 @@ from workers.process import EXIT_USAGE, exit_status, how_it_ended
 
 #: How long ranks have to end once one has failed, before they are killed.
 SHUTDOWN_S: Final = 3
-#: They announce what the report says, too.
-_CHATTY: Final = "torch.distributed.elastic.multiprocessing.api"
+_AGENT_LOG: Final = "torch.distributed.elastic.agent.server.api"
+_PROCESSES_LOG: Final = "torch.distributed.elastic.multiprocessing.api"
+
+
+class Ended(logging.Filter):
+    """The processes that torchrun has ended, from its warnings, which are not shown: the report says more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pids = set[object]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING and isinstance(record.args, tuple):
+            self.pids.update(record.args[:1])
+        return record.levelno > logging.ERROR
 
 
 def main() -> int:
@@ -35,25 +48,27 @@ def main() -> int:
     folder = joined_cluster()
     assert folder is not None, "the launcher names it"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning; the optimizers set their own
-    logging.getLogger(_CHATTY).setLevel(logging.CRITICAL)
+    logging.getLogger(_AGENT_LOG).setLevel(logging.ERROR)
+    logging.getLogger(_PROCESSES_LOG).addFilter(ended := Ended())
     parser = run.get_args_parser()
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
     rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
     try:
         run.run(parser.parse_args([*flags, *rank]))
     except ChildFailedError as error:
-        return _report(Cluster.read(folder).run_dir, error.failures.items())
+        by_themselves = {rank: one for rank, one in error.failures.items() if one.pid not in ended.pids}
+        return _report(Cluster.read(folder).run_dir, by_themselves or error.failures)
     except SignalException as received:
         return 128 + received.sigval
     except (RendezvousError, ConnectionError) as error:
-        print(f"hytrain-cluster: the ranks did not meet: {error}", file=sys.stderr)
+        print(f"hytrain-cluster: the machines did not meet: {error.__cause__ or error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _report(run_dir: str, failures: Iterable[tuple[int, ProcessFailure]]) -> int:
+def _report(run_dir: str, failures: Mapping[int, ProcessFailure]) -> int:
     """Say which ranks failed, killed ones first: others fail because of them. Returns the first one's exit status."""
-    failed = sorted(failures, key=lambda failure: (failure[1].exitcode >= 0, failure[0]))
+    failed = sorted(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[0]))
     first = exit_status(failed[0][1].exitcode)
     if first != EXIT_USAGE:
         for rank, failure in failed:

@@ -3,7 +3,8 @@
     inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
                                                                            └─▶ timeline, if there is one
 
-It sleeps until its inbox has a message, and exits when the launcher is gone.
+It sleeps until its inbox has a message, and exits when the launcher is gone. A trainer that is gone without a Goodbye
+leaves its place to another, as when torchrun starts failed ranks again.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Coordinator:
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
         self._outboxes: dict[Address, Outbox] = {}
+        self._trainers: dict[str, Address] = {}  # by the names of their connections
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -94,8 +96,11 @@ class Coordinator:
             try:
                 incoming = self._inbox.receive(None)
             except PeerDied as death:
-                _log.info("%s is gone, exiting", death.name)
                 self._inbox.unwatch(death.name)
+                if (trainer := self._trainers.pop(death.name, None)) is not None:
+                    self._lose(trainer, death.name)
+                    continue
+                _log.info("%s is gone, exiting", death.name)
                 self._finish()
                 return 0
             if incoming is not None:
@@ -116,22 +121,46 @@ class Coordinator:
         except HandshakeError as error:
             _log.warning("refused %s: %s", incoming.address, error)
             return
-        # The next process with this address gets a new connection, perhaps for a Welcome in these very commands.
-        if isinstance(incoming.message, m.Goodbye) and (outbox := self._outboxes.pop(incoming.address, None)):
-            self._network.drop(outbox)
+        if isinstance(incoming.message, m.Goodbye):
+            self._disconnect(incoming.address)
+            if self._trainers.pop(incoming.sender, None) is not None:
+                self._inbox.unwatch(incoming.sender)
         for command in commands:
-            self._carry_out(command, incoming)
+            if isinstance(command, Answer):
+                self._inbox.reply(incoming.sender, command.message)
+            else:
+                self._carry_out(command)
         if self._trace is not None:
             _draw(self._trace, incoming, commands, now_s)
+        if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
+            self._watch(incoming.address, incoming.sender, incoming.message.pid)
 
-    def _carry_out(self, command: Command, incoming: Incoming) -> None:
+    def _watch(self, trainer: Address, name: str, pid: int) -> None:
+        try:
+            self._inbox.watch(name, pid)
+        except PeerDied:
+            self._lose(trainer, name)
+        else:
+            self._trainers[name] = trainer
+
+    def _lose(self, trainer: Address, name: str) -> None:
+        """This trainer, or one that waits for its place, has died without a Goodbye."""
+        if self._state.inbox(trainer) == name:
+            self._disconnect(trainer)
+        for command in self._state.lose(trainer, name):
+            self._carry_out(command)
+
+    def _disconnect(self, address: Address) -> None:
+        """The next process with this address gets a new connection, perhaps for a Welcome in the next command."""
+        if outbox := self._outboxes.pop(address, None):
+            self._network.drop(outbox)
+
+    def _carry_out(self, command: Command) -> None:
         match command:
             case Send(to, message):
                 if to not in self._outboxes:
                     self._outboxes[to] = self._network.outbox(self._state.inbox(to))
                 self._outboxes[to].send(message)
-            case Answer(message):
-                self._inbox.reply(incoming.sender, message)
             case Write(line, rank):
                 self._metrics.of(rank).append(line)
             case Amend(step, numbers, rank):

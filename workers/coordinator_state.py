@@ -46,6 +46,15 @@ class CoordinatorState:
             return self._on_end(seat, sender)
         return self._published(seat, seat.handle(message, sender))
 
+    def lose(self, trainer: Address, inbox: str) -> list[Command]:
+        """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
+        seat = self.fleet.seat(trainer.rank)
+        if seat.waiting is not None and seat.waiting.inbox == inbox:
+            seat.waiting = None
+            return [Note(f"{trainer} is gone before its turn")]
+        told = [Send(Address("optimizer", trainer.rank), m.Goodbye())] if seat.planning is not None else []
+        return [Note(f"{trainer} is gone"), *told, *self._on_goodbye(trainer)]
+
     def inbox(self, address: Address) -> str:
         """The name of a worker's inbox, from its Hello. Raises `KeyError` if it has not joined."""
         return self._handshake.joined[address].inbox

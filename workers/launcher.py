@@ -143,7 +143,8 @@ def _run_program(command: Sequence[str], name: str, arguments: argparse.Namespac
             raise ConfigError(f"--{option.replace('_', '-')} is for recipes: a Python program has its own settings")
     config, job = ClusterConfig.resolve(flags=_flags(arguments)), torchrun.job(arguments)
     if config.run_dir is not None:
-        run_folder.claim(Path(config.run_dir).resolve())
+        own = _claim(Path(config.run_dir).resolve(), job)
+        config = config.model_copy(update={"run_dir": str(own)})
     with Supervisor(config, default_name=name, ranks=job.ranks if job else 1) as supervisor:
         return supervisor.supervise([sys.executable, *command], job)
 
@@ -190,14 +191,16 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     )
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
-    run_folder.claim(folder)
+    if (own := _claim(folder, job)) != folder:
+        config = config.model_copy(update={"run_dir": str(own)})
+        return _supervise_recipe(recipe, config, folder, own / "recipe.yaml", job)
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         print(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now", file=sys.stderr)
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
-        status = _supervise_recipe(recipe, config, resolved, job)
+        status = _supervise_recipe(recipe, config, folder, resolved, job)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
             print(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}", file=sys.stderr)
@@ -206,13 +209,21 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     return status
 
 
-def _supervise_recipe(recipe: Recipe, config: ClusterConfig, resolved: Path, job: Job | None) -> int:
-    """Run the recipe's processes. The recipe is written to `resolved`, in the run's folder."""
+def _claim(folder: Path, job: Job | None) -> Path:
+    """Lock the run's folder, or the one for this machine in it if another machine of the job was first; return it."""
+    if job is not None and job.meeting:
+        return run_folder.claim_for_node(folder, job.meeting)
+    run_folder.claim(folder)
+    return folder
+
+
+def _supervise_recipe(recipe: Recipe, config: ClusterConfig, folder: Path, resolved: Path, job: Job | None) -> int:
+    """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
     from hytrain.recipe import config as recipes
 
     with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
         resolved.write_text(recipes.dump(recipe))
-        command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(supervisor.run_dir)]
+        command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(folder)]
         if sys.stderr.isatty():
             command.append("--terminal")
         return supervisor.supervise(command, job)

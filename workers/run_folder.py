@@ -10,6 +10,8 @@ import fcntl
 import json
 import os
 import shutil
+import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any, Final
 from hytrain.errors import ConfigError
 
 LOCK: Final = ".lock"
+#: How long after locking a folder its owner may take to write the name of its job into the lock.
+SETTLE_S: Final = 1.0
 #: The progress of a run that has not completed a step.
 NOTHING: Final = 0, frozenset[str]()
 #: What a run writes into its folder, as patterns.
@@ -75,7 +79,7 @@ def claim(folder: Path) -> int:
     """
     descriptor = _lock(folder)
     if descriptor is None:
-        raise ConfigError(f"another run is using {folder}: give this one another --run-dir, or run.name")
+        raise ConfigError(_in_use(folder))
     return descriptor
 
 
@@ -91,9 +95,31 @@ def claim_or_beside(folder: Path) -> Path:
     return free
 
 
+def claim_for_node(folder: Path, job: str) -> Path:
+    """Lock the folder until this process ends, or a folder for this machine in it; return which.
+
+    The machines of one job, which has the name `job`, may see the same folder: the first one to come locks it. Raises
+    `ConfigError` if another run uses the folder, or if it cannot be written to.
+    """
+    descriptor, ends_s = _lock(folder), time.monotonic() + SETTLE_S
+    if descriptor is not None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, job.encode(), 0)
+        return folder
+    while (owner := (folder / LOCK).read_text()) != job and time.monotonic() < ends_s:
+        time.sleep(0.1)  # it may have been locked just now
+    if owner != job:
+        raise ConfigError(_in_use(folder))
+    return claim_or_beside(folder / f"node-{socket.gethostname()}")
+
+
 def unwritable(folder: Path, error: OSError) -> str:
     """What to tell the user if `error` keeps a run from writing to its folder."""
     return f"the run's folder {folder} cannot be written to: {error.strerror}; choose another"
+
+
+def _in_use(folder: Path) -> str:
+    return f"another run is using {folder}: give this one another --run-dir, or run.name"
 
 
 def _lock(folder: Path, *, even_without_locks: bool = True) -> int | None:

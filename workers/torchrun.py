@@ -32,10 +32,14 @@ _DEFAULT_ADDRESS: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Of a job under torchrun: how many ranks this machine has, and what its agent is told."""
+    """Of a job under torchrun: how many ranks this machine has, and what its agent is told.
+
+    `meeting` names the job on all of its machines; it is empty if there is only one.
+    """
 
     ranks: int
     flags: tuple[str, ...]
+    meeting: str
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +60,13 @@ def job(arguments: argparse.Namespace) -> Job | None:
         return None
     ranks = _ranks(given.get("nproc-per-node", "1"))
     flags = {**given, "nproc-per-node": ranks}
-    nodes = given.get("nnodes", "1")
+    nodes, meeting = given.get("nnodes", "1"), ""
     if _most_nodes(nodes) > 1:
-        _require_reachable(nodes, given)
+        meeting = _meeting(nodes, given)
     elif not any(name in given for name in _MEETING):
         flags["standalone"] = None
-    return Job(ranks, tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items()))
+    words = tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items())
+    return Job(ranks, words, meeting)
 
 
 def _most_nodes(text: str) -> int:
@@ -90,11 +95,14 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-def _require_reachable(nodes: str, given: dict[str, str]) -> None:
-    endpoint = given.get("rdzv-endpoint")
-    host = given.get("master-addr", _DEFAULT_ADDRESS) if endpoint is None else endpoint.rpartition(":")[0] or endpoint
+def _meeting(nodes: str, given: dict[str, str]) -> str:
+    """Where the machines meet, and as what. Raises `ConfigError` if that is not one place for all."""
+    master = f"{given.get('master-addr', _DEFAULT_ADDRESS)}:{given.get('master-port', '')}"
+    endpoint = given.get("rdzv-endpoint", master)
+    host = endpoint.rpartition(":")[0] or endpoint
     if host.strip("[]") in ("localhost", "::1", "0.0.0.0", "::") or host.startswith("127."):
         raise ConfigError(
             f"--nnodes {nodes} with a rendezvous at {host}: that is another machine on each of them; name one that all "
             "can reach, as --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT or as --master-addr=HOST"
         )
+    return f"{given.get('rdzv-id', '')}@{endpoint}"
