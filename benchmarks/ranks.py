@@ -130,7 +130,8 @@ def sharded(model: nn.Module, job: Job, **options: Any) -> nn.Module:
 def materialize(model: Any, device: str) -> None:
     """Random weights for a Llama that was sharded on the meta device: each rank makes its shards."""
     model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)
+    with torch.device(device):  # its frequencies are no parameters
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     torch.manual_seed(rank())
     with torch.no_grad():
         for parameter in model.parameters():
