@@ -28,6 +28,8 @@ GRACE_S: Final = 2.0
 END_S: Final = 30.0
 #: "SomeError: what went wrong", as the last line of a traceback
 _EXCEPTION: Final = re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.)*((?:[A-Z]\w*)?(?:Error|Exception|Timeout|Unavailable)\b.*)$")
+#: torchrun's own exception says only that a rank has failed.
+_TORCHRUN: Final = "ChildFailedError"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_meaningful_line(text: str) -> str:
-    """The last exception's line of a log, else its last line with anything on it; at most 200 characters."""
+    """The last exception's line of a log, but for torchrun's own; else its last line with anything on it; at most 200 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    named = [match[1] for line in lines if (match := _EXCEPTION.match(line)) and not match[1].startswith(_TORCHRUN)]
     return (named or lines or [""])[-1].removeprefix("Unavailable: ")[:200]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.nn.functional import cross_entropy
 
@@ -56,6 +57,13 @@ def join(job: Job, run_dir: str) -> str:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
     return str(gathered(run_dir)[0])
+
+
+def report(error: Exception) -> None:
+    """Tell torchrun, which prints the error that came first: the others may follow from it."""
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
 
 
 def leave() -> None:
@@ -122,7 +130,8 @@ def sharded(model: nn.Module, job: Job, **options: Any) -> nn.Module:
 def materialize(model: Any, device: str) -> None:
     """Random weights for a Llama that was sharded on the meta device: each rank makes its shards."""
     model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)
+    with torch.device(device):  # its frequencies are no parameters
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     torch.manual_seed(rank())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -242,8 +251,8 @@ def pipelined(model: nn.Module, setting: Setting) -> tuple[nn.Module, Pass]:
     stage, count = Stage(model, rank(), job.ranks), MICRO_BATCHES * job.ranks
     (hidden, *_, vocabulary), dtype = SHAPES[job.shape], next(model.parameters()).dtype
     tokens = torch.empty(setting.batch * job.ranks // count, job.sequence, dtype=torch.long, device="meta")
-    between = torch.empty(*tokens.shape, hidden, dtype=dtype, device="meta")
-    logits = torch.empty(*tokens.shape, vocabulary, dtype=dtype, device="meta")
+    like: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
+    between, logits = torch.empty(*tokens.shape, hidden, **like), torch.empty(*tokens.shape, vocabulary, **like)
     part = PipelineStage(
         stage,
         rank(),
@@ -261,7 +270,8 @@ def pipelined(model: nn.Module, setting: Setting) -> tuple[nn.Module, Pass]:
 
     def run(stage: nn.Module, batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        schedule.step(*([batch] if leads() else []), **({"target": batch, "losses": losses} if last else {}))
+        needed = {"target": batch, "losses": losses} if last else {}
+        schedule.step(*([batch] if leads() else []), return_outputs=False, **needed)
         return torch.stack(losses).sum() if last else torch.tensor(math.nan)
 
     return stage, run

@@ -335,7 +335,7 @@ def of_run(rows: Rows) -> str:
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
     fine_tuned = alone.where(part="sft")
     others = Rows(row for row in alone if row not in fine_tuned)
-    made = [(one_host, others), (sft, fine_tuned), *((make, ranked) for make in several.TABLES.values())]
+    made = [(one_host, others), (sft, fine_tuned), *((make, ranked) for make in several.MEASURED.values())]
     return "\n\n".join(text for make, mine in made if mine and (text := make(mine)) != NOTHING)
 
 

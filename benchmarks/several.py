@@ -182,7 +182,11 @@ def large(rows: Rows) -> str:
     return against(rows.of_part("large"), RESIDENT)
 
 
-_TABLES: Final = {"goals": goals, "compared": ranks} | {
-    make.__name__: make for make in (scaling, gpt2, pipeline, large)
+MEASURED: Final = {
+    "ranks-compared": ranks,
+    "ranks-scaling": scaling,
+    "ranks-gpt2": gpt2,
+    "ranks-pipeline": pipeline,
+    "ranks-large": large,
 }
-TABLES: Final = {f"ranks-{name}": make for name, make in _TABLES.items()}
+TABLES: Final = {"ranks-goals": goals, **MEASURED}

@@ -53,8 +53,10 @@ def main() -> int:
             for row in rows(arguments.job, arguments.run_dir or folder):
                 if ranks.leads():
                     out.write(json.dumps(row) + "\n")
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if arguments.job.ranks:
+            ranks.report(error)
         return 1
     return 0
 
@@ -116,6 +118,8 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
             **alike,
         )
         if job.reads_text
