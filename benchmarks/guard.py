@@ -105,7 +105,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_meaningful_line(text: str) -> str:
-    """The last exception's line of a log, but for torchrun's own; else its last line with anything on it; at most 200 characters."""
+    """The last exception in a log that is not torchrun's own, or else the last line, up to 200 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [match[1] for line in lines if (match := _EXCEPTION.match(line)) and not match[1].startswith(_TORCHRUN)]
     return (named or lines or [""])[-1].removeprefix("Unavailable: ")[:200]
