@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import LR, Reference, adamw, differing, late_weights
@@ -25,28 +27,36 @@ STEPS = 6
 
 
 class Block(nn.Module):
-    """About 4.5 k parameters. Of `scale`, the first of several ranks holds all."""
+    """About 2 k parameters. Of `scale`, the first of several ranks holds all."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, scaled: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, hidden, bias=False)
         self.down = nn.Linear(hidden, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+        self.scale = nn.Parameter(torch.ones(1, WIDTH)) if scaled else None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(functional.silu(self.up(self.norm(x))))
-        return x + y * self.scale
+        return x + (y if self.scale is None else y * self.scale)
 
 
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head; (batch, length) tokens to logits."""
 
-    def __init__(self, blocks: int = 3, hidden: int = HIDDEN, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: int = 3,
+        hidden: int = HIDDEN,
+        *,
+        scaled: bool = True,
+        tied: bool = False,
+        checkpointed: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(hidden, scaled) for _ in range(blocks))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
@@ -147,3 +157,34 @@ def same_as(
 def for_this_rank(options: dict[str, Any]) -> dict[str, Any]:
     k = options.get("k", "auto")
     return {**options, "k": k[dist.get_rank() % len(k)] if isinstance(k, tuple) else k}
+
+
+#: The norms that it finds are put into the list; the number is the most that gradients are left with.
+ClippedPractice = Callable[[list[float], float, Any, Any], Iterable[Tensor]]
+
+
+def clip(
+    practice: ClippedPractice, make: Callable[[], nn.Module], max_norm: float, *choices: dict[str, Any]
+) -> list[list[float]]:
+    """The norms with torch's AdamW and then with each choice, which all leave the same bits."""
+    model, norms = make(), [[] for _ in range(len(choices) + 1)]
+    results = [trained(partial(practice, norms[0], max_norm), model, fused(model))]
+    for choice, seen in zip(choices, norms[1:], strict=True):
+        model = make()
+        with adamw(model, max_grad_norm=max_norm, **for_this_rank(choice)) as opt, late_weights():
+            results.append(trained(partial(practice, seen, max_norm), model, opt))
+    for result, choice in zip(results[2:], choices[1:], strict=True):
+        if unequal := differing(result, results[1]):
+            raise AssertionError(f"{choice}: {unequal}")
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    return norms
+
+
+def require_one_norm(norms_by_rank: list[list[list[float]]], max_norm: float) -> None:
+    expected, *found = norms_by_rank[0]
+    assert min(expected) < max_norm < max(expected), f"some steps are clipped, others are not: {expected}"
+    for norms in found:
+        assert norms == found[0]
+        assert norms == pytest.approx(expected, rel=1e-6)
+    for norms in norms_by_rank[1:]:
+        assert norms[1:] == found, "on every rank"

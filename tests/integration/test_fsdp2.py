@@ -7,17 +7,18 @@ every rank; each rank compares what it holds.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LR, adamw, differing, late_weights, wait_for_coordinator
+from helpers import LR, adamw, late_weights, on_waiting, wait_for_coordinator
 from ranks import RankGroup
 from sharded_models import (
     STEPS,
@@ -25,12 +26,12 @@ from sharded_models import (
     Decoder,
     LocalReference,
     Practice,
-    for_this_rank,
+    clip,
     fused,
     local,
+    require_one_norm,
     same_as,
     tokens,
-    trained,
 )
 from sharded_models import next_token_loss as loss_of
 from torch import Tensor, nn
@@ -283,6 +284,36 @@ def test_shards_with_replicas(four_ranks: RankGroup) -> None:
     four_ranks.run(compare_hybrid)
 
 
+# ---------------------------------------------------------------- who waits for what
+
+
+def waits(make: Callable[[], Any]) -> list[str]:
+    """In the second step's forward: what is waited for, and which blocks are entered."""
+    model, seen = make(), []
+    with adamw(model, k=0.0) as opt, late_weights(), pytest.MonkeyPatch.context() as patch:
+        list(itertools.islice(loop(model, opt), 2))
+        update(opt)
+        for index, block in enumerate(model.blocks):
+            block.up.register_forward_pre_hook(
+                lambda module, inputs, index=index: seen.append(f"blocks.{index} computes")
+            )
+        on_waiting(patch, lambda what: seen.append(what.removeprefix("the update of layer ")))
+        with torch.no_grad():
+            loss_of(model, 2)
+    return seen
+
+
+@pytest.mark.parametrize("make, ahead", [(plain, 0), (prefetched, 1)])
+def test_each_all_gather_waits_for_its_own_layers(make: Callable[[], Any], ahead: int, two_ranks: RankGroup) -> None:
+    """The root's all-gather for those outside the blocks; a block's one block ahead, where it is prefetched."""
+    for seen in two_ranks.run(waits, make):
+        for index in range(3):
+            computes = seen.index(f"blocks.{index} computes")
+            waited = [what for what in seen[:computes] if what in ("blocks.0", "blocks.1", "blocks.2")]
+            assert waited == [f"blocks.{before}" for before in range(min(index + ahead, 2) + 1)], seen
+        assert seen.index("embedding") < seen.index("blocks.0")
+
+
 # ---------------------------------------------------------------- one norm, one verdict
 
 
@@ -296,33 +327,8 @@ def clipped(norms: list[float], max_norm: float, model: Any, opt: Any) -> Iterab
             norms.append(float(opt.grad_norm))  # type: ignore[arg-type]
 
 
-def clip(make: Callable[[], Decoder], max_norm: float, *choices: dict[str, Any]) -> list[list[float]]:
-    """The norms with torch's AdamW and then with each choice, which all leave the same bits."""
-    model, norms = make(), [[] for _ in range(len(choices) + 1)]
-    results = [trained(partial(clipped, norms[0], max_norm), model, fused(model))]
-    for choice, seen in zip(choices, norms[1:], strict=True):
-        model = make()
-        with adamw(model, max_grad_norm=max_norm, **for_this_rank(choice)) as opt, late_weights():
-            results.append(trained(partial(clipped, seen, max_norm), model, opt))
-    for result, choice in zip(results[2:], choices[1:], strict=True):
-        if unequal := differing(result, results[1]):
-            raise AssertionError(f"{choice}: {unequal}")
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    return norms
-
-
-def require_one_norm(norms_by_rank: list[list[list[float]]], max_norm: float) -> None:
-    expected, *found = norms_by_rank[0]
-    assert min(expected) < max_norm < max(expected), "some steps are clipped, others are not"
-    for norms in found:
-        assert norms == found[0]
-        assert norms == pytest.approx(expected, rel=1e-6)
-    for norms in norms_by_rank[1:]:
-        assert norms[1:] == found, "on every rank"
-
-
 def clip_plain() -> list[list[float]]:
-    return clip(plain, 0.76, CPU, GPU, {**BOTH, "speculate": False}, {**BOTH, "speculate": True})
+    return clip(clipped, plain, 0.76, CPU, GPU, {**BOTH, "speculate": False}, {**BOTH, "speculate": True})
 
 
 def test_clipping(two_ranks: RankGroup) -> None:
@@ -330,7 +336,7 @@ def test_clipping(two_ranks: RankGroup) -> None:
 
 
 def clip_hybrid() -> list[list[float]]:
-    return clip(hybrid, 0.54, {"k": (0.0, 1.0, 1.0, 0.0)})
+    return clip(clipped, hybrid, 0.54, {"k": (0.0, 1.0, 1.0, 0.0)})
 
 
 def test_replicas_count_once_in_the_norm(four_ranks: RankGroup) -> None:

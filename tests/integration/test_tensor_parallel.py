@@ -1,0 +1,129 @@
+"""Tensor parallelism (`parallelize_module`), alone and with FSDP2: as with torch's AdamW, bit for bit.
+
+Parameters that no plan names are plain tensors, alike on all ranks of the tensor-parallel mesh: so are their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankGroup
+from sharded_models import STEPS, Decoder, clip, fused, next_token_loss, require_one_norm, same_as
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import hytrain
+
+CPU: dict[str, Any] = {"k": 0.0}
+BOTH: dict[str, Any] = {"k": (0.0, 1.0)}
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """All ranks of two; of four, two are data-parallel."""
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+
+
+def data_rank() -> int:
+    return dist.get_rank() // 2
+
+
+def columns_and_rows() -> Decoder:
+    """Only the two matrices of each block are split."""
+    model = Decoder(hidden=48)
+    for block in model.blocks:
+        parallelize_module(block, mesh()["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def sequence_parallel() -> Decoder:
+    """Between the matrices, each rank has half of the sequence: the norms' gradients are sums over the ranks."""
+    model = Decoder(hidden=48, scaled=False)
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh()["tensor"], plan)
+    return model
+
+
+def tensor_and_data_parallel() -> Decoder:
+    model = columns_and_rows()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh()["data"])
+    fully_shard(model, mesh=mesh()["data"])
+    return model
+
+
+def backward(model: Any, opt: Any, step: int) -> Tensor:
+    """torch leaves some gradients distributed in another way than their parameters; HyTrain does not."""
+    loss = next_token_loss(model, step, data_rank())
+    loss.backward()
+    for p in model.parameters() if not isinstance(opt, hytrain.AdamW) else ():
+        if isinstance(p, DTensor):
+            p.grad = p.grad.redistribute(p.device_mesh, p.placements)
+    return loss.detach()
+
+
+def loop(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        yield backward(model, opt, step)
+        opt.step()
+        opt.zero_grad()
+
+
+def clipped(norms: list[float], max_norm: float, model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        yield backward(model, opt, step)
+        if not isinstance(opt, hytrain.AdamW):
+            gradients = [p.grad for p in model.parameters()]
+            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+            norm = nn.utils.get_total_norm(whole)
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            norms.append(norm.item())
+        opt.step()
+        opt.zero_grad()
+        if isinstance(opt, hytrain.AdamW):
+            norms.append(float(opt.grad_norm))  # type: ignore[arg-type]
+
+
+def compare(make: Callable[[], Decoder], *choices: dict[str, Any]) -> None:
+    same_as(fused, loop, make, [*choices])
+
+
+@pytest.mark.parametrize("make", [columns_and_rows, sequence_parallel])
+def test_the_same_bits_as_torch(make: Callable[[], Decoder], two_ranks: RankGroup) -> None:
+    two_ranks.run(compare, make, CPU, BOTH)
+
+
+def test_with_fsdp2(four_ranks: RankGroup) -> None:
+    four_ranks.run(compare, tensor_and_data_parallel, {"k": (0.0, 1.0, 1.0, 0.0)})
+
+
+def test_what_each_rank_has_counts_once_in_the_norm(two_ranks: RankGroup) -> None:
+    for make, max_norm in ((columns_and_rows, 1.11), (sequence_parallel, 1.11)):
+        require_one_norm(two_ranks.run(clip, clipped, make, max_norm, CPU, BOTH), max_norm)
+
+
+def test_with_fsdp2_there_is_one_norm(four_ranks: RankGroup) -> None:
+    norms = four_ranks.run(clip, clipped, tensor_and_data_parallel, 0.777, {"k": (0.0, 1.0, 1.0, 0.0)})
+    require_one_norm(norms, 0.777)
