@@ -127,6 +127,7 @@ def moving(model: Any, opt: Any) -> Iterable[Tensor]:
         if isinstance(opt, hytrain.AdamW) and opt.statistics().step > 1:
             wait_for_coordinator(opt)
             opt._engine._handover.wait()
+    assert not isinstance(opt, hytrain.AdamW) or opt.statistics().moved, "some did"
 
 
 def unsharded_by_the_user(model: Any, opt: Any) -> Iterable[Tensor]:
