@@ -78,7 +78,7 @@ def tokens(step: int, data_rank: int) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, step: int, data_rank: int | None = None) -> Tensor:
-    batch = tokens(step, dist.get_rank() if data_rank is None else data_rank)
+    batch = tokens(step, dist.get_rank() if data_rank is None else data_rank).to(next(model.parameters()).device)
     return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 

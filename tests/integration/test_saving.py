@@ -235,8 +235,8 @@ def seal_again(folder: Path) -> None:
     manifest.seal(folder, sorted(folder.glob("state-?/*")))
 
 
-def make_smaller(file: Path) -> None:
-    save_file({name: tensor[:-1].clone() for name, tensor in load_file(file).items()}, file)
+def make_flat(file: Path) -> None:
+    save_file({name: tensor.flatten() for name, tensor in load_file(file).items()}, file)
     seal_again(file.parent.parent)
 
 
@@ -256,7 +256,7 @@ LAYER = "state-a/shard-00001-model-00003-of-00004.safetensors"
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (LAYER, Path.unlink, LAYER),
     (LAYER, cut_in_half, LAYER),
-    (LAYER, make_smaller, "2.0.weight"),
+    (LAYER, make_flat, "2.0.weight"),
     (LAYER, flip_a_bit, LAYER),
     (LAYER, take_that_of_another_step, LAYER),
     ("state-a/index.json", flip_a_bit, "index.json"),
@@ -402,6 +402,26 @@ def test_distributed_checkpoints_go_from_torch_to_hytrain_and_back(tmp_path: Pat
     dcp_load(third, theirs, tmp_path / "hytrain", {})
     train(third, theirs, range(6, 9), square_loss)
     assert differing(weights(third), weights(whole)) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_bfloat16_state_of_torchs_goes_on_without_remainders(tmp_path: Path) -> None:
+    first, second = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
+    theirs = torch.optim.AdamW(first.parameters(), lr=LR, fused=True)
+    train(first, theirs, range(3), square_loss)
+    dcp_save(first, theirs, tmp_path, {})
+    with adamw(second, k=0.5) as opt:
+        train(second, opt, range(2), square_loss)
+        kept, moments = get_state_dict(second, opt)
+        for entry in moments["state"].values():
+            del entry["remainder"]
+        dcp.load({"model": kept, "optimizer": moments}, checkpoint_id=tmp_path)
+        set_state_dict(second, opt, model_state_dict=kept, optim_state_dict=moments)
+        expected = {name: value.float() for name, value in state(theirs).items()}
+        found = state(opt)
+        assert all(not value.any() for name, value in found.items() if "remainder" in name)
+        assert differing({name: value for name, value in found.items() if name in expected}, expected) == []
+        assert differing(weights(second), weights(first)) == []
 
 
 def test_a_state_by_names_is_loaded_by_names_in_any_order() -> None:

@@ -57,9 +57,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def sharded(name: str, *shape: int) -> nn.Module:
-    """Over a mesh of this shape; with two numbers, replicas first."""
-    model = MODELS[name]()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    """Over a mesh of this shape; with two numbers, replicas first. On the GPUs if the ranks have some."""
+    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    model = MODELS[name]().to(device)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in getattr(model, "blocks", []):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -82,7 +83,7 @@ def whole(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
     for number, entry in opt.state_dict()["state"].items():
         found |= {f"{order[number]}.{plane}": value for plane, value in entry.items()}
     values = {n: value.full_tensor() if isinstance(value, DTensor) else value.clone() for n, value in found.items()}
-    return {n: value.int() if value.dtype is torch.int16 else value for n, value in values.items()}
+    return {n: (value.int() if value.dtype is torch.int16 else value).cpu() for n, value in values.items()}
 
 
 def dcp_save(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, **options: bool) -> None:
@@ -269,6 +270,21 @@ def test_weights_are_exported_from_shards(two_ranks: RankGroup, tmp_path: Path) 
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_and_loaded_on_two_gpus(name: str, tmp_path: Path) -> None:
+    """State that is in host memory has a mesh of GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs")
+    gpus = RankGroup(2, "cuda")
+    try:
+        saved, *_ = gpus.run(save_all, name, (2,), tmp_path)
+        save_as_before(tmp_path / "old", saved)
+        assert differing(gpus.run(load_all, name, (2,), tmp_path)[0][0], saved) == []
+    finally:
+        gpus.close()
+
+
 # ---------------------------------------------------------------- refused, on every rank
 
 
@@ -281,9 +297,8 @@ def lose_a_file(slot: Path) -> None:
     sorted(slot.glob("shard-00002-*"))[0].unlink()
 
 
-def lose_the_shards_of_a_rank(slot: Path) -> None:
-    for file in slot.glob("shard-00002-*"):
-        file.unlink()
+def lose_the_first_rows(slot: Path) -> None:
+    sorted(slot.glob("shard-00001-*"))[0].unlink()
     manifest.seal(slot.parent, slot.iterdir())
 
 
@@ -297,7 +312,7 @@ def lack_a_parameter(slot: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (flip_a_bit, "shard-00002-.* is damaged"),
     (lose_a_file, "shard-00002-.* is missing"),
-    (lose_the_shards_of_a_rank, "is missing or of another shape"),
+    (lose_the_first_rows, "is missing or of another shape"),
     (lack_a_parameter, "of another model, or norm.weight"),
 ]
 
