@@ -209,3 +209,33 @@ def test_a_missing_extra_is_one_sentence(module: str, missing: str, extra: str, 
     *above, last = said.stderr.splitlines()
     assert f"needs {missing}, which is not installed: python -m pip install 'hytrain[{extra}]'" in last
     assert said.returncode and bool(above) == (extra == "hf"), "an import raises; a recipe says it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [
+        ([], 4, (1, 1, 4, 1)),
+        (["parallel.data_shard=-1", "parallel.tensor=2"], 8, (1, 1, 4, 2)),
+        (["parallel.data_replicate=2", "parallel.data_shard=2"], 4, (1, 2, 2, 1)),
+        (["parallel.tensor=2", "parallel.data_shard=1"], 2, (1, 1, 1, 2)),
+    ],
+)
+def test_the_mesh_of_a_job(recipe_file: Path, overrides: list[str], ranks: int, expected: tuple[int, ...]) -> None:
+    recipe = config.load(recipe_file, overrides)
+    assert tuple(recipe.parallel.sizes(ranks).values()) == expected
+    config.check_ranks(recipe, ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "part"),
+    [
+        (["parallel.tensor=3"], 4, "asks for 3 ranks (tensor 3), but this job has 4"),
+        (["parallel.tensor=2"], 1, "start it with --nproc-per-node 2"),
+        (["data.batch_size=6"], 4, "6, which 4 ranks cannot share: make it a multiple of 4"),
+        (["train.grad_accumulation=4"], 4, "in 4 parts: make it a multiple of 16"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_one_sentence(recipe_file: Path, overrides: list[str], ranks: int, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.check_ranks(config.load(recipe_file, overrides), ranks)
+    assert part in str(caught.value)

@@ -13,6 +13,7 @@ from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
 from hytrain.recipe import config, model
+from hytrain.recipe.deferred import recording, replay, storage_of
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.schedule import factors, scheduler
 
@@ -38,6 +39,35 @@ def test_new_model_trains_in_the_dtype_asked_for(fields: dict[str, Any], dtype: 
     assert (decaying["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.ndim for p in decaying["params"]} == {2} and {p.ndim for p in plain["params"]} == {1}
     assert len(decaying["params"]) + len(plain["params"]) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({**LLAMA, "tie_word_embeddings": True}, "float32"),
+        (GPT2, "bfloat16"),
+        ({"model_type": "gptj", "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}, "bfloat16"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 2, **SIZES}, "float32"),
+    ],
+    ids=["tied", "gpt2", "gptj", "mixtral"],
+)
+def test_a_recorded_model_gets_the_values_of_a_built_one(fields: dict[str, Any], dtype: str) -> None:
+    """Parameters and buffers, also those that depend on the default dtype, and the random generator afterwards."""
+    wanted = config.Model.model_validate({"config": fields, "dtype": dtype})
+    hf = model.configuration(wanted, 256, 64)
+    torch.manual_seed(3)
+    built = model.build(wanted, hf, CPU)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    with recording() as calls:
+        recorded = model.build(wanted, hf, CPU)
+    assert not torch.equal(torch.get_rng_state(), after), "nothing has been made yet"
+    fakes = dict([*recorded.named_parameters(), *recorded.named_buffers()])
+    values: dict[int, torch.Tensor] = {}
+    replay(calls, {storage_of(fake): fake for fake in fakes.values()}, values.__setitem__)
+    expected = dict([*built.named_parameters(), *built.named_buffers()])
+    assert fakes.keys() == expected.keys() and torch.equal(torch.get_rng_state(), after)
+    assert [name for name in fakes if not torch.equal(values[storage_of(fakes[name])], expected[name])] == []
 
 
 def test_model_from_a_folder(tmp_path: Path) -> None:
@@ -206,3 +236,17 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     page = result.render()
     for word in ("remainder", "exp_avg_sq", "trainer (GPU)", "0.25", "Free now", f"{result.trainable:,}"):
         assert word in page
+
+
+def test_estimate_of_each_rank(tmp_path: Path) -> None:
+    """Shards divide what a rank needs, replicas do not."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"model": {"config": LLAMA | {"vocab_size": 64}}, "train": {"steps": 1}}))
+    data = ["data={kind: random, batch_size: 8}", "data.sequence_length=16", "train.device=cpu"]
+    alone = estimate(config.load(recipe, data))
+    four = estimate(config.load(recipe, [*data, "parallel.data_replicate=2"]), 4)
+    for one, each in zip(alone.needs, four.needs, strict=True):
+        assert each.host == pytest.approx(one.host / 2, rel=1e-3) and each.trainer == pytest.approx(
+            one.trainer / 2, rel=1e-3
+        )
+    assert "all 4 ranks, data_replicate 2 x data_shard 2" in four.render() and "rank" not in alone.render()

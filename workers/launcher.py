@@ -179,16 +179,17 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(recipes.dump(recipe), end="")
         return 0
+    job = torchrun.job(arguments)
+    world = 1 if job is None else job.world
+    if world is not None:
+        recipes.check_ranks(recipe, world)
     if arguments.dry_run:
         with needed("--dry-run", "hytrain[recipe]"):
             from hytrain.recipe.estimate import estimate
 
-        print(estimate(recipe).render())
+        print(estimate(recipe, world or 1).render())
         return 0
-    config, job = (
-        ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe)),
-        torchrun.job(arguments),
-    )
+    config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
     if (own := _claim(folder, job)) != folder:

@@ -32,12 +32,13 @@ _DEFAULT_ADDRESS: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Of a job under torchrun: how many ranks this machine has, and what its agent is told.
+    """Of a job under torchrun: how many ranks this machine and all have, and what its agent is told.
 
     `meeting` names the job on all of its machines; it is empty if there is only one.
     """
 
     ranks: int
+    world: int | None  # None if the number of machines is open
     flags: tuple[str, ...]
     meeting: str
 
@@ -66,7 +67,8 @@ def job(arguments: argparse.Namespace) -> Job | None:
     elif not any(name in given for name in _MEETING):
         flags["standalone"] = None
     words = tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items())
-    return Job(ranks, words, meeting)
+    world = None if ":" in nodes else ranks * int(nodes)
+    return Job(ranks, world, words, meeting)
 
 
 def _most_nodes(text: str) -> int:

@@ -74,6 +74,7 @@ class Estimate:
         numbers = ((p.host_if_cpu, p.trainer_if_cpu, p.trainer_if_gpu) for p in self.planes)
         rows = [(p.name, *(str(n or "-") for n in ns), p.mapped_by) for p, ns in zip(self.planes, numbers, strict=True)]
         ranks = math.prod(self.ranks.values())
+        host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
             (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
@@ -92,7 +93,7 @@ class Estimate:
             "(bytes per parameter)",
             "",
             table(("k", "optimizer", "shared planes", "host planes", trainer), needs),
-            *([f"(of each of {ranks} ranks, {mesh})"] if ranks > 1 else []),
+            *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
             "",
