@@ -103,8 +103,8 @@ class Job:
     @property
     def folder(self) -> str:
         """Where its run folder is kept, if at all."""
-        more = (f"ranks={self.ranks}", f"tensor={self.tensor}", self.schedule, f"clip={self.clip}")
-        return ",".join([self.system, *filter(None, more)]) if self.ranks else self.system
+        more = (f"{self.ranks}-ranks", self.tensor > 1 and "tensor", self.schedule, self.clip and "clipped")
+        return "-".join([self.system, *filter(None, more)]) if self.ranks else self.system
 
     def only(self, batches: Collection[int]) -> Self:
         """The job without segments of other batch sizes."""

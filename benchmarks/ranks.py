@@ -9,7 +9,6 @@ computes in bf16; with HyTrain the shards are bf16.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from functools import partial
@@ -17,18 +16,16 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.nn.functional import cross_entropy
 
 from benchmarks import systems, text
-from benchmarks.parts import ON_META, SHAPES, Job
+from benchmarks.parts import ON_META, Job
+from benchmarks.pipelines import MICRO_BATCHES, pipelined
 from benchmarks.systems import Pass, Running, Setting, System, forward_and_backward
 
-#: Micro-batches of a pipeline for each of its stages.
-MICRO_BATCHES: Final = 4
 #: What a GPU could do at most, in TFLOP/s: dense bf16 products, from the data sheets.
 PEAK_TFLOPS: Final = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 
@@ -79,7 +76,10 @@ def gathered(value: Any) -> list[Any]:
 
 
 def merged(row: dict[str, Any], job: Job) -> dict[str, Any]:
-    """All ranks' rows as one: the slowest rank's time of each step, the most memory, the mean loss."""
+    """All ranks' rows as one: the slowest rank's time of each step, the most memory, the mean loss.
+
+    Of a pipeline only the last rank has a loss.
+    """
     rows = gathered(row)
     times = {name: [max(each) for each in zip(*(row[name] for row in rows))] for name in ("settling_s", "steps_s")}
     step_s = statistics.median(times["steps_s"])
@@ -93,12 +93,13 @@ def merged(row: dict[str, Any], job: Job) -> dict[str, Any]:
         "gpu_peak_gb": max(row["gpu_peak_gb"] for row in rows),
         "gpu_peak_gb_by_rank": [row["gpu_peak_gb"] for row in rows],
     }
-    for name in ("loss", "held_out_loss", "accuracy"):
-        if values := [row[name] for row in rows if not math.isnan(row.get(name, math.nan))]:
-            found[name] = round(statistics.mean(values), 4)
+    for name in {"loss", "held_out_loss", "accuracy"} & row.keys():
+        found[name] = round(statistics.mean(row[name] for row in rows), 4)
+    if job.schedule:
+        found["loss"] = rows[-1]["loss"]
     if "k" in row:
         found |= {"k": statistics.mean(row["k"] for row in rows), "k_by_rank": [row["k"] for row in rows]}
-        found["stall_s"] = max(row["stall_s"] or 0.0 for row in rows)
+        found["stall_s"] = max(row["stall_s"] for row in rows)
     return found
 
 
@@ -215,66 +216,6 @@ def ddp(model: nn.Module, setting: Setting) -> Running:
 
 
 # ---------------------------------------------------------------- pipelines
-
-
-class Stage(nn.Module):
-    """A pipeline's part of a Llama: (batch, sequence) tokens or (batch, sequence, hidden) in, hidden or logits out.
-
-    The rest of `model` is dropped.
-    """
-
-    def __init__(self, model: Any, index: int, count: int) -> None:
-        super().__init__()
-        body, last = model.model, index == count - 1
-        cuts = [len(body.layers) * each // count for each in range(count + 1)]
-        body.layers = nn.ModuleList(body.layers[cuts[index] : cuts[index + 1]])
-        body.embed_tokens, body.norm = (body.embed_tokens if index == 0 else None), (body.norm if last else None)
-        model.lm_head = model.lm_head if last else None
-        self.embedding, self.rotary, self.layers = body.embed_tokens, body.rotary_emb, body.layers
-        self.norm, self.head = body.norm, model.lm_head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.embedding is not None:
-            hidden = self.embedding(hidden)
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        angles = self.rotary(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, position_ids=positions, position_embeddings=angles)
-        return hidden if self.norm is None else self.head(self.norm(hidden))
-
-
-def pipelined(model: nn.Module, setting: Setting) -> tuple[nn.Module, Pass]:
-    """This rank's stage, and a pass of all micro-batches through the pipeline; only the last rank has a loss."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    job, last = setting.job, rank() == setting.job.ranks - 1
-    stage, count = Stage(model, rank(), job.ranks), MICRO_BATCHES * job.ranks
-    (hidden, *_, vocabulary), dtype = SHAPES[job.shape], next(model.parameters()).dtype
-    tokens = torch.empty(setting.batch * job.ranks // count, job.sequence, dtype=torch.long, device="meta")
-    like: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
-    between, logits = torch.empty(*tokens.shape, hidden, **like), torch.empty(*tokens.shape, vocabulary, **like)
-    part = PipelineStage(
-        stage,
-        rank(),
-        job.ranks,
-        torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu"),
-        input_args=tokens if leads() else between,
-        output_args=logits if last else between,
-    )
-
-    def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()) / count
-
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[job.schedule]
-    schedule = kind(part, count, loss_fn=loss_of, scale_grads=False)
-
-    def run(stage: nn.Module, batch: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        needed = {"target": batch, "losses": losses} if last else {}
-        schedule.step(*([batch] if leads() else []), return_outputs=False, **needed)
-        return torch.stack(losses).sum() if last else torch.tensor(math.nan)
-
-    return stage, run
 
 
 def resident_pipeline(model: nn.Module, setting: Setting) -> Running:

@@ -246,8 +246,7 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
     if running.optimizer is None:
         return {}
     last = steps.statistics[-1]
-    own = steps.statistics[-segment.measure :]
-    measured = running.records(steps.first, last.step, steps.loss)[-segment.measure :] if ranks.leads() else []
+    measured = running.records(steps.first, last.step, steps.loss, ranks.rank())[-segment.measure :]
 
     def median(field: str) -> float | None:
         values = [record[field] for record in measured if record.get(field) is not None]
@@ -258,8 +257,7 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
         "ks": [round(float(each.k), 4) for each in steps.statistics],
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,
-        **{field: median(field) for field in ("predicted_step_s", "cpu_busy_s")},
-        "stall_s": median("stall_s") if measured else round(statistics.median(each.stall_s for each in own), 5),
+        **{field: median(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s")},
     }
 
 

@@ -52,10 +52,11 @@ class Running:
         self.step, self.optimizer = step, optimizer
         self.fixed_batch = fixed_batch  # whether other batch sizes need another process
 
-    def records(self, first: int, last: int, loss: float) -> list[dict[str, Any]]:
+    def records(self, first: int, last: int, loss: float, rank: int = 0) -> list[dict[str, Any]]:
         """HyTrain's records of these steps. Its coordinator holds them until the loop has logged: so log the loss."""
         self.optimizer.log(last, loss=loss)
-        path, deadline = Path(self.optimizer.run_dir) / "metrics.jsonl", time.monotonic() + RECORD_PATIENCE_S
+        path = Path(self.optimizer.run_dir) / (f"metrics-{rank}.jsonl" if rank else "metrics.jsonl")
+        deadline = time.monotonic() + RECORD_PATIENCE_S
         found: dict[int, dict[str, Any]] = {}
         while last not in found and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,10 +1,13 @@
 """One or two timelines in one picture: reads the `trace.json` that a traced run leaves.
 
     python -m benchmarks.timeline OUT.png --steps A:B TITLE=trace.json [TITLE=trace.json]
+    python -m benchmarks.timeline OUT.png --steps A:B --rank 0 1 TITLE=trace.json
 
 A timeline has a track for each part of the machine that works at the same time: the GPU (or the trainer's cores), the
-copies out, the CPU, the copies in. The kind of work is a colour, and the layer a shade of it: the layers that forward
-needs first are the darkest. Device times are tied to the host's clock to some 0.1 ms.
+copies out, the CPU, the copies in. Of a job on several ranks each rank has a timeline of its own; the forwards and
+backwards of a pipeline are those of micro-batches, from `pipelines`. The kind of work is a colour, and the layer or
+micro-batch a shade of it: what forward needs first is the darkest. Device times are tied to the host's clock to some
+0.1 ms.
 """
 
 from __future__ import annotations
@@ -51,39 +54,50 @@ EDGE: Final = "#2b2d42"
 
 @dataclass(frozen=True)
 class Span:
-    """A layer's work of one kind; milliseconds from the trace's first step."""
+    """A layer's or a micro-batch's work of one kind; milliseconds from the trace's first step."""
 
     kind: str
     lid: int
     step: int
     began_ms: float
     ended_ms: float
+    is_chunk: bool = False  # `lid` is a micro-batch
 
 
 class Timeline:
-    """The events of one trainer's run. `steps` are the steps' intervals."""
+    """The events of one rank's trainer and optimizer. `steps` are the steps' intervals."""
 
-    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
-        """Raises `ValueError` where there is no trainer's step, or there are several trainers."""
+    def __init__(self, events: Iterable[dict[str, Any]], rank: int = 0, chunks: Iterable[Sequence[Any]] = ()) -> None:
+        """`chunks`: what a pipeline's stage noted. Raises `ValueError` where the rank has no steps of one trainer."""
         events = list(events)
         tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        trainers = {e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "trainer-0"}
-        steps = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
+        names = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
+        trainers = {pid for name, pid in names if name == f"trainer-{rank}"}
+        every = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
+        steps = [event for event in every if event["pid"] in trainers]
         if len(trainers) != 1 or not steps:
-            raise ValueError(f"needs the steps of one trainer: {len(trainers)} trainers, {len(steps)} steps")
-        zero_us = min(event["ts"] for event in steps)
+            raise ValueError(f"needs the steps of one trainer {rank}: {len(trainers)} trainers, {len(steps)} steps")
+        self.zero_us: float = min(event["ts"] for event in every)  # the same for all ranks of a run
 
         def interval(event: dict[str, Any]) -> Interval:
-            began_ms = (event["ts"] - zero_us) / 1e3
+            began_ms = (event["ts"] - self.zero_us) / 1e3
             return began_ms, began_ms + event.get("dur", 0.0) / 1e3
 
         self.steps: dict[int, Interval] = {event["args"]["step"]: interval(event) for event in steps}
-        works = [(event["args"], event) for event in events if "kind" in event.get("args", {})]
-        self.spans = [Span(args["kind"], args["lid"], args["step"], *interval(event)) for args, event in works]
+        own = trainers | {pid for name, pid in names if name == f"optimizer-{rank}"}
+        works = [(e["args"], e) for e in events if e["pid"] in own and "kind" in e.get("args", {})]
+        spans = [Span(args["kind"], args["lid"], args["step"], *interval(event)) for args, event in works]
+        noted = [
+            Span(kind, index, step, *(at_s * 1e3 - self.zero_us / 1e3 for at_s in interval_s), is_chunk=True)
+            for kind, index, step, *interval_s in chunks
+        ]
+        self.spans = [span for span in spans if not noted or span.kind not in ("forward", "backward")] + noted
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls(json.loads(path.read_text())["traceEvents"])
+    def read(cls, path: Path, rank: int = 0) -> Self:
+        noted = path.with_name(f"micro-batches-{rank}.jsonl")
+        lines = noted.read_text().splitlines() if noted.exists() else []
+        return cls(json.loads(path.read_text())["traceEvents"], rank, map(json.loads, lines))
 
     def of_kind(self, kind: str) -> list[Span]:
         return [span for span in self.spans if span.kind == kind]
@@ -95,25 +109,31 @@ class Timeline:
             raise ValueError(f"no step of {steps.start}:{steps.stop} is in the timeline, which has {len(self.steps)}")
         return intervals[0][0], intervals[-1][1]
 
-    def positions(self) -> dict[int, int]:
-        """Each layer's place in the forward order; layers without a forward of their own are behind it."""
-        order = [span.lid for span in sorted(self.of_kind("forward"), key=lambda span: span.began_ms)]
-        order += sorted(span.lid for span in self.spans)
-        return {lid: position for position, lid in enumerate(dict.fromkeys(order))}
+    def depths(self, *, of_chunks: bool) -> dict[int, float]:
+        """Each layer's or micro-batch's place in the forward order, from 0 to 1; what has no forward is behind it."""
+        spans = [span for span in self.spans if span.is_chunk == of_chunks]
+        forwards = [span for span in spans if span.kind == "forward"]
+        order = [span.lid for span in sorted(forwards, key=lambda span: span.began_ms)]
+        found = list(dict.fromkeys([*order, *sorted(span.lid for span in spans)]))
+        return {lid: position / max(len(found) - 1, 1) for position, lid in enumerate(found)}
 
 
 # ---------------------------------------------------------------- the picture
 
 
 def draw(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
-    """Write the picture of these steps. Raises `ValueError` if a timeline has none of them."""
+    """Write the picture of these steps; ranks of one run share an axis. Raises `ValueError` without any of them."""
     height_in = 0.9 + 1.75 * len(timelines)
     figure, panels = pyplot.subplots(len(timelines), 1, figsize=(WIDTH_IN, height_in), sharex=True, squeeze=False)
-    longest_ms = 0.0
+    windows: dict[float, list[Interval]] = {}
+    for timeline in timelines.values():
+        windows.setdefault(timeline.zero_us, []).append(timeline.within(steps))
+    spans = {run: (min(began for began, _ in each), max(ended for _, ended in each)) for run, each in windows.items()}
     for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-        longest_ms = max(longest_ms, _panel(axes, title, timeline, steps))
-    panels[0, 0].set_xlim(0.0, longest_ms)
-    panels[-1, 0].set_xlabel("ms (dark shades: layers that forward needs first)")
+        _panel(axes, title, timeline, steps, spans[timeline.zero_us])
+    panels[0, 0].set_xlim(0.0, max(ended - began for began, ended in spans.values()))
+    dark = "the first micro-batches, and " if any(s.is_chunk for t in timelines.values() for s in t.spans) else ""
+    panels[-1, 0].set_xlabel(f"ms (dark shades: {dark}layers that forward needs first)")
     shown = {span.kind for timeline in timelines.values() for span in timeline.spans}
     patches = [Patch(color=colour, label=name) for kind, (colour, name) in KINDS.items() if kind in shown]
     figure.tight_layout(rect=(0, 0.28 / height_in, 1, 1), h_pad=1.2)
@@ -122,16 +142,16 @@ def draw(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
-    """One run's tracks. Returns how many ms its steps take."""
+def _panel(axes: Any, title: str, timeline: Timeline, steps: range, window: Interval) -> None:
+    """One rank's tracks in this window."""
     began_ms, ended_ms = timeline.within(steps)
-    positions = timeline.positions()
+    depths = {of_chunks: timeline.depths(of_chunks=of_chunks) for of_chunks in (False, True)}
     for row, (_, kinds) in enumerate(TRACKS):
         for kind in kinds:
-            _bars(axes, row, timeline.of_kind(kind), positions, (began_ms, ended_ms))
+            _bars(axes, row, timeline.of_kind(kind), depths, window)
     found = [step for step in steps if step in timeline.steps]
     for step in found:
-        at_ms = timeline.steps[step][0] - began_ms
+        at_ms = timeline.steps[step][0] - window[0]
         axes.axvline(at_ms, color=EDGE, linewidth=0.8, linestyle=":")
         axes.text(at_ms, -0.52, f" step {step}", fontsize=8, color=EDGE, va="bottom")
     axes.set_yticks(range(len(TRACKS)), [name for name, _ in TRACKS])
@@ -139,22 +159,21 @@ def _panel(axes: Any, title: str, timeline: Timeline, steps: range) -> float:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{title}: {(ended_ms - began_ms) / len(found):.1f} ms per step", loc="left", fontsize=11, pad=14)
-    return ended_ms - began_ms
 
 
-def _bars(axes: Any, row: int, spans: Sequence[Span], positions: dict[int, int], window: Interval) -> None:
+def _bars(axes: Any, row: int, spans: list[Span], depths: dict[bool, dict[int, float]], window: Interval) -> None:
     """Spans of one kind, as far as they are in the window."""
     bars, colours = [], []
     for span in spans:
         began_ms, ended_ms = max(span.began_ms, window[0]), min(span.ended_ms, window[1])
         if began_ms < ended_ms:
             bars.append((began_ms - window[0], ended_ms - began_ms))
-            colours.append(_shade(span.kind, positions[span.lid] / max(len(positions) - 1, 1)))
+            colours.append(_shade(span.kind, depths[span.is_chunk][span.lid]))
     axes.broken_barh(bars, (row - BAR / 2, BAR), facecolors=colours, linewidth=0)
 
 
 def _shade(kind: str, depth: float) -> tuple[float, ...]:
-    """The colour of a kind, paler the later the layer is in forward; a stall is a stall."""
+    """The colour of a kind, paler the later the layer or micro-batch is in forward; a stall is a stall."""
     white = 0.0 if kind == "stall" else PALEST * depth
     return tuple(part + (1.0 - part) * white for part in to_rgb(KINDS[kind][0]))
 
@@ -164,11 +183,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("picture", type=Path, metavar="OUT.png")
     parser.add_argument("timelines", nargs="+", metavar="TITLE=trace.json")
     parser.add_argument("--steps", metavar="A:B", required=True, help="from step A up to B")
+    parser.add_argument("--rank", type=int, nargs="+", default=[0], help="the ranks, of a run with several")
     arguments = parser.parse_args(argv)
     try:
         first, last = map(int, arguments.steps.split(":"))
-        titled = (text.rpartition("=") for text in arguments.timelines)
-        draw({title: Timeline.read(Path(path)) for title, _, path in titled}, range(first, last), arguments.picture)
+        shown = [(text.rpartition("="), rank) for text in arguments.timelines for rank in arguments.rank]
+        named = {
+            f"{title}, rank {rank}" if len(arguments.rank) > 1 else title: Timeline.read(Path(path), rank)
+            for (title, _, path), rank in shown
+        }
+        draw(named, range(first, last), arguments.picture)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
