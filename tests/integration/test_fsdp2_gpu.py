@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import wait_for_coordinator
+from helpers import adamw, wait_for_coordinator
 from ranks import RankGroup
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-import hytrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
@@ -55,7 +53,7 @@ def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1) -> 
     options = {name: value[rank] if isinstance(value, tuple) else value for name, value in options.items()}
     model: Any = llama(**making)
     losses = []
-    with hytrain.AdamW(model, lr=1e-3, grad_accumulation=backwards, **options) as opt:
+    with adamw(model, grad_accumulation=backwards, **options) as opt:
         for step in range(STEPS):
             for part in range(backwards):
                 generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)

@@ -30,7 +30,7 @@ class Stage(nn.Module):
         super().__init__()
         torch.manual_seed(index)
         self.first = nn.Embedding(VOCAB, 32) if index == 0 else nn.Identity()
-        self.blocks = nn.ModuleList(Block(35) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(35, True) for _ in range(2))
         self.last = nn.Linear(32, VOCAB, bias=False) if index == stages - 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
