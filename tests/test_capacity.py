@@ -95,6 +95,14 @@ def test_without_a_gpu_all_lies_on_the_host() -> None:
         require_host_memory(LAYOUTS, None, 10 * ON_HOST - 1)
 
 
+def test_ranks_on_one_machine_divide_its_memory() -> None:
+    require_host_memory(LAYOUTS, None, 20 * ON_HOST, ranks=2)
+    with pytest.raises(
+        CapacityError, match=r"0\.15 GB, the stated limit, divided by the 2 ranks on this machine: raise"
+    ):
+        require_host_memory(LAYOUTS, None, 20 * ON_HOST - 1, ranks=2)
+
+
 def test_a_given_k_is_taken_at_its_word() -> None:
     require_host_memory(LAYOUTS, 0.3, 7 * ON_HOST, gpu_bytes=0)
     with pytest.raises(CapacityError, match=r"at k=0\.20 needs 0\.12 GB .* raise k"):

@@ -639,3 +639,16 @@ def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:
     driver.handle(ack(0), OTHER)
     assert driver.sent(ack(0), SERVING) == [(OTHER, m.Reassign(plan_id=0))]
     assert driver.first_plan().plan_id == 0
+
+
+def test_a_trainer_that_is_gone_without_a_goodbye_leaves_its_place(driver: Driver) -> None:
+    driver.start()
+    driver.handle(hello(12))
+    assert [c for c in driver.state.lose(TRAINER, "inbox-12") if isinstance(c, Send)] == [], "it only waited"
+    commands = driver.state.lose(TRAINER, "inbox-11")
+    assert [(c.to, c.message) for c in commands if isinstance(c, Send)] == [(OPTIMIZER, m.Goodbye())]
+    assert driver.sent(hello(13)) == [], "the optimizer has not left it yet"
+    assert driver.sent(m.SessionEnded()) == [(TRAINER, WELCOME)]
+    commands = driver.state.lose(TRAINER, "inbox-13")
+    assert not any(isinstance(c, Send) for c in commands), "its optimizer does not know it yet"
+    assert driver.sent(hello(14)) == [(TRAINER, WELCOME)]

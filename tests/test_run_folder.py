@@ -10,7 +10,17 @@ import pytest
 
 from hytrain.errors import ConfigError
 from workers import run_folder
-from workers.run_folder import bring_back, claim, claim_or_beside, create, default, find, prune, set_aside
+from workers.run_folder import (
+    bring_back,
+    claim,
+    claim_for_node,
+    claim_or_beside,
+    create,
+    default,
+    find,
+    prune,
+    set_aside,
+)
 
 
 def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
@@ -21,6 +31,16 @@ def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
     os.close(claim(tmp_path / "runs" / "other"))
     os.close(lock)
     os.close(claim(folder))
+
+
+def test_machines_of_one_job_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(run_folder, "SETTLE_S", 0.0)
+    folder = tmp_path / "run"
+    assert claim_for_node(folder, "42@node7") == folder
+    assert claim_for_node(folder, "42@node7") == folder / "node-here"
+    with pytest.raises(ConfigError, match="another run is using .*/run: give this one another"):
+        claim_for_node(folder, "43@node7")
 
 
 def test_what_a_run_left_steps_aside_and_nothing_else(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from workers.process import EXIT_USAGE, exit_status, how_it_ended
 #: How long ranks have to end once one has failed, before they are killed.
 SHUTDOWN_S: Final = 3
 _AGENT_LOG: Final = "torch.distributed.elastic.agent.server.api"
-_PROCESSES_LOG: Final = "torch.distributed.elastic.multiprocessing.api"
+PROCESSES_LOG: Final = "torch.distributed.elastic.multiprocessing.api"
 
 
 class Ended(logging.Filter):
@@ -49,15 +49,20 @@ def main() -> int:
     assert folder is not None, "the launcher names it"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning; the optimizers set their own
     logging.getLogger(_AGENT_LOG).setLevel(logging.ERROR)
-    logging.getLogger(_PROCESSES_LOG).addFilter(ended := Ended())
+    logging.getLogger(PROCESSES_LOG).addFilter(ended := Ended())
     parser = run.get_args_parser()
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
     rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
+    options = parser.parse_args([*flags, *rank])
+    if options.standalone and options.max_restarts:
+        # Ranks that start again would find the addresses of dead ones in the store that torchrun keeps (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        options.local_addr = options.local_addr or "127.0.0.1"
     try:
-        run.run(parser.parse_args([*flags, *rank]))
+        run.run(options)
     except ChildFailedError as error:
         by_themselves = {rank: one for rank, one in error.failures.items() if one.pid not in ended.pids}
-        return _report(Cluster.read(folder).run_dir, by_themselves or error.failures)
+        return report(Cluster.read(folder).run_dir, by_themselves or error.failures)
     except SignalException as received:
         return 128 + received.sigval
     except (RendezvousError, ConnectionError) as error:
@@ -66,7 +71,7 @@ def main() -> int:
     return 0
 
 
-def _report(run_dir: str, failures: Mapping[int, ProcessFailure]) -> int:
+def report(run_dir: str, failures: Mapping[int, ProcessFailure]) -> int:
     """Say which ranks failed, killed ones first: others fail because of them. Returns the first one's exit status."""
     failed = sorted(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[0]))
     first = exit_status(failed[0][1].exitcode)
