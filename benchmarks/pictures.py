@@ -22,8 +22,9 @@ WIDTH_IN: Final = 9.0
 
 
 def draw(rows: Rows, folder: Path) -> Iterator[tuple[str, str]]:
-    """Write each picture that there are rows for, as bench-NAME.png. Yields its name and what it shows."""
+    """Write each picture that there are rows for, of one GPU, as bench-NAME.png. Yields its name and what it shows."""
     folder.mkdir(parents=True, exist_ok=True)
+    rows = rows.on_ranks(False)
     for name, (make, shows) in PICTURES.items():
         figure = make(rows)
         if figure is not None:

@@ -352,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no rows*.jsonl with anything in it in {', '.join(map(str, arguments.results))}")
     kernels = sorted(path for folder in arguments.results for path in folder.glob("kernel*.json"))
     texts = blocks(rows, json.loads(kernels[-1].read_text()) if kernels else {})
-    for name, shows in pictures.draw(rows.on_ranks(False), arguments.page.with_name("pictures")):
+    for name, shows in pictures.draw(rows, arguments.page.with_name("pictures")):
         texts[name] = f"![{shows}](pictures/bench-{name}.png)\n\n{texts[name]}"
     arguments.page.write_text(fill(arguments.page.read_text(), texts))
     return 0

@@ -164,7 +164,7 @@ def gpt2(rows: Rows) -> str:
         GPUS,
         last("batch per GPU", "batch"),
         col.SYSTEM,
-        last("with", "label"),
+        ("tensor parallelism", lambda mine: mine.last("label").removeprefix("tensor ") or MISSING),
         K,
         col.STEP,
         *rates,

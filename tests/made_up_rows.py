@@ -9,13 +9,19 @@ from benchmarks.parts import Job, Segment
 from benchmarks.rows import Rows
 
 STEP_S = {"no-offload": 0.6, "forward-backward": 0.5, "torchao-fp32": 1.3, "deepspeed-zero2": 1.9, "fsdp2": 2.1}
+STEP_S |= {"fsdp2:no-offload": 0.5, "deepspeed-zero3": 2.5}
 GPU_GB = {"no-offload": 60.0, "forward-backward": 15.0, "torchao-fp32": 29.0, "deepspeed-zero2": 12.0, "fsdp2": 5.0}
+GPU_GB |= {"fsdp2:no-offload": 40.0}
 
 
 def made_up(*wanted: str, host: str = "host-a", at: str = "2026-01-01T00:00:00+00:00") -> Rows:
-    """Rows of these parts, or of all."""
-    jobs = [(part, job) for part in wanted or parts.PARTS for job in parts.PARTS[part](Job())]
+    """Rows of these parts, or of all; those on several ranks have four."""
+    jobs = [(part, job) for part in wanted or parts.PARTS for job in jobs_of(part)]
     return Rows(row(part, job, segment, host=host, at=at) for part, job in jobs for segment in job.segments)
+
+
+def jobs_of(part: str) -> list[Job]:
+    return parts.PARTS[part](Job(ranks=4 if part in parts.RANKED else 0))
 
 
 def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str = "2026") -> dict[str, Any]:
@@ -37,6 +43,8 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         ks = [0.6 if label == "given back" else 0.25] * slow + [k] * (segment.settle + segment.measure - slow)
         policy = "deadline" if label in ("", "auto", "deadline", "auto from the start") else "fixed"
         found |= {"k": k, "ks": ks, "predicted_step_s": 1.05 * step_s, "stall_s": 0.01, "policy": policy, "moved": 3}
+    if job.ranks:
+        found |= {"ranks": job.ranks, "gpu_peak_gb_by_rank": [found["gpu_peak_gb"]] * job.ranks}
     if segment.profile:
         found["idle"] = {"share": 0.02, "weights": 0.005, "launch": 0.005, "turnaround": 0.01, "copies": 0, "other": 0}
     if segment.digest:

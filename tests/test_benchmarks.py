@@ -14,12 +14,13 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_rows import made_up, row
+from made_up_rows import jobs_of, made_up, row
 
-from benchmarks import guard, host, idle, parts, report, suite
+from benchmarks import guard, host, idle, parts, report, several, suite
 from benchmarks.columns import NOTHING
+from benchmarks.goals import Goal, Verdict
 from benchmarks.parts import Job, Segment
-from benchmarks.report import GOALS, Goal, Verdict
+from benchmarks.report import GOALS
 from benchmarks.rows import Rows
 
 GB = 10**9
@@ -156,12 +157,12 @@ def test_what_is_left_is_what_machine_and_control_groups_leave(tmp_path: Path, m
 
 
 def test_every_part_names_known_systems_survives_the_command_line_and_is_short() -> None:
-    from benchmarks.systems import SYSTEMS
+    from benchmarks import ranks, systems
 
-    assert set(SYSTEMS) == set(parts.KNOWN)
-    for name, make in parts.PARTS.items():
-        jobs = make(Job())
-        assert {job.system.partition(":")[0] for job in jobs} <= set(SYSTEMS)
+    assert {system.partition(":")[0] for system in parts.KNOWN} == {*systems.SYSTEMS, *ranks.SYSTEMS}
+    for name in parts.PARTS:
+        jobs, known = jobs_of(name), ranks.SYSTEMS if name in parts.RANKED else systems.SYSTEMS
+        assert {job.system.partition(":")[0] for job in jobs} <= set(known)
         assert all(job.segments and Job.from_json(job.to_json()) == job for job in jobs)
         assert sum(job.expected_s for job in jobs) < 540, f"{name} fits into nine minutes"
 
@@ -180,7 +181,7 @@ def test_hosts_are_never_mixed() -> None:
 
 
 def verdicts(found: Rows) -> dict[str, bool | None]:
-    return {goal.what: goal.verdict(found).met for goal in GOALS}
+    return {goal.what: goal.verdict(found.on_ranks(False)).met for goal in GOALS}
 
 
 def verdict(judge: report.Judge, found: Rows) -> Verdict:
@@ -225,6 +226,24 @@ def test_a_goal_can_be_missed(words: str, change: dict[str, Any]) -> None:
     assert [met for what, met in changed.items() if words in what] == [False]
 
 
+@pytest.mark.parametrize(
+    ("missed", "change"),
+    [
+        ([], {"factor": 1.0}),
+        (["step / FSDP2", "efficiency"], {"system": parts.AUTO, "ranks": 4, "clip": 0.0, "factor": 1.1}),
+        (["the same with max_grad_norm"], {"system": parts.AUTO, "clip": 1.0, "factor": 1.04}),
+        (["faster than DeepSpeed ZeRO-3"], {"system": "deepspeed-zero3", "factor": 0.7}),
+        (["efficiency"], {"system": parts.AUTO, "ranks": (1, 2), "factor": 0.9}),
+    ],
+)
+def test_goals_of_several_gpus_are_judged_at_the_most_gpus(missed: list[str], change: dict[str, Any]) -> None:
+    found = slower(made_up("ranks", "scaling", "main"), **change).on_ranks(True)
+    assert [goal.what for goal in several.GOALS if not goal.verdict(found).met] == [
+        next(goal.what for goal in several.GOALS if goal.what.startswith(words)) for words in missed
+    ]
+    assert {goal.verdict(Rows([])).met for goal in several.GOALS} == {None}
+
+
 def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:
     found = list(made_up("identical", "idle"))
     found[0]["digest"] = "beef"
@@ -235,7 +254,7 @@ def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:
 def test_every_table_can_be_made_and_says_when_nothing_was_measured() -> None:
     full, empty = report.blocks(made_up(), {}), report.blocks(Rows([]), {})
     assert [name for name, text in full.items() if text == NOTHING] == ["kernel"]
-    assert [name for name, text in empty.items() if text != NOTHING] == ["goals"]
+    assert [name for name, text in empty.items() if text != NOTHING] == ["ranks-goals", "goals"]
     for name, text in full.items():
         widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| ")}
         assert name in ("machines", "kernel") or len(widths) == 1, f"ragged table {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,30 @@ def path(tmp_path: Path) -> Path:
 
 def test_positions_are_the_forward_order(path: Path) -> None:
     made = timeline.Timeline.read(path)
-    assert made.positions() == {0: 0, 1: 1}
+    assert made.depths(of_chunks=False) == {0: 0.0, 1: 1.0}
     made.spans = [span for span in made.spans if (span.kind, span.lid) != ("forward", 0)]
-    assert made.positions() == {1: 0, 0: 1}, "a layer without a forward of its own comes last"
+    assert made.depths(of_chunks=False) == {1: 0.0, 0: 1.0}, "a layer without a forward of its own comes last"
+
+
+def test_a_stage_has_its_micro_batches_and_its_own_rank(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of the same job begins 7 ms later, and its trace has one forward where its stage noted two."""
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        writer = TraceWriter(path.parent, Address("trainer", 1))
+    writer.span("step", "step 0", 0.007, 0.1, step=0)
+    writer.span("compute", "0", 0.01, 0.02, kind="forward", lid=0, step=0)
+    writer.span("H2D", "0", 0.03, 0.04, kind="H2D", lid=5, step=0)
+    writer.close()
+    merged = trace.merge(path.parent)
+    noted = [["forward", index, 0, began_s, began_s + 0.01] for index, began_s in enumerate((0.01, 0.03))]
+    merged.with_name("micro-batches-1.jsonl").write_text("\n".join(map(json.dumps, noted)))
+    made, other = timeline.Timeline.read(merged, 1), timeline.Timeline.read(merged)
+    assert made.zero_us == other.zero_us and made.within(range(1)) == pytest.approx((7.0, 100.0))
+    found = [(span.kind, span.lid, span.is_chunk) for span in made.spans]
+    assert found == [("H2D", 5, False), ("forward", 0, True), ("forward", 1, True)]
+    assert made.spans[2].began_ms == pytest.approx(30.0)
+    assert made.depths(of_chunks=True) == {0: 0.0, 1: 1.0} and made.depths(of_chunks=False) == {5: 0.0}
+    assert not any(span.is_chunk or span.lid == 5 for span in other.spans)
 
 
 def test_a_picture_of_two_runs(path: Path, tmp_path: Path) -> None:
@@ -55,7 +77,7 @@ def test_a_picture_of_two_runs(path: Path, tmp_path: Path) -> None:
 
 def test_a_picture_shows_what_is_in_its_window_and_later_layers_paler(path: Path) -> None:
     figure, axes = timeline.pyplot.subplots()
-    assert timeline._panel(axes, "run", timeline.Timeline.read(path), range(1, 3)) == 2 * STEP_MS
+    timeline._panel(axes, "run", timeline.Timeline.read(path), range(1, 3), (STEP_MS, 3 * STEP_MS))
     boxes = [path.get_extents() for bars in axes.collections for path in bars.get_paths()]
     assert min(box.x0 for box in boxes) == 0.0 and max(box.x1 for box in boxes) <= 2 * STEP_MS
     rows = [round((box.y0 + box.y1) / 2) for box in boxes]
