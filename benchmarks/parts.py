@@ -295,7 +295,7 @@ def _on_ranks(template: Job, system: str, *, step_s: float, start_s: float = 0, 
     """One system, with enough steps for HyTrain's planner to be at rest."""
     settle, measure = (AT_REST_STEPS, 10) if system.startswith("hytrain") else (2, 6)
     found = job(template, system, Segment(batch=batch, label=label, settle=settle, measure=measure))
-    return replace(found, step_s=step_s, start_s=start_s or found.start_s)
+    return replace(found, step_s=step_s, start_s=start_s or max(found.start_s, 25))
 
 
 def _shaped(template: Job, shape: str) -> Job:
@@ -326,7 +326,7 @@ def scaling(template: Job) -> list[Job]:
 def gpt2(template: Job) -> list[Job]:
     """GPT-2 Large on the demo's text: DDP, FSDP2, and FSDP2 with tensor parallelism; all take the same steps."""
     base = replace(template, shape="gpt2-tiny" if template.shape == "tiny" else "gpt2-large")
-    steps = [Segment(batch=batch, settle=AT_REST_STEPS, measure=20) for batch in (8, 32)]
+    steps = [Segment(batch=batch, settle=30, measure=10) for batch in (8, 32)]
     split = [replace(each, label="tensor 2") for each in steps]
     jobs = [job(base, system, *steps) for system in ("ddp", RESIDENT, AUTO)]
     jobs += [job(replace(base, tensor=2), system, *split) for system in (RESIDENT, AUTO)]

@@ -118,6 +118,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            activation_function="gelu_pytorch_tanh",  # the same function in one kernel
             bos_token_id=None,
             eos_token_id=None,
             **alike,

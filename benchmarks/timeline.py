@@ -1,7 +1,7 @@
 """One or two timelines in one picture: reads the `trace.json` that a traced run leaves.
 
     python -m benchmarks.timeline OUT.png --steps A:B TITLE=trace.json [TITLE=trace.json]
-    python -m benchmarks.timeline OUT.png --steps A:B --rank 0 1 TITLE=trace.json
+    python -m benchmarks.timeline OUT.png TITLE=trace.json --steps A:B --rank 0 1
 
 A timeline has a track for each part of the machine that works at the same time: the GPU (or the trainer's cores), the
 copies out, the CPU, the copies in. Of a job on several ranks each rank has a timeline of its own; the forwards and
