@@ -108,6 +108,8 @@ class Coordinator:
 
     def _finish(self) -> None:
         """Handle the messages that were sent before the end: the last records."""
+        for name in self._trainers:  # nobody takes their places any more
+            self._inbox.unwatch(name)
         patience_s = LAST_WORDS_S if any(to.role == "trainer" for to in self._outboxes) else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
