@@ -71,7 +71,7 @@ class Engine:
         self._renew: Callable[[], bool] = lambda: False
         self._health = Health()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
-        self._meter = Meter(transfers.clock, numels, trace=trace, names=names)
+        self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         self._verdicts = Verdicts(
             parameters, options, transfers, ranks=ranks, counted=counted, hints=layers[0].layout.banks == 2
         )

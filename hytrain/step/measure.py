@@ -81,11 +81,23 @@ class Interval(NamedTuple):
 
 
 class Meter:
-    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later."""
+    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later.
+
+    A pipeline's stage (`is_stage`) makes several forwards before a backward: the first one of each module is measured,
+    since it is the one that waits for weights.
+    """
 
     def __init__(
-        self, clock: Clock, numels: list[int], *, trace: TraceWriter | None = None, names: Sequence[str] = ()
+        self,
+        clock: Clock,
+        numels: list[int],
+        *,
+        is_stage: bool = False,
+        trace: TraceWriter | None = None,
+        names: Sequence[str] = (),
     ) -> None:
+        self._is_stage = is_stage
+        self._entered: set[int] = set()  # layers of a stage, in this step
         self._clock, self._numels, self._trace, self._names = clock, numels, trace, names
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
@@ -102,11 +114,16 @@ class Meter:
 
     def forward(self, lids: tuple[int, ...], arrived: Mark) -> None:
         """The module that has arrived, and reads layers `lids`, continues, possibly after a stall."""
+        if self._is_stage:
+            if lids[0] in self._entered:
+                self._clock.recycle([arrived])
+                return
+            self._entered.add(lids[0])
         self._now.forward.append((lids, (arrived, self._clock.mark())))
 
     def restart(self) -> None:
         """A forward begins. Discard the one before if no backward followed it."""
-        if not self._now.backward:
+        if not self._now.backward and not self._is_stage:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
             self._now.forward.clear()
@@ -131,6 +148,7 @@ class Meter:
     def end_step(self, step: int) -> tuple[LayerTimes, ...]:
         """End this step's marks. Returns the times of the oldest open step, if the device has passed it."""
         self._now.end = self._clock.mark()
+        self._entered.clear()
         with self._turning:
             self._open.append(self._now)
             self._now = StepMarks(step + 1)

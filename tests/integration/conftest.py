@@ -88,6 +88,14 @@ def four_ranks() -> Iterator[RankGroup]:
     yield from _kept("four_ranks", RankGroup(4))
 
 
+@pytest.fixture(scope="session")
+def two_gpus() -> Iterator[RankGroup]:
+    """One rank on each of two GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has no two GPUs")
+    yield from _kept("two_gpus", RankGroup(2, "cuda"))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Gradients depend on the number of threads."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[RankGroup]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs")
-    group = RankGroup(2, "cuda")
-    yield group
-    group.close()
 
 
 def llama(*, dtype: torch.dtype = torch.bfloat16, prefetch: bool = False, **options: Any) -> nn.Module:
@@ -83,13 +73,12 @@ def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1) -> 
     ids=["bfloat16", "prefetch, clipped", "mixed precision", "ZeRO-2, accumulated"],
 )
 def test_the_same_bits_for_any_owner(
-    options: dict[str, Any], making: dict[str, Any], backwards: int, gpus: RankGroup
+    options: dict[str, Any], making: dict[str, Any], backwards: int, two_gpus: RankGroup
 ) -> None:
-    gpus.revive()
-    expected = gpus.run(run, {**options, "k": 1.0}, making, backwards)
+    expected = two_gpus.run(run, {**options, "k": 1.0}, making, backwards)
     assert expected[0]["losses"][-1] < expected[0]["losses"][0]
     for choice in ({"k": 0.0}, {"k": (0.0, 1.0)}, {"k": "auto", "policy": "random"}):
-        found = gpus.run(run, {**options, **choice}, making, backwards)
+        found = two_gpus.run(run, {**options, **choice}, making, backwards)
         for rank, (theirs, whole) in enumerate(zip(found, expected, strict=True)):
             unequal = [name for name, value in whole.items() if not torch.equal(theirs[name], value)]
             assert not unequal, (choice, rank, unequal)

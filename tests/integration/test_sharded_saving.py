@@ -272,17 +272,11 @@ def test_weights_are_exported_from_shards(two_ranks: RankGroup, tmp_path: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_saved_and_loaded_on_two_gpus(name: str, tmp_path: Path) -> None:
+def test_saved_and_loaded_on_two_gpus(name: str, tmp_path: Path, two_gpus: RankGroup) -> None:
     """State that is in host memory has a mesh of GPUs."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs")
-    gpus = RankGroup(2, "cuda")
-    try:
-        saved, *_ = gpus.run(save_all, name, (2,), tmp_path)
-        save_as_before(tmp_path / "old", saved)
-        assert differing(gpus.run(load_all, name, (2,), tmp_path)[0][0], saved) == []
-    finally:
-        gpus.close()
+    saved, *_ = two_gpus.run(save_all, name, (2,), tmp_path)
+    save_as_before(tmp_path / "old", saved)
+    assert differing(two_gpus.run(load_all, name, (2,), tmp_path)[0][0], saved) == []
 
 
 # ---------------------------------------------------------------- refused, on every rank
