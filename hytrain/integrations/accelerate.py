@@ -13,6 +13,10 @@ saves the state separately:
     load_state(folder) ──▶ loads the small one, and the optimizer reads folder/hytrain
 
 A second optimizer of the same Accelerator has `hytrain_1` beside its `optimizer_1.bin`, and so on.
+
+With Accelerate's FSDP2 plugin, `adopt` shards the model. Checkpoints are Accelerate's own there: each rank's part of the
+state is in them, in torch's form.
+
 `integrations.transformers` does the same for a Trainer, whose loop uses Accelerate too.
 """
 
@@ -25,9 +29,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 import hytrain
+from hytrain.checks import groups_for_torch
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.extras import needed
 
@@ -75,6 +82,14 @@ class AdamW(hytrain.AdamW):
                 f"this state has no moments, they are in the folder {folder!r} beside it: opt.load(folder)"
             )
 
+    def save_beside(self, checkpoint: Path) -> None:
+        """Write the state that the optimizer's own file in this checkpoint lacks."""
+        self.save(checkpoint / self.folder)
+
+    def trains(self, model: object) -> bool:
+        """Whether it was made for this model."""
+        return self._model is model
+
     def follow(self, gradients: accelerate.state.GradientState) -> None:
         """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
         self._session.accumulation.ask(lambda: not gradients.sync_gradients)
@@ -85,6 +100,16 @@ class AdamW(hytrain.AdamW):
             super().close()
         finally:
             self.unhook()
+
+
+class ShardedAdamW(AdamW):
+    """`AdamW` under FSDP2: Accelerate's checkpoints have the state itself, which each rank writes and reads for itself."""
+
+    state_dict = hytrain.AdamW.state_dict
+    load_state_dict = hytrain.AdamW.load_state_dict
+
+    def save_beside(self, checkpoint: Path) -> None:
+        pass
 
 
 def _with_frozen(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,7 +151,10 @@ class _Hooks:
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._announce),
         ]
-        accelerator.clip_grad_norm_ = self._clip_grad_norm_
+        self._replaced = {"clip_grad_norm_": self._clip_grad_norm_}
+        if accelerator.is_fsdp2:
+            self._replaced["prepare"] = self._prepare
+        vars(accelerator).update(self._replaced)
 
     def add(self, opt: AdamW) -> None:
         """Give an optimizer the first free folder, until it is closed or deleted."""
@@ -144,8 +172,9 @@ class _Hooks:
             return
         for handle in self._handles:
             handle.remove()
-        if vars(accelerator).get("clip_grad_norm_") == self._clip_grad_norm_:
-            del accelerator.clip_grad_norm_
+        for name, method in self._replaced.items():
+            if vars(accelerator).get(name) == method:
+                delattr(accelerator, name)
         del _hooks[accelerator]
 
     def _present(self) -> list[AdamW]:
@@ -173,9 +202,29 @@ class _Hooks:
         norm: Tensor | None = type(accelerator).clip_grad_norm_(accelerator, asked, max_norm, norm_type)
         return norm
 
+    def _prepare(self, *objects: Any, **options: Any) -> Any:
+        """Accelerate's own `prepare` for everything but what `adopt` has prepared: models, and state that must not move.
+
+        It would refuse such an optimizer without its model, and put other parameters into its groups on the way.
+        """
+        accelerator = self._accelerator()
+        assert accelerator is not None, "its method was called"
+        prepared: dict[int, Any] = {}
+        for index, item in enumerate(objects):
+            for opt in self._present():
+                if isinstance(item, torch.optim.Optimizer) and getattr(item, "optimizer", item) is opt:
+                    prepared[index] = accelerator.prepare_optimizer(item, device_placement=False)
+                    prepared[index]._is_accelerate_prepared = True  # not to be wrapped twice
+                elif opt.trains(item):
+                    prepared[index] = item
+        if others := [index for index in range(len(objects)) if index not in prepared]:
+            result = type(accelerator).prepare(accelerator, *(objects[index] for index in others), **options)
+            prepared.update(zip(others, result if len(others) > 1 else [result], strict=True))
+        return tuple(prepared[index] for index in range(len(objects))) if len(objects) > 1 else prepared[0]
+
     def _save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], checkpoint: str) -> None:
         for opt in self._present():
-            opt.save(Path(checkpoint) / opt.folder)
+            opt.save_beside(Path(checkpoint))
 
     def _announce(self, models: list[nn.Module], checkpoint: str) -> None:
         for opt in self._present():
@@ -204,14 +253,22 @@ def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
     return True
 
 
-def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any, **options: Any) -> AdamW:
+def adopt(
+    accelerator: accelerate.Accelerator,
+    model: nn.Module,
+    param_groups: ParamsT | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> AdamW:
     """Create `hytrain.AdamW(model, …)` for `accelerator.prepare`. Accelerate's clipping and checkpoints work with it.
 
-    It also raises what `hytrain.AdamW` raises.
+    With Accelerate's FSDP2 plugin, all ranks call it together, and it has the Accelerator shard the model. It also
+    raises what `hytrain.AdamW` raises.
 
     Args:
         accelerator: The Accelerator of the loop.
-        model: The model, already prepared.
+        model: The model, already prepared; with FSDP2, sharded in place if it was not prepared yet.
+        param_groups: As for `hytrain.AdamW`. With FSDP2, parameters from before or after the sharding.
         arguments: Further positional arguments of `hytrain.AdamW`.
         options: Keyword arguments of `hytrain.AdamW`.
 
@@ -222,10 +279,16 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
         UnsupportedError: HyTrain cannot follow a setting of the accelerator. Nothing has been started.
     """
     refuse(accelerator)
+    kind = AdamW
+    if accelerator.is_fsdp2:
+        kind = ShardedAdamW
+        if not any(known is model for known in accelerator._models):
+            param_groups = _shard(accelerator, model, param_groups)
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
-    opt = AdamW(model, *arguments, **{"grad_accumulation": accelerator.gradient_accumulation_steps, **options})
+    wanted = {"grad_accumulation": accelerator.gradient_accumulation_steps, **options}
+    opt = kind(model, param_groups, *arguments, **wanted)
     opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)
@@ -233,17 +296,57 @@ def adopt(accelerator: accelerate.Accelerator, model: nn.Module, *arguments: Any
     return opt
 
 
+def _shard(
+    accelerator: accelerate.Accelerator, model: nn.Module, param_groups: ParamsT | None
+) -> list[dict[str, Any]] | None:
+    """Let the accelerator shard a model in place. Returns the groups with shards in place of whole parameters.
+
+    Accelerate shards a model only together with an optimizer, into which it puts the shards. HyTrain's is made from the
+    shards, so another one, of one parameter, takes its part.
+    """
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    groups = [
+        {**group, "params": [_with_parameter(entry, lambda p: numbers[id(p)]) for entry in group["params"]]}
+        for group in groups_for_torch(model, param_groups)
+    ]
+    accelerator.prepare(model, torch.optim.SGD([next(model.parameters())]))
+    del accelerator._optimizers[-1]
+    shards = list(model.parameters())
+    return [
+        {**group, "params": [_with_parameter(entry, lambda number: shards[number]) for entry in group["params"]]}
+        for group in groups
+    ]
+
+
+def _with_parameter(entry: Any, other: Callable[[Any], Any]) -> Any:
+    """An entry of a group's `params`, perhaps with a name, with another parameter."""
+    return (entry[0], other(entry[1])) if isinstance(entry, tuple) else other(entry)
+
+
 def refuse(accelerator: accelerate.Accelerator) -> None:
     """Raise `UnsupportedError` for settings under which HyTrain would train something else, or nothing."""
     state = accelerator.state
     if state.deepspeed_plugin is not None:
         raise UnsupportedError("DeepSpeed has an optimizer of its own: leave its plugin out, or HyTrain")
-    if getattr(state, "fsdp_plugin", None) is not None:
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:
         raise UnsupportedError(
-            "FSDP and its CPU offload have a place for the state already: leave its plugin out, or HyTrain"
+            "FSDP1 replaces the parameters by flat ones: use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2), or "
+            'TrainingArguments(fsdp=True, fsdp_config={"version": 2})'
         )
-    if accelerator.num_processes > 1 or accelerator.distributed_type != accelerate.DistributedType.NO:
-        raise UnsupportedError("more than one process is not supported yet: train on one GPU, without a launcher")
+    if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise UnsupportedError(
+            "cpu_offload of the FSDP plugin beside HyTrain: leave it out, HyTrain offloads the optimizer's state by "
+            "itself"
+        )
+    if not accelerator.is_fsdp2 and (
+        accelerator.num_processes > 1 or accelerator.distributed_type != accelerate.DistributedType.NO
+    ):
+        raise UnsupportedError(
+            "several processes without FSDP2, where each would hold all state: pass "
+            "FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False) as the Accelerator's "
+            'fsdp_plugin, or TrainingArguments(fsdp=True, fsdp_config={"reshard_after_forward": False})'
+        )
     if accelerator.mixed_precision == "fp16":
         raise UnsupportedError(
             "mixed precision in fp16 comes with a GradScaler, too late for HyTrain: train in bf16, or without it"

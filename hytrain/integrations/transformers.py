@@ -170,7 +170,8 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, trainer.callback_handler, read))
-    _save_beside(trainer, opt)
+    if not trainer.accelerator.is_fsdp2:  # whose checkpoints have the state
+        _save_beside(trainer, opt)
     return opt
 
 
@@ -217,6 +218,11 @@ def _refuse(trainer: Trainer, param_groups: ParamsT | None) -> None:
         raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
     if trainer.model_init is not None:
         raise UnsupportedError("model_init makes the model anew when training begins: pass model=model_init()")
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise UnsupportedError(
+            "from_pretrained(distributed_config=…) has sharded the model without Accelerate: leave it out, and pass "
+            "TrainingArguments(fsdp=True)"
+        )
     if args.n_gpu > 1:
         raise UnsupportedError(f"DataParallel over {args.n_gpu} GPUs is not supported: set CUDA_VISIBLE_DEVICES=0")
     if args.fp16_full_eval or args.bf16_full_eval:
