@@ -241,6 +241,7 @@ class Session:
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=self._host_bytes,
                 continues=continues,
+                rank=self._ranks.rank if self._ranks.world > 1 else None,
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

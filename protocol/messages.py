@@ -127,6 +127,7 @@ class LayerTable(Message):
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
+    `rank`: the trainer's rank in its job; None if it is the only one.
     """
 
     layers: tuple[Layer, ...]
@@ -142,6 +143,7 @@ class LayerTable(Message):
     host_bytes: int | None
     continues: bool
     threads: int | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -154,6 +156,7 @@ class LayerTable(Message):
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
+        _require(self.rank is None or self.rank >= 0, f"rank {self.rank}")
 
     @property
     def banks(self) -> int:
@@ -383,10 +386,11 @@ class TrainerReport(Message):
 
     `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
     `at_s`: monotonic; `wall_time`: seconds since 1970.
-    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `middle_s` and
-    `starved` belong to this step.
+    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `middle_s`,
+    `starved` and `gather_s` belong to this step.
     `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
     `starved`: the share of layers' backwards in which the device ran out of queued work.
+    `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     """
 
@@ -399,6 +403,7 @@ class TrainerReport(Message):
     stall_s: float
     middle_s: float
     starved: float
+    gather_s: float | None
     k: float
     moving: bool
     placements: tuple[str, ...]
@@ -476,8 +481,25 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank of a job with several. `record` is its newest record as JSON text, `cores` describes its optimizer's.
+
+    `gather_s` is the mean time of its all-gathers in a step, over the last steps; None if it has none.
+    """
+
+    rank: int
+    host: str
+    record: str
+    cores: str
+    gather_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Message):
-    """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes."""
+    """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
+
+    `ranks`: all ranks of the job, in their order; empty if there is only one.
+    """
 
     run_name: str
     run_dir: str
@@ -489,6 +511,7 @@ class Status(Message):
     placements: tuple[str, ...]
     policy: str
     reason: str
+    ranks: tuple[RankStatus, ...]
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)

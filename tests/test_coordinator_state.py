@@ -47,7 +47,9 @@ class Driver:
     """Feeds a coordinator's state and sorts what comes out; its `check()` runs after every event."""
 
     def __init__(self, *, replan_every: int = 1) -> None:
-        self.state = CoordinatorState(run_name="run", run_dir="/runs/run", pid=1, replan_every=replan_every)
+        self.state = CoordinatorState(
+            run_name="run", run_dir="/runs/run", pid=1, host="here", replan_every=replan_every
+        )
         self.commands: list[Command] = []
 
     def handle(self, message: m.Message, sender: Address | None = None) -> list[Command]:
@@ -179,7 +181,7 @@ def times(forward_s: float = 1e-3, backward_s: float = 2e-3, layers: int = LAYER
 
 
 STEP: dict[str, Any] = {"step": 0, "number": 1, "measured": 0, "at_s": 100.0, "step_s": 0.5, "stall_s": 0.1, "k": 0.0}
-STEP |= {"wall_time": 1e9, "middle_s": 0.0, "starved": 0.0, "moving": False, "gpu_free_bytes": None}
+STEP |= {"wall_time": 1e9, "middle_s": 0.0, "starved": 0.0, "gather_s": None, "moving": False, "gpu_free_bytes": None}
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
 

@@ -264,6 +264,7 @@ def status(**changed: Any) -> m.Status:
         "placements": ("gpu", "cpu"),
         "policy": "deadline",
         "reason": "[k] is in time",
+        "ranks": (),
     }
     return m.Status(**{**fields, **changed})
 

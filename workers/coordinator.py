@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +46,11 @@ def main() -> int:
     parser.add_argument("--replan-every", type=int, required=True)
     arguments = begin_worker(parser)
     state = CoordinatorState(
-        run_name=arguments.run_name, run_dir=arguments.run_dir, pid=os.getpid(), replan_every=arguments.replan_every
+        run_name=arguments.run_name,
+        run_dir=arguments.run_dir,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        replan_every=arguments.replan_every,
     )
     token = read_token(arguments.socket_dir)
     with (

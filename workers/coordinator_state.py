@@ -16,10 +16,10 @@ from workers.fleet import Fleet, TrainerSeat
 
 
 class CoordinatorState:
-    """The coordinator of one run: handshake, fleet, status."""
+    """The coordinator of one run: handshake, fleet, status. `host` is this machine's name."""
 
-    def __init__(self, *, run_name: str, run_dir: str, pid: int, replan_every: int) -> None:
-        self._run_name, self._run_dir, self._pid = run_name, run_dir, pid
+    def __init__(self, *, run_name: str, run_dir: str, pid: int, host: str, replan_every: int) -> None:
+        self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self._handshake = RunHandshake(run_name=run_name, pid=pid)
         self.fleet = Fleet(replan_every=replan_every)
 
@@ -124,7 +124,13 @@ class CoordinatorState:
             placements=planning.placements if planning is not None else (),
             policy=planning.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",
+            ranks=self._ranks(),
         )
+
+    def _ranks(self) -> tuple[m.RankStatus, ...]:
+        cores = self._handshake.detail
+        found = [seat.status(self._host, cores(Address("optimizer", seat.trainer.rank))) for seat in self.fleet.taken]
+        return tuple(sorted(filter(None, found), key=lambda rank: rank.rank))
 
     def check(self) -> None:
         self._handshake.check()

@@ -8,13 +8,18 @@ The optimizer of rank r serves the trainer of rank r. Seats are independent of e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Amend, Command, Note, Send, Write
-from workers.planning import Planning
+from workers.planning import WARM_UP_STEPS, Planning
 from workers.records import Late, Line, Records
+
+#: A rank's mean time in all-gathers is that of so many steps.
+GATHER_STEPS: Final = 16
 
 
 class TrainerSeat:
@@ -28,11 +33,13 @@ class TrainerSeat:
         self._replan_every = replan_every
         self._before: Planning | None = None  # of the previous trainer
         self._farewells: set[str] = set()
+        self._gathers_s: deque[float] = deque(maxlen=GATHER_STEPS)
 
     def handle(self, message: m.Message, sender: Address) -> list[Command]:
         """Handle a message of this rank's trainer or optimizer."""
         if isinstance(message, m.LayerTable):
             self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
+            self._gathers_s.clear()
             if message.continues and self._before is not None:
                 self.planning.continue_from(self._before)
             return self.planning.begin()
@@ -60,14 +67,30 @@ class TrainerSeat:
             case m.TrainerReport():
                 record = planning.record(message)
                 if message.measured is not None:
-                    number = message.number - message.step + message.measured
-                    self.records.measured(number, message.stall_s)
+                    self._measured(message, message.measured)
                 return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
             case m.Log():
                 return self._write(self.records.log(message))
             case _:
                 raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
         return []
+
+    def _measured(self, report: m.TrainerReport, step: int) -> None:
+        times = {"stall_s": report.stall_s}
+        if report.gather_s is not None:
+            times["gather_s"] = report.gather_s
+            if step >= WARM_UP_STEPS:
+                self._gathers_s.append(report.gather_s)
+        self.records.measured(report.number - report.step + step, **times)
+
+    def status(self, host: str, cores: str) -> m.RankStatus | None:
+        """This rank among the others of its job; None if it is the only one. `cores` are its optimizer's."""
+        if self.planning is None or self.planning.table.rank is None:
+            return None
+        gather_s = sum(self._gathers_s) / len(self._gathers_s) if self._gathers_s else None
+        return m.RankStatus(
+            rank=self.planning.table.rank, host=host, record=self.records.newest, cores=cores, gather_s=gather_s
+        )
 
     def close_records(self) -> list[Command]:
         """Write the open records: the trainer has left."""

@@ -293,7 +293,7 @@ def _follow(attachment: Attachment, *, as_json: bool) -> None:
     for status in attachment.statuses():
         if status.record != shown:
             shown = status.record
-            print(shown if as_json else view.line(status), flush=True)
+            print(view.record_json(status) if as_json else view.line(status), flush=True)
 
 
 def _watch(attachment: Attachment) -> None:

@@ -1,8 +1,9 @@
 """Formats a status and its processes' usage for `monitor`: as JSON, as a line, as a table.
 
-    record of metrics.jsonl ─┬─▶ line              --follow
-    layers, places, reason ──┼─▶ as_json           --once --json
-    processes, their use ────┴─▶ table ─▶ as_text  --once; `live` redraws it
+    record of metrics.jsonl ─┬─▶ line, record_json  --follow
+    ranks, the slowest one ──┤
+    layers, places, reason ──┼─▶ as_json            --once --json
+    processes, their use ────┴─▶ table ─▶ as_text   --once; `live` redraws it
     runs' folders ─────────────▶ listing           --list, --prune
 
 It reads no clock, file or socket. Only the table needs rich.
@@ -34,6 +35,10 @@ MARKS: Final = dict(zip(PLACEMENTS, "█░▒", strict=False))
 #: When the CPU updates in a step that may be clipped.
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 TEXT_COLUMNS: Final = 140
+#: A rank is called the slowest if the others wait for it at least this share of a step.
+MIN_WAIT: Final = 0.01
+#: The first machine hears of the others' ranks a little later. A rank this many steps behind is not heard of any more.
+SILENT_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,60 @@ def recorded_at_s(status: m.Status) -> float:
     return float(json.loads(status.record).get("at_s", 0.0))
 
 
+# ---------------------------------------------------------------- the ranks of a job
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The rank that the others wait for in all-gathers, and for how long at least, in each step."""
+
+    rank: int
+    wait_s: float
+
+
+def waits_s(status: m.Status) -> tuple[float | None, ...]:
+    """For each rank, how long it waits for others in all-gathers of a step; None if that is not known.
+
+    All ranks leave an all-gather at the same time. Who joins last spends only the time of the transfer in it.
+    """
+    gathers_s = [rank.gather_s for rank in status.ranks]
+    known_s = [gather_s for gather_s in gathers_s if gather_s is not None]
+    if len(known_s) < len(gathers_s):
+        return (None,) * len(gathers_s)
+    return tuple(gather_s - min(known_s) for gather_s in known_s)
+
+
+def slowest(status: m.Status) -> Slowest | None:
+    """The slowest rank; None if the ranks wait for each other in turn, or hardly at all."""
+    ranked = sorted((wait_s, rank.rank) for wait_s, rank in zip(waits_s(status), status.ranks) if wait_s is not None)
+    step_s = json.loads(status.record).get("step_s", 0.0)
+    if len(ranked) < 2 or ranked[1][0] < MIN_WAIT * step_s:
+        return None
+    return Slowest(ranked[0][1], ranked[1][0])
+
+
+def _ranks_json(status: m.Status) -> dict[str, Any]:
+    """The ranks of a job with several, as further keys of a record; nothing for a single one."""
+    if not status.ranks:
+        return {}
+    ranks = [
+        {**json.loads(rank.record), "rank": rank.rank, "host": rank.host, "cores": rank.cores, "waits_s": wait_s}
+        for rank, wait_s in zip(status.ranks, waits_s(status), strict=True)
+    ]
+    found = slowest(status)
+    return {"ranks": ranks, "slowest": None if found is None else asdict(found)}
+
+
+def record_json(status: m.Status) -> str:
+    """The newest record of metrics.jsonl. If the job has several ranks, also their newest ones."""
+    ranks = _ranks_json(status)
+    return json.dumps({**json.loads(status.record), **ranks}) if ranks else status.record
+
+
+def _silent(rank: m.RankStatus, record: dict[str, Any]) -> bool:
+    return bool(record.get("step", 0) - json.loads(rank.record).get("step", 0) > SILENT_STEPS)
+
+
 def as_json(snapshot: Snapshot) -> str:
     """The newest record of metrics.jsonl, with the run, its layers and their placements, and its processes."""
     status = snapshot.status
@@ -71,6 +130,7 @@ def as_json(snapshot: Snapshot) -> str:
         "reason": status.reason,
         "layers": [{"name": name, "numel": numel, "owner": placed} for name, numel, placed in layers],
         "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
+        **_ranks_json(status),
     }
     return json.dumps(described)
 
@@ -90,7 +150,13 @@ def line(status: m.Status) -> str:
     """The newest record as one line."""
     record = json.loads(status.record)
     busy = f"optimizer busy {seconds(record['cpu_busy_s'])}"
-    return "  ".join([*_training(record), f"k {record['k']:.3f} {record['policy']}", *_timing(record), busy])
+    k = f"k {record['k']:.3f} {record['policy']}"
+    return "  ".join([*_training(record), k, *_timing(record), busy, *_waiting(status)])
+
+
+def _waiting(status: m.Status) -> list[str]:
+    found = slowest(status)
+    return [] if found is None else [f"rank {found.rank} is the slowest: the others wait {seconds(found.wait_s)}"]
 
 
 def _training(record: dict[str, Any]) -> list[str]:
@@ -203,7 +269,10 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         facts.add_row("training", "no step has ended yet")
     if status.layer_names:
         facts.add_row("layers", _strip(status))
-    return Group(facts, "", _process_table(snapshot, record))
+    for sentence in _waiting(status):
+        facts.add_row("ranks", f"{sentence} in each step")
+    parts = [facts, _rank_table(status, record)] if status.ranks else [facts]
+    return Group(*(part for above in parts for part in (above, "")), _process_table(snapshot, record))
 
 
 def _strip(status: m.Status) -> Text:
@@ -218,6 +287,28 @@ def _strip(status: m.Status) -> Text:
         strip.append(f"   {mark} ", STYLES[name])
         strip.append(f"{name.upper()} {of_each.count(name)} layers, {numel / sum(numels):.0%}")
     return strip
+
+
+def _rank_table(status: m.Status, record: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = Table(box=None, pad_edge=False, padding=(0, 1), expand=True)
+    for name in ("rank", "host", "step", "step time", "stall", "waits", "k"):
+        rows.add_column(name, justify="left" if name == "host" else "right", no_wrap=True)
+    rows.add_column("optimizer", no_wrap=True, ratio=1)
+    for rank, wait_s in zip(status.ranks, waits_s(status), strict=True):
+        its = json.loads(rank.record)
+        cells = [""] * 5
+        if its:
+            waits = "" if wait_s is None else _share(wait_s, its["step_s"])
+            stall = _share(its["stall_s"], its["step_s"])
+            cells = [str(its["step"]), seconds(its["step_s"]), stall, waits, f"{its['k']:.3f}"]
+        what = rank.cores if its.get("threads") is None else f"{format_threads(its['threads'])} {rank.cores}"
+        if _silent(rank, record):
+            what = f"no news since step {its.get('step', 0)}"
+        rows.add_row(str(rank.rank), rank.host, *cells, Text(what))
+    return rows
 
 
 def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:

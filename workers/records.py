@@ -48,10 +48,10 @@ class Records:
         self._open[step] = {**record, **self._early.pop(step, {})}
         return again + self._close(through=step - LOG_PATIENCE_STEPS)
 
-    def measured(self, step: int, stall_s: float) -> None:
-        """Set a step's stall, which is measured after its end. If its line is already written, nothing changes."""
+    def measured(self, step: int, **times: float) -> None:
+        """Set a step's times that are measured after its end. If its line is already written, nothing changes."""
         if step in self._open:
-            self._open[step]["stall_s"] = stall_s
+            self._open[step] |= times
 
     def log(self, log: m.Log) -> list[Line | Late]:
         """Add the loop's numbers; return all lines up to this step, or the numbers if its line is written."""

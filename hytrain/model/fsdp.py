@@ -1,7 +1,8 @@
 """FSDP2 (`fully_shard`): who reads a shard, and when.
 
     pre-forward, prefetches, pre-backward, model.unshard() ─▶ FSDPParamGroup.unshard ─▶ the all-gather copies the shards
-                                                              └─ first: BeforeUnshard ─▶ waits for the group's layers
+                                                              ├─ first: BeforeUnshard ─▶ waits for the group's layers
+                                                              └─ then: what it has returned, which ends a measurement
 
 Modules never read a shard: they compute with what an all-gather made of it. So a parameter group is the reader of its
 shards. It reads them on the stream that this wait blocks. torch has no public hook there: `set_custom_all_gather` comes
@@ -66,33 +67,43 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
+Call = Callable[[], None]
+
+
 class Unshard:
-    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards."""
+    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards.
+
+    What these return is called afterwards, on the stream that has the whole parameters.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group, self._plain = group, group.unshard
-        self.before: list[Callable[[], None]] = []
+        self.before: list[Callable[[], Call | None]] = []
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group
-        if not group.is_unsharded and group._all_gather_result is None:
-            with self._reading(async_op):
-                for call in self.before:
-                    call()
-        return self._plain(async_op)
+        if group.is_unsharded or group._all_gather_result is not None:
+            return self._plain(async_op)
+        with self._stream(async_op, 0):
+            after = [call() for call in self.before]
+        result = self._plain(async_op)
+        with self._stream(async_op, 1):
+            for end in filter(None, after):
+                end()
+        return result
 
-    def _reading(self, async_op: bool) -> AbstractContextManager[Any]:
-        """The context of the stream on which shards are read: the current one if there is only one shard."""
+    def _stream(self, async_op: bool, which: int) -> AbstractContextManager[Any]:
+        """The context of the stream that reads shards (0) or gathers them (1): the current one if there is only one."""
         group = self._group
         if group.device.type != "cuda" or getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
             return nullcontext()
-        return torch.cuda.stream(group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0])
+        return torch.cuda.stream(group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[which])
 
 
 class UnshardHandle:
     """Removes what `before_unshard` registered."""
 
-    def __init__(self, group: Any, call: Callable[[], None]) -> None:
+    def __init__(self, group: Any, call: Callable[[], Call | None]) -> None:
         self._group, self._call = group, call
 
     def remove(self) -> None:
@@ -103,8 +114,8 @@ class UnshardHandle:
                 del self._group.unshard
 
 
-def before_unshard(group: Any, call: Callable[[], None]) -> UnshardHandle:
-    """Call `call` before each all-gather of a group's shards."""
+def before_unshard(group: Any, call: Callable[[], Call | None]) -> UnshardHandle:
+    """Call `call` before each all-gather of a group's shards, and what it returns after it."""
     if not isinstance(vars(group).get("unshard"), Unshard):
         group.unshard = Unshard(group)
     group.unshard.before.append(call)

@@ -77,11 +77,13 @@ class BeforeUnshard(_Hook["Reads"]):
         self._gate = gate
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self) -> None:
+    def __call__(self) -> Callable[[], None] | None:
         reads = self.target
-        if reads is not None and self._gate is not None:
-            reads.enter(self._gate)
-            reads.leave(self._gate)
+        if reads is None or self._gate is None:
+            return None
+        reads.enter(self._gate)
+        reads.leave(self._gate)
+        return reads.gathering(self._gate)
 
 
 class AfterForward(_Hook["Reads"]):

@@ -23,7 +23,7 @@ FOLDER: Final = "traces"
 FILE: Final = "trace.json"
 ROLES: Final = ("trainer", "optimizer", "coordinator")
 #: In the viewer's order, from top to bottom.
-TRACKS: Final = ("step", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
+TRACKS: Final = ("step", "all-gather", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
 LANES: Final = 1000
 BUFFERED_EVENTS: Final = 2048  # events that are buffered before they are written
 
@@ -38,7 +38,7 @@ class TraceWriter:
         self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
         self._events: list[dict[str, Any]] = []
         self._metadata("process_name", 0, name=str(address))
-        self._metadata("process_sort_index", 0, sort_index=ROLES.index(address.role))
+        self._metadata("process_sort_index", 0, sort_index=address.rank * len(ROLES) + ROLES.index(address.role))
 
     def span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
         """Add an event with a duration. Spans of one track must come in the order of their ends."""

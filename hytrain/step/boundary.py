@@ -31,10 +31,12 @@ class Boundary:
         meter: Meter,
         plans: PlanBook,
         free_gpu_bytes: Callable[[], int | None],
+        is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._plans, self._free_gpu_bytes = meter, plans, free_gpu_bytes
+        self._is_stage = is_stage
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -69,6 +71,7 @@ class Boundary:
                 stall_s=self.statistics.stall_s,
                 middle_s=self._meter.middle_s,
                 starved=self._meter.starved,
+                gather_s=None if self._is_stage else self._meter.gather_s,  # stages gather different layers
                 k=self.statistics.k,
                 moving=self.statistics.moving,
                 placements=placements,

@@ -88,7 +88,13 @@ class Engine:
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
         self._boundary = Boundary(
-            layers, link=link, handover=self._handover, meter=self._meter, plans=plans, free_gpu_bytes=free_gpu_bytes
+            layers,
+            link=link,
+            handover=self._handover,
+            meter=self._meter,
+            plans=plans,
+            free_gpu_bytes=free_gpu_bytes,
+            is_stage=is_stage,
         )
         self.backward = Backward(
             layers,

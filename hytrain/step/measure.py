@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
@@ -30,7 +30,7 @@ MAX_OPEN_STEPS: Final = 8
 MAX_JUMP_S: Final = 1e-4
 #: A shorter wait is not drawn: two marks with no work between them are that far apart.
 MIN_STALL_S: Final = 2e-5
-#: Field of `LayerTimes` -> track and name in the timeline.
+#: Field of `LayerTimes`, or of the report -> track and name in the timeline.
 TRACKS: Final = {
     "forward_s": ("compute", "forward"),
     "stall_s": ("compute", "stall"),
@@ -38,6 +38,7 @@ TRACKS: Final = {
     "gpu_update_s": ("compute", "update"),
     "d2h_s": ("D2H", "D2H"),
     "h2d_s": ("H2D", "H2D"),
+    "gather_s": ("all-gather", "all-gather"),
 }
 
 
@@ -45,25 +46,28 @@ TRACKS: Final = {
 class StepMarks:
     """The marks of one step; `forward` and `backward` in the order in which they were left.
 
-    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `turns` are the starts of
-    the backwards, if the step has several. `starved` counts the layers at the end of whose backward the device had
-    finished all earlier work, so that it waited for launches. (In forward, a stall also causes that.)
+    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's
+    all-gathers. `turns` are the starts of the backwards, if the step has several. `starved` counts the layers at the
+    end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
+    stall also causes that.)
     """
 
     step: int
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
+    gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
     starved: int = 0
     end: Mark = None
 
     def marks(self) -> Iterator[Mark]:
-        """All marks: the step's own work, beginning with its first mark, then copies, then the end."""
+        """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
         forward = (mark for _, span in self.forward for mark in span)
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
-        return chain(forward, self.turns, backward, copies, () if self.end is None else (self.end,))
+        gathers = (mark for _, span in self.gathers for mark in span)
+        return chain(forward, self.turns, backward, copies, gathers, () if self.end is None else (self.end,))
 
 
 class Interval(NamedTuple):
@@ -104,6 +108,7 @@ class Meter:
         self._turning = threading.Lock()  # another thread reports copies
         self._drawn_until: dict[str, float] = {}
         self.stall_s = self.middle_s = self.starved = 0.0
+        self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
         if trace is not None:
             clock.anchor()
@@ -126,8 +131,15 @@ class Meter:
         if not self._now.backward and not self._is_stage:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
+            self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
+            self._now.gathers.clear()
             self._now.forward.clear()
             self._now.turns.clear()
+
+    def gather(self, lids: tuple[int, ...]) -> Callable[[], None]:
+        """The shards of these layers are read, and all ranks' are gathered. Returns what ends the measurement."""
+        gathers, began = self._now.gathers, self._clock.mark()
+        return lambda: gathers.append((lids, (began, self._clock.mark())))
 
     def turn(self) -> None:
         """One of several backwards begins. Only the time before the first and after the last is measured."""
@@ -164,6 +176,8 @@ class Meter:
             self._clock.anchor()
         self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
         self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
+        gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
+        self.gather_s = sum(gathered_s) if gathered_s else None
         self._clock.recycle(marks.marks())
         return self._times(intervals)
 
@@ -202,12 +216,15 @@ class Meter:
             whole = interval("backward_s", (lid,), mark, ended)
             after_s = updated_s.get(before, whole.began_s)
             found.append(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole)
+        found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
         return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for interval in intervals:
+            if interval.kind == "gather_s":
+                continue
             total = sum(self._numels[lid] for lid in interval.lids)
             for lid in interval.lids:
                 times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total

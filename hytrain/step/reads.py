@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -84,6 +84,12 @@ class Reads:
             self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
             if self._order is not None:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
+
+    def gathering(self, gate: Gate) -> Callable[[], None] | None:
+        """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""
+        if not (torch.is_grad_enabled() or in_backward()):
+            return None
+        return self._meter.gather(tuple(layer.lid for layer in gate.layers))
 
     def leave(self, gate: Gate) -> None:
         """A module's forward has ended."""
