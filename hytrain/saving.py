@@ -56,7 +56,8 @@ def state_dict(
     """The state in torch's form. A parameter that was never updated has no entry, as in torch.
 
     Before the first step, every trained parameter has one, of zeros, because torch's distributed checkpoints only read
-    what has an entry. The first group has the loss scale. All tensors are on one device, which these checkpoints need.
+    what has an entry. The first group has the loss scale. All tensors are on one device, which these checkpoints need;
+    those of DTensors are in host memory, since all ranks need the same device, and k differs between them.
     A remainder is a copy: they read a file into these tensors before they load them, and loading the file's weights
     clears the remainders in the planes.
     """
@@ -73,10 +74,11 @@ def state_dict(
             planes["remainder"] = planes["remainder"].clone()
         entries.append((known.parameter, known.count, planes))
     entries += [(rest.parameter, rest.count, rest.planes) for rest in resting]
-    on_several = len({tensor.device for _, _, planes in entries for tensor in planes.values()}) > 1
+    on_host = len({tensor.device for _, _, planes in entries for tensor in planes.values()}) > 1
+    on_host = on_host or any(is_distributed(parameter) for parameter, _, _ in entries)
     state: dict[int, dict[str, Tensor]] = {}
     for parameter, count, planes in entries:
-        parts = {plane: tensor.cpu() if on_several else tensor for plane, tensor in planes.items()}
+        parts = {plane: tensor.cpu() if on_host else tensor for plane, tensor in planes.items()}
         if is_distributed(parameter):
             parts = {
                 plane: distributed(part.to(SENT_AS.get(part.dtype, part.dtype)), parameter)

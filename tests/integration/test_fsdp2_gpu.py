@@ -43,7 +43,7 @@ def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1) -> 
     options = {name: value[rank] if isinstance(value, tuple) else value for name, value in options.items()}
     model: Any = llama(**making)
     losses = []
-    with adamw(model, grad_accumulation=backwards, **options) as opt:
+    with adamw(model, lr=1e-3, grad_accumulation=backwards, **options) as opt:
         for step in range(STEPS):
             for part in range(backwards):
                 generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
