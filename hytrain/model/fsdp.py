@@ -2,9 +2,12 @@
 
     pre-forward, prefetches, pre-backward, model.unshard() ─▶ FSDPParamGroup.unshard ─▶ the all-gather copies the shards
                                                               └─ first: BeforeUnshard ─▶ waits for the group's layers
+    pre-forward, pre-backward, handle.wait()               ─▶ FSDPParamGroup.wait_for_unshard: modules may compute
 
 Modules never read a shard: they compute with what an all-gather made of it. So a parameter group is the reader of its
-shards. It reads them on the stream that this wait blocks. torch has no public hook there: `set_custom_all_gather` comes
+shards. It reads them on the stream that this wait blocks. After a forward that no backward followed (evaluation), FSDP2
+prefetches some group again at the end of the next backward, and drops what it has gathered. So a group that the same
+backward has updated may be gathered, but not used. torch has no public hook there: `set_custom_all_gather` comes
 after shards were cast. What is used of torch's private names is checked when hooks are attached.
 """
 
@@ -19,7 +22,7 @@ from torch import nn
 
 from hytrain.errors import UnsupportedError
 
-_NEEDED: Final = ("unshard", "is_unsharded", "fsdp_params", "mesh_info", "comm_ctx", "_all_gather_result")
+_NEEDED: Final = ("unshard", "wait_for_unshard", "is_unsharded", "fsdp_params", "mesh_info", "comm_ctx", "_all_gather_result")
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -66,20 +69,34 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
+#: Called before an all-gather. Returns what to call before its result is used, if anything.
+Before = Callable[[], Callable[[], None] | None]
+
+
 class Unshard:
-    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards."""
+    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards.
+
+    Its `wait` is in the place of `wait_for_unshard`.
+    """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._plain = group, group.unshard
-        self.before: list[Callable[[], None]] = []
+        self._group, self._plain, self._plain_wait = group, group.unshard, group.wait_for_unshard
+        self._before_use: list[Callable[[], None]] = []
+        self.before: list[Before] = []
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group
         if not group.is_unsharded and group._all_gather_result is None:
             with self._reading(async_op):
-                for call in self.before:
-                    call()
+                called = [call() for call in self.before]
+            self._before_use = [call for call in called if call is not None]
         return self._plain(async_op)
+
+    def wait(self) -> None:
+        if self._group._all_gather_result is not None:
+            for call in self._before_use:
+                call()
+        self._plain_wait()
 
     def _reading(self, async_op: bool) -> AbstractContextManager[Any]:
         """The context of the stream on which shards are read: the current one if there is only one shard."""
@@ -92,7 +109,7 @@ class Unshard:
 class UnshardHandle:
     """Removes what `before_unshard` registered."""
 
-    def __init__(self, group: Any, call: Callable[[], None]) -> None:
+    def __init__(self, group: Any, call: Before) -> None:
         self._group, self._call = group, call
 
     def remove(self) -> None:
@@ -100,12 +117,13 @@ class UnshardHandle:
         if isinstance(unshard, Unshard) and self._call in unshard.before:
             unshard.before.remove(self._call)
             if not unshard.before:
-                del self._group.unshard
+                del self._group.unshard, self._group.wait_for_unshard
 
 
-def before_unshard(group: Any, call: Callable[[], None]) -> UnshardHandle:
+def before_unshard(group: Any, call: Before) -> UnshardHandle:
     """Call `call` before each all-gather of a group's shards."""
     if not isinstance(vars(group).get("unshard"), Unshard):
         group.unshard = Unshard(group)
+        group.wait_for_unshard = group.unshard.wait
     group.unshard.before.append(call)
     return UnshardHandle(group, call)

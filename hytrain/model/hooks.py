@@ -70,18 +70,25 @@ class BeforeForward(_Hook["Reads"]):
 
 
 class BeforeUnshard(_Hook["Reads"]):
-    """Called before FSDP2 gathers a group's shards. Its parameters stay watched, since no module reads them."""
+    """Called before FSDP2 gathers a group's shards. Its parameters stay watched, since no module reads them.
+
+    If this backward has updated them, it returns what refuses their use: FSDP2 may also drop what it has gathered.
+    """
 
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self) -> None:
+    def __call__(self) -> Callable[[], None] | None:
         reads = self.target
-        if reads is not None and self._gate is not None:
-            reads.enter(self._gate)
-            reads.leave(self._gate)
+        if reads is None or self._gate is None:
+            return None
+        if reads.used_again(self._gate) is not None:
+            return partial(reads.enter, self._gate)
+        reads.enter(self._gate)
+        reads.leave(self._gate)
+        return None
 
 
 class AfterForward(_Hook["Reads"]):

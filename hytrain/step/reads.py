@@ -59,6 +59,11 @@ class Reads:
         self._transfers, self._health, self._meter = transfers, health, meter
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
 
+    def used_again(self, gate: Gate) -> TrainedLayer | None:
+        """The first of the gate's layers that the current backward has already updated."""
+        step = self._health.life.step
+        return next((layer for layer in gate.layers if layer.life.updated == step), None) if in_backward() else None
+
     def enter(self, gate: Gate) -> None:
         """Make the current stream wait for the gate's layers. Idempotent, also inside backward."""
         inside = in_backward()
@@ -71,9 +76,9 @@ class Reads:
         life = self._health.life
         measured = not inside and torch.is_grad_enabled() and life.state is State.IDLE
         arrived = self._meter.arrive() if measured else None
+        if (again := self.used_again(gate)) is not None:
+            self._health.refuse(f"layer {again.name} is used again in the backward that has already updated it")
         for layer in gate.layers:
-            if inside and layer.life.updated == life.step:
-                self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
             if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             self.wait_for(layer)
