@@ -108,7 +108,7 @@ class AdamW(hytrain.AdamW):
 
 
 class ShardedAdamW(AdamW):
-    """`AdamW` under FSDP2, where Accelerate saves and loads the state itself, through `torch.distributed.checkpoint`."""
+    """`AdamW` under FSDP2, where Accelerate saves and loads the state itself, in torch's distributed checkpoints."""
 
     state_dict = hytrain.AdamW.state_dict
     load_state_dict = hytrain.AdamW.load_state_dict

@@ -22,7 +22,15 @@ from torch import nn
 
 from hytrain.errors import UnsupportedError
 
-_NEEDED: Final = ("unshard", "wait_for_unshard", "is_unsharded", "fsdp_params", "mesh_info", "comm_ctx", "_all_gather_result")
+_NEEDED: Final = (
+    "unshard",
+    "wait_for_unshard",
+    "is_unsharded",
+    "fsdp_params",
+    "mesh_info",
+    "comm_ctx",
+    "_all_gather_result",
+)
 
 
 def param_groups(model: nn.Module) -> list[Any]:
