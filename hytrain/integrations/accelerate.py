@@ -14,8 +14,8 @@ saves the state separately:
 
 A second optimizer of the same Accelerator has `hytrain_1` beside its `optimizer_1.bin`, and so on.
 
-With Accelerate's FSDP2 plugin, `adopt` shards the model. Checkpoints are Accelerate's own there: each rank's part of the
-state is in them, in torch's form.
+With Accelerate's FSDP2 plugin, `adopt` has the model sharded. Checkpoints are Accelerate's own there: they contain the
+state, in torch's form.
 
 `integrations.transformers` does the same for a Trainer, whose loop uses Accelerate too.
 """
@@ -26,6 +26,7 @@ import itertools
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,6 +95,10 @@ class AdamW(hytrain.AdamW):
         """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
         self._session.accumulation.ask(lambda: not gradients.sync_gradients)
 
+    def accumulates_elsewhere(self) -> None:
+        """From now on, a step is one backward as HyTrain sees it: FSDP2 sums what comes before."""
+        self._session.accumulation.count_no_more()
+
     def close(self) -> None:
         """As `hytrain.AdamW.close`. The Accelerator then clips and saves without HyTrain."""
         try:
@@ -103,7 +108,7 @@ class AdamW(hytrain.AdamW):
 
 
 class ShardedAdamW(AdamW):
-    """`AdamW` under FSDP2: Accelerate's checkpoints have the state itself, which each rank writes and reads for itself."""
+    """`AdamW` under FSDP2, where Accelerate saves and loads the state itself, in torch's distributed checkpoints."""
 
     state_dict = hytrain.AdamW.state_dict
     load_state_dict = hytrain.AdamW.load_state_dict
@@ -151,9 +156,9 @@ class _Hooks:
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._announce),
         ]
-        self._replaced = {"clip_grad_norm_": self._clip_grad_norm_}
+        self._replaced: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_}
         if accelerator.is_fsdp2:
-            self._replaced["prepare"] = self._prepare
+            self._replaced |= {"prepare": self._prepare, "no_sync": self._no_sync}
         vars(accelerator).update(self._replaced)
 
     def add(self, opt: AdamW) -> None:
@@ -203,9 +208,9 @@ class _Hooks:
         return norm
 
     def _prepare(self, *objects: Any, **options: Any) -> Any:
-        """Accelerate's own `prepare` for everything but what `adopt` has prepared: models, and state that must not move.
+        """Accelerate's own, except for adopted optimizers and their models, which `adopt` has prepared.
 
-        It would refuse such an optimizer without its model, and put other parameters into its groups on the way.
+        Accelerate would refuse the one without the other, replace the optimizer's parameters, and move its state.
         """
         accelerator = self._accelerator()
         assert accelerator is not None, "its method was called"
@@ -221,6 +226,16 @@ class _Hooks:
             result = type(accelerator).prepare(accelerator, *(objects[index] for index in others), **options)
             prepared.update(zip(others, result if len(others) > 1 else [result], strict=True))
         return tuple(prepared[index] for index in range(len(objects))) if len(objects) > 1 else prepared[0]
+
+    def _no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Accelerate's own: no gradients are reduced in it, so HyTrain sees nothing of its backwards."""
+        accelerator = self._accelerator()
+        assert accelerator is not None, "its method was called"
+        for opt in self._present():
+            if opt.trains(model):
+                opt.accumulates_elsewhere()
+        context: AbstractContextManager[None] = type(accelerator).no_sync(accelerator, model)
+        return context
 
     def _save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], checkpoint: str) -> None:
         for opt in self._present():

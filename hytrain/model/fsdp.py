@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): who reads a shard, and when.
 
     pre-forward, prefetches, pre-backward, model.unshard() ─▶ FSDPParamGroup.unshard ─▶ the all-gather copies the shards
-                                                              ├─ first: BeforeUnshard ─▶ waits for the group's layers
-                                                              └─ then: what it has returned, which ends a measurement
+                                                              ├─ before: waits for the group's layers
+                                                              └─ after: ends a measurement
+    pre-forward, pre-backward, handle.wait()               ─▶ FSDPParamGroup.wait_for_unshard: modules may compute
 
 Modules never read a shard: they compute with what an all-gather made of it. So a parameter group is the reader of its
 shards. It reads them on the stream that this wait blocks. torch has no public hook there: `set_custom_all_gather` comes
@@ -11,16 +12,23 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
 
-_NEEDED: Final = ("unshard", "is_unsharded", "fsdp_params", "mesh_info", "comm_ctx", "_all_gather_result")
+_NEEDED: Final = (
+    "unshard",
+    "wait_for_unshard",
+    "is_unsharded",
+    "fsdp_params",
+    "mesh_info",
+    "comm_ctx",
+    "_all_gather_result",
+)
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -67,30 +75,44 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
-Call = Callable[[], None]
+class Reader(Protocol):
+    """Called when a group's shards are read."""
+
+    def before_gather(self) -> None:
+        """On the stream that reads the shards."""
+
+    def after_gather(self) -> None:
+        """On the stream that gathers them."""
+
+    def before_use(self) -> None:
+        """Before modules compute with what was gathered."""
 
 
 class Unshard:
-    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards.
-
-    What these return is called afterwards, on the stream that has the whole parameters.
-    """
+    """In the place of a group's `unshard`; its `wait` is in the place of `wait_for_unshard`."""
 
     def __init__(self, group: Any) -> None:
-        self._group, self._plain = group, group.unshard
-        self.before: list[Callable[[], Call | None]] = []
+        self._group, self._plain, self._plain_wait = group, group.unshard, group.wait_for_unshard
+        self.readers: list[Reader] = []
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group
         if group.is_unsharded or group._all_gather_result is not None:
             return self._plain(async_op)
         with self._stream(async_op, 0):
-            after = [call() for call in self.before]
+            for reader in self.readers:
+                reader.before_gather()
         result = self._plain(async_op)
         with self._stream(async_op, 1):
-            for end in filter(None, after):
-                end()
+            for reader in self.readers:
+                reader.after_gather()
         return result
+
+    def wait(self) -> Any:
+        if self._group._all_gather_result is not None:
+            for reader in self.readers:
+                reader.before_use()
+        return self._plain_wait()
 
     def _stream(self, async_op: bool, which: int) -> AbstractContextManager[Any]:
         """The context of the stream that reads shards (0) or gathers them (1): the current one if there is only one."""
@@ -100,23 +122,24 @@ class Unshard:
         return torch.cuda.stream(group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[which])
 
 
-class UnshardHandle:
-    """Removes what `before_unshard` registered."""
+class ReaderHandle:
+    """Removes what `read_by` registered."""
 
-    def __init__(self, group: Any, call: Callable[[], Call | None]) -> None:
-        self._group, self._call = group, call
+    def __init__(self, group: Any, reader: Reader) -> None:
+        self._group, self._reader = group, reader
 
     def remove(self) -> None:
         unshard = vars(self._group).get("unshard")
-        if isinstance(unshard, Unshard) and self._call in unshard.before:
-            unshard.before.remove(self._call)
-            if not unshard.before:
-                del self._group.unshard
+        if isinstance(unshard, Unshard) and self._reader in unshard.readers:
+            unshard.readers.remove(self._reader)
+            if not unshard.readers:
+                del self._group.unshard, self._group.wait_for_unshard
 
 
-def before_unshard(group: Any, call: Callable[[], Call | None]) -> UnshardHandle:
-    """Call `call` before each all-gather of a group's shards, and what it returns after it."""
+def read_by(group: Any, reader: Reader) -> ReaderHandle:
+    """Call `reader` at each all-gather of a group's shards."""
     if not isinstance(vars(group).get("unshard"), Unshard):
         group.unshard = Unshard(group)
-    group.unshard.before.append(call)
-    return UnshardHandle(group, call)
+        group.wait_for_unshard = group.unshard.wait
+    group.unshard.readers.append(reader)
+    return ReaderHandle(group, reader)

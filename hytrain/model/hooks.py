@@ -1,7 +1,7 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
     forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
-    FSDP2 gathers a group's shards      ─▶ BeforeUnshard             ─▶ the same, on the stream that reads them
+    FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ the same, on the stream that reads them
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
@@ -27,7 +27,7 @@ from hytrain.model.parts import roots
 from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
-    from hytrain.model.trained import Gate, TrainedParameter
+    from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
     from hytrain.step.backward import Backward
     from hytrain.step.engine import Engine
     from hytrain.step.reads import Reads
@@ -69,21 +69,40 @@ class BeforeForward(_Hook["Reads"]):
             reads.enter(self._gate)
 
 
-class BeforeUnshard(_Hook["Reads"]):
-    """Called before FSDP2 gathers a group's shards. Its parameters stay watched, since no module reads them."""
+class OnGather(_Hook["Reads"]):
+    """Reads the shards of one of FSDP2's groups. Its parameters stay watched, since no module reads them.
+
+    After a forward that no backward followed (evaluation), FSDP2 gathers some group again at the end of the next
+    backward, and drops the result. So shards that the same backward has updated may be gathered, but not used.
+    """
 
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
+        self._again: TrainedLayer | None = None
+        self._gathered: Callable[[], None] | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self) -> Callable[[], None] | None:
+    def before_gather(self) -> None:
         reads = self.target
         if reads is None or self._gate is None:
-            return None
-        reads.enter(self._gate)
-        reads.leave(self._gate)
-        return reads.gathering(self._gate)
+            return
+        self._again = reads.updated_in_this_backward(self._gate)
+        if self._again is None:
+            reads.enter(self._gate)
+            reads.leave(self._gate)
+            self._gathered = reads.gathering(self._gate)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_gather(self) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            gathered()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_use(self) -> None:
+        if (reads := self.target) is not None and self._again is not None:
+            reads.refuse_again(self._again)
 
 
 class AfterForward(_Hook["Reads"]):
@@ -195,9 +214,9 @@ def attach(
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
-    handles: list[RemovableHandle | fsdp.UnshardHandle] = []
+    handles: list[RemovableHandle | fsdp.ReaderHandle] = []
 
-    def hang(register: Callable[..., RemovableHandle | fsdp.UnshardHandle], hook: _Hook[Any], **options: Any) -> None:
+    def hang(register: Callable[..., RemovableHandle | fsdp.ReaderHandle], hook: _Hook[Any], **options: Any) -> None:
         hooks.append(hook)
         handles.append(register(hook, **options))
 
@@ -207,7 +226,7 @@ def attach(
             hang(reader.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
             hang(reader.register_forward_hook, AfterForward(reads, gate), always_call=True)
         else:
-            hang(partial(fsdp.before_unshard, reader), BeforeUnshard(reads, gate))
+            hang(partial(fsdp.read_by, reader), OnGather(reads, gate))
     for root in roots(model):
         hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
         hang(root.register_forward_hook, AfterRoot(reads), always_call=True)

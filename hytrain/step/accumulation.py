@@ -58,10 +58,14 @@ class Accumulation:
         """Let a loop tell whether more backwards follow. Once one does, the count of backwards is ignored."""
         self._goes_on = goes_on
 
+    def count_no_more(self) -> None:
+        """Whoever tells has told once: the number of backwards per step is not needed."""
+        self._backwards = 1
+
     def begin(self, ended: int) -> bool:
         """Begin a backward after `ended` others of this step. Returns whether it is the last one."""
         if goes_on := self._goes_on():
-            self._backwards = 1
+            self.count_no_more()
         self._sums.begin()
         return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
 

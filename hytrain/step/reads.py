@@ -71,9 +71,9 @@ class Reads:
         life = self._health.life
         measured = not inside and torch.is_grad_enabled() and life.state is State.IDLE
         arrived = self._meter.arrive() if measured else None
+        if (again := self.updated_in_this_backward(gate)) is not None:
+            self.refuse_again(again)
         for layer in gate.layers:
-            if inside and layer.life.updated == life.step:
-                self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
             if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             self.wait_for(layer)
@@ -84,6 +84,14 @@ class Reads:
             self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
             if self._order is not None:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
+
+    def updated_in_this_backward(self, gate: Gate) -> TrainedLayer | None:
+        """The first of the gate's layers that the backward which runs has already updated."""
+        step = self._health.life.step
+        return next((layer for layer in gate.layers if layer.life.updated == step), None) if in_backward() else None
+
+    def refuse_again(self, layer: TrainedLayer) -> None:
+        self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
 
     def gathering(self, gate: Gate) -> Callable[[], None] | None:
         """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -219,8 +220,9 @@ def test_trials_one_after_another_leave_nothing(closed: bool, tmp_path: Path) ->
     ("name", "value", "sentence"),
     [
         ("deepspeed_plugin", object(), "DeepSpeed has an optimizer of its own"),
-        ("fsdp_plugin", SimpleNamespace(cpu_offload=True), "FSDP and its CPU offload have a place for the state"),
-        ("distributed_type", DistributedType.MULTI_GPU, "more than one process is not supported yet"),
+        ("fsdp_plugin", SimpleNamespace(fsdp_version=1), "FSDP1 replaces the parameters by flat ones: use FSDP2"),
+        ("fsdp_plugin", SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy()), "cpu_offload .* leave it out"),
+        ("distributed_type", DistributedType.MULTI_GPU, "several processes without FSDP2, where each would hold all"),
         ("_mixed_precision", "fp16", "fp16 comes with a GradScaler"),
         ("dynamo_plugin", SimpleNamespace(backend="INDUCTOR"), "hooks break the graph of a whole compiled model"),
     ],

@@ -92,6 +92,14 @@ def zero_2() -> Decoder:
     return shard(Decoder(tied=True), reshard_after_forward=False)
 
 
+def grouped() -> Decoder:
+    """Embedding, norm and head have groups of their own, as with Accelerate."""
+    model = Decoder()
+    for part in (model.embedding, [model.norm, model.head]):
+        fully_shard(part, mesh=mesh(2), reshard_after_forward=part is model.embedding)
+    return shard(model)
+
+
 def checkpointed() -> Decoder:
     return shard(Decoder(checkpointed=True))
 
@@ -258,6 +266,7 @@ ROWS = {
     "activation checkpointing": Row(checkpointed),
     "model.unshard()": Row(practice=unsharded_by_the_user),
     "evaluation": Row(practice=evaluated),
+    "evaluation, each part its own group": Row(grouped, evaluated),
     "reads": Row(practice=reads),
     "writes": Row(practice=writes),
     "set_requires_gradient_sync": Row(practice=unsynchronized),
