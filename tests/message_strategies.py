@@ -30,6 +30,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),
     (m.LayerTable, "threads"): st.none() | st.integers(1, 100),
+    (m.LayerTable, "rank"): st.none() | st.integers(0, 100),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},

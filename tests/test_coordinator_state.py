@@ -20,6 +20,7 @@ from protocol.handshake import HandshakeError
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
+from workers.fleet import GATHER_STEPS
 from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning
 from workers.records import LOG_PATIENCE_STEPS
 
@@ -628,6 +629,25 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
     assert [process.address for process in driver.status().processes[1:]] == [OPTIMIZER, TRAINER, SERVING, OTHER]
     both = [(OPTIMIZER, m.SetThreads(threads=2)), (SERVING, m.SetThreads(threads=2))]
     assert driver.ask("threads", "2") == both
+
+
+def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:
+    """Rank 5 is this machine's first. The first step warms up; the mean is over the last ones."""
+    driver.start(rank=5)
+    assert [(rank.rank, rank.record, rank.gather_s) for rank in driver.status().ranks] == [(5, "{}", None)]
+    driver.join(SERVING, 20)
+    driver.join(OTHER, 21)
+    driver.handle(table(rank=3), OTHER)
+    for step, gather_s in enumerate((9.0, 9.0, *[0.25] * GATHER_STEPS)):
+        driver.handle(report(step, gather_s=gather_s))
+        driver.handle(report(step, gather_s=None, step_s=1.5), OTHER)
+    first, last = driver.status().ranks
+    assert (first.rank, first.host, first.cores, first.gather_s) == (3, "here", "optimizer is up", None)
+    assert (last.rank, last.gather_s) == (5, 0.25)
+    assert json.loads(first.record)["rank"] == 3 and json.loads(first.record)["step_s"] == 1.5
+    assert json.loads(last.record)["gather_s"] == 0.25
+    driver.leave()
+    assert [rank.rank for rank in driver.status().ranks] == [3]
 
 
 def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:

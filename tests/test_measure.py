@@ -134,6 +134,35 @@ def test_a_step_is_taken_apart(clock: FakeClock, meter: Meter) -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
+def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:
+    """They overlap with layers' times and change none of them. Those of a forward without a backward do not count."""
+    dropped = timeline.gather((0,))
+    clock.now_s = 2.0
+    dropped()
+    timeline.restart()
+    record(timeline, clock)
+    clock.now_s = 3.0
+    ended = timeline.gather((1, 2))
+    clock.now_s = 3.5
+    timeline.restart()  # of a later micro-batch
+    ended()
+    for began_s, ended_s in ((8.0, 8.25), (9.0, 9.5)):
+        clock.now_s = began_s
+        gathered = timeline.gather((2,))
+        clock.now_s = ended_s
+        gathered()
+    apart = end(timeline, clock, 0, 16.0)
+    assert timeline.gather_s == pytest.approx(1.25)
+    assert apart[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
+    record(timeline, clock, 20.0)
+    end(timeline, clock, 1, 36.0)
+    assert timeline.gather_s is None
+    timeline.close()
+    events = json.loads(trace.merge(tmp_path).read_text())["traceEvents"]
+    drawn = [e["name"] for e in events if e.get("args", {}).get("kind") == "all-gather"]
+    assert drawn == ["all-gather b", "all-gather c", "all-gather c"]
+
+
 def test_the_share_of_backwards_that_wait_for_launches(clock: FakeClock, meter: Meter) -> None:
     """The device had passed the mark before when the next one was left. How long a pause was does not matter."""
     clock.passed_s = 5.0  # in forward after a stall, which says nothing

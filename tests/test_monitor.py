@@ -313,6 +313,42 @@ def test_a_line_has_what_the_record_has() -> None:
     assert view.line(status(record=json.dumps({**RECORD, "mode": None}))) == view.line(status())
 
 
+def rank(number: int, gather_s: float | None = None, **changed: Any) -> m.RankStatus:
+    record = json.dumps({**RECORD, "threads": 2, **changed})
+    return m.RankStatus(rank=number, host=f"host{number}", record=record, cores="on cores 0-7", gather_s=gather_s)
+
+
+def test_the_slowest_rank_is_the_one_that_waits_for_nobody() -> None:
+    """All leave an all-gather together. A step takes 2 s; waits below a hundredth of that mean nothing."""
+    several = status(ranks=(rank(0, 0.7), rank(1, 0.1), rank(2, 0.5)))
+    assert view.waits_s(several) == pytest.approx((0.6, 0.0, 0.4))
+    assert view.slowest(several) == view.Slowest(1, pytest.approx(0.4))
+    assert view.line(several).endswith("optimizer busy 200.0 ms  rank 1 is the slowest: the others wait 400.0 ms")
+    shown = json.loads(view.record_json(several))
+    assert shown["slowest"] == {"rank": 1, "wait_s": pytest.approx(0.4)} and shown["step"] == 7
+    assert [(its["rank"], its["host"], its["step"]) for its in shown["ranks"]] == [(n, f"host{n}", 7) for n in range(3)]
+    in_turn = status(ranks=(rank(0, 0.110), rank(1, 0.1), rank(2, 0.5)))
+    assert view.slowest(in_turn) is None and json.loads(view.record_json(in_turn))["slowest"] is None
+    unknown = status(ranks=(rank(0, 0.7), rank(1, None)))
+    assert view.waits_s(unknown) == (None, None) and view.slowest(unknown) is None
+    alone = status()
+    assert view.slowest(alone) is None and view.record_json(alone) == alone.record
+
+
+def test_the_table_has_a_line_per_rank() -> None:
+    pytest.importorskip("rich")
+    ranks = (rank(0, 0.7, k=0.125), rank(1, 0.1, stall_s=1.0), rank(2, 0.6, step=7 - view.SILENT_STEPS - 1))
+    record = json.dumps(RECORD | {"step": 7})
+    text = view.as_text(Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, 0.6), record="{}"))), ()))
+    assert "ranks     rank 1 is the slowest: the others wait 500.0 ms in each step" in text
+    head, zero, one, two, three = text.splitlines()[7:12]
+    assert head.split() == ["rank", "host", "step", "step", "time", "stall", "waits", "k", "optimizer"]
+    assert zero.split() == "0 host0 7 2.00 s 500.0 ms 25% 600.0 ms 30% 0.125 2 threads on cores 0-7".split()
+    assert one.split() == "1 host1 7 2.00 s 1.00 s 50% 0.0 ms 0% 0.250 2 threads on cores 0-7".split()
+    assert two.endswith(f"no news since step {7 - view.SILENT_STEPS - 1}")
+    assert three.split() == "3 host3 on cores 0-7".split(), "no step has ended there"
+
+
 def test_the_table_says_who_owns_what_and_why() -> None:
     pytest.importorskip("rich")
     usage = Usage(cores=(0, 1, 4), rss_bytes=2**30, cpu_s=5.0, cpu_share=1.5)

@@ -55,7 +55,7 @@ def test_round_trip(cls: type, data: st.DataObject, sender: Address, seq: int) -
 
 def test_every_message_of_the_protocol_is_known() -> None:
     """A dataclass of `messages` is a message, or a part of one."""
-    parts = {m.Segment, m.Layer, m.GroupHyper, m.LayerTimes, m.CpuUpdate, m.Process}
+    parts = {m.Segment, m.Layer, m.GroupHyper, m.LayerTimes, m.CpuUpdate, m.Process, m.RankStatus}
     declared = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls) and cls.__module__ == m.__name__}
     assert declared - parts == set(MESSAGES)
 
@@ -133,7 +133,7 @@ def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
 def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
-    table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None}
+    table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": None}
     return list((table | changes).values())
 
 
@@ -156,6 +156,7 @@ def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32"
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"threads": 0}, "0 threads"),
+        ({"rank": -1}, "rank -1"),
         ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),

@@ -46,14 +46,16 @@ def test_every_event_is_one_that_a_viewer_takes(tmp_path: Path) -> None:
 
 
 def test_processes_and_tracks_have_names_and_an_order(tmp_path: Path) -> None:
-    for role in reversed(trace.ROLES):
-        writer = TraceWriter(tmp_path, Address(role, 0))
+    processes = [Address(role, rank) for rank in range(2) for role in trace.ROLES[: 3 - rank]]
+    for address in reversed(processes):
+        writer = TraceWriter(tmp_path, address)
         for track in reversed(trace.TRACKS):
             writer.span(track, "work", 0.0, 1.0)
         writer.close()
     events = merged(tmp_path)
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {f"{role}-0" for role in trace.ROLES}
-    assert sorted(e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index") == [0, 1, 2]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    places = [e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"]
+    assert [name for _, name in sorted(zip(places, names, strict=True))] == list(map(str, processes)), "rank by rank"
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert [threads[tid] for tid in sorted(threads, key=order.__getitem__)] == list(trace.TRACKS)
