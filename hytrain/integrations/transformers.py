@@ -10,6 +10,8 @@ it, `max_grad_norm`. What the Trainer calls:
     Trainer ── clip_grad_norm_ ──▶ accelerator   returns opt.grad_norm: HyTrain has clipped already
             ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
             ── save, load ───────▶ optimizer.pt, small, and checkpoint-N/hytrain/ beside it
+
+Under FSDP2, the optimizer's own file or folder in a checkpoint has the state.
 """
 
 from __future__ import annotations
