@@ -10,16 +10,19 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.tensors import is_distributed
 
-_NEEDED: Final = ("unshard", "is_unsharded", "fsdp_params", "mesh_info", "comm_ctx", "_all_gather_result")
+_NEEDED: Final = """
+    unshard wait_for_unshard is_unsharded fsdp_params mesh_info comm_ctx device _training_state _all_gather_result
+""".split()
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -56,6 +59,29 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
 
 
+def require_reduced(model: nn.Module, trained: Set[int]) -> None:
+    """Raise `UnsupportedError` for a trained parameter outside of what `fully_shard` was applied to.
+
+    Nobody reduces its gradient over the ranks of FSDP2's groups. Inside, parameters that no group has are
+    `ignored_params`, whose gradients their user reduces.
+    """
+    sharing = set().union(*(_ranks_of(group.mesh_info.mesh) for group in param_groups(model)))
+    inside = {id(parameter) for module in _sharded_modules(model) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if len(sharing) < 2 or id(parameter) in inside or id(parameter) not in trained:
+            continue
+        if not (_ranks_of(parameter.device_mesh) if is_distributed(parameter) else set()) >= sharing:
+            raise UnsupportedError(
+                f"{name} is in no module that fully_shard was applied to, so each rank would train it on its own "
+                "gradient: apply fully_shard to the whole model too, after its blocks; if you reduce this gradient "
+                "yourself, name the parameter in fully_shard's ignored_params there"
+            )
+
+
+def _ranks_of(mesh: Any) -> set[int]:
+    return {int(rank) for rank in torch.flatten(mesh.mesh)}
+
+
 def readers(model: nn.Module) -> dict[int, Any]:
     """By id of a sharded parameter, the group that gathers it."""
     return {id(parameter): group for group in param_groups(model) for parameter in sharded(group)}
@@ -66,20 +92,37 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
+class Reader(Protocol):
+    """Who is called before each all-gather of a group's shards, and before what was gathered is used."""
+
+    def __call__(self) -> None: ...
+
+    def before_use(self) -> None: ...
+
+
 class Unshard:
-    """In the place of a group's `unshard`: calls `before` first, on the stream that reads the shards."""
+    """In the place of a group's `unshard`, and its `wait` in that of `wait_for_unshard`.
+
+    Calls the readers first, on the stream that reads the shards.
+    """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._plain = group, group.unshard
-        self.before: list[Callable[[], None]] = []
+        self._group, self._plain, self._plain_wait = group, group.unshard, group.wait_for_unshard
+        self.readers: list[Reader] = []
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group
         if not group.is_unsharded and group._all_gather_result is None:
             with self._reading(async_op):
-                for call in self.before:
-                    call()
+                for reader in self.readers:
+                    reader()
         return self._plain(async_op)
+
+    def wait(self) -> Any:
+        if self._group._all_gather_result is not None:
+            for reader in self.readers:
+                reader.before_use()
+        return self._plain_wait()
 
     def _reading(self, async_op: bool) -> AbstractContextManager[Any]:
         """The context of the stream on which shards are read: the current one if there is only one shard."""
@@ -92,20 +135,21 @@ class Unshard:
 class UnshardHandle:
     """Removes what `before_unshard` registered."""
 
-    def __init__(self, group: Any, call: Callable[[], None]) -> None:
-        self._group, self._call = group, call
+    def __init__(self, group: Any, reader: Reader) -> None:
+        self._group, self._reader = group, reader
 
     def remove(self) -> None:
         unshard = vars(self._group).get("unshard")
-        if isinstance(unshard, Unshard) and self._call in unshard.before:
-            unshard.before.remove(self._call)
-            if not unshard.before:
-                del self._group.unshard
+        if isinstance(unshard, Unshard) and self._reader in unshard.readers:
+            unshard.readers.remove(self._reader)
+            if not unshard.readers:
+                del self._group.unshard, self._group.wait_for_unshard
 
 
-def before_unshard(group: Any, call: Callable[[], None]) -> UnshardHandle:
-    """Call `call` before each all-gather of a group's shards."""
+def before_unshard(group: Any, reader: Reader) -> UnshardHandle:
+    """Call `reader` before each all-gather of a group's shards."""
     if not isinstance(vars(group).get("unshard"), Unshard):
-        group.unshard = Unshard(group)
-    group.unshard.before.append(call)
-    return UnshardHandle(group, call)
+        unshard = Unshard(group)
+        group.unshard, group.wait_for_unshard = unshard, unshard.wait
+    group.unshard.readers.append(reader)
+    return UnshardHandle(group, reader)

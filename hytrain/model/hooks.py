@@ -70,18 +70,27 @@ class BeforeForward(_Hook["Reads"]):
 
 
 class BeforeUnshard(_Hook["Reads"]):
-    """Called before FSDP2 gathers a group's shards. Its parameters stay watched, since no module reads them."""
+    """Called before FSDP2 gathers a group's shards, and before the group uses what was gathered.
+
+    After an evaluation, FSDP2 may prefetch a group again in the backward that has updated it, and drops what it gets.
+    """
 
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
+        self._in_time = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self) -> None:
         reads = self.target
         if reads is not None and self._gate is not None:
-            reads.enter(self._gate)
-            reads.leave(self._gate)
+            self._in_time = reads.gather(self._gate)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_use(self) -> None:
+        reads = self.target
+        if reads is not None and self._gate is not None and not self._in_time:
+            reads.refuse_late(self._gate)
 
 
 class AfterForward(_Hook["Reads"]):

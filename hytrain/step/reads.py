@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,6 +84,23 @@ class Reads:
             self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
             if self._order is not None:
                 self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
+
+    def gather(self, gate: Gate) -> bool:
+        """FSDP2 gathers the gate's shards: wait for them. False, without a wait, if this backward has updated them."""
+        if in_backward() and self._updated_in_this_step(gate) is not None:
+            return False
+        self.enter(gate)
+        self.leave(gate)  # no module reads shards, so they stay watched
+        return True
+
+    def refuse_late(self, gate: Gate) -> NoReturn:
+        """What was gathered too late is used."""
+        layer = self._updated_in_this_step(gate) or gate.layers[0]
+        self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
+
+    def _updated_in_this_step(self, gate: Gate) -> TrainedLayer | None:
+        step = self._health.life.step
+        return next((layer for layer in gate.layers if layer.life.updated == step), None)
 
     def leave(self, gate: Gate) -> None:
         """A module's forward has ended."""
