@@ -158,6 +158,7 @@ class Session:
         theirs = set(_managed) - self._own()
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
         wanted = {id(parameter) for group in groups for parameter in group}
+        fsdp.require_reduced(self._model, wanted)
         parts = split_layers(self._model, wanted)
         if not parts:
             raise UnsupportedError(

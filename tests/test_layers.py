@@ -36,7 +36,7 @@ def check(model: nn.Module, layers: list[ModelLayer]) -> None:
         for path, module in paths.items():
             if {id(p) for p in module.parameters(recurse=False)} & {id(piece.parameter) for piece in layer.pieces}:
                 above = [paths[path[:end]] for end in range(len(path) + 1) if path[:end] in paths]
-                assert any(module is waiter for module in above for waiter in layer.modules), f"{path} does not wait"
+                assert any(module is waiter for module in above for waiter in layer.readers), f"{path} does not wait"
 
 
 def names(layers: list[ModelLayer]) -> list[str]:
@@ -48,7 +48,7 @@ def pieces(layer: ModelLayer) -> list[tuple[str, int, int]]:
 
 
 def waiting(model: nn.Module, layer: ModelLayer) -> list[str]:
-    return [name for name, module in model.named_modules() if any(module is waiter for waiter in layer.modules)]
+    return [name for name, module in model.named_modules() if any(module is waiter for waiter in layer.readers)]
 
 
 def described(layers: list[ModelLayer]) -> list[Layer]:
@@ -111,6 +111,14 @@ def test_a_sequential_has_blocks_too() -> None:
     blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     around = nn.Sequential(nn.Embedding(8, 16), blocks, nn.Linear(16, 8))
     assert find_blocks(around) == list(blocks), "most parameters of the outer list are in one of its parts"
+
+
+def test_compiled_blocks() -> None:
+    """They have no truth value: bool() raises."""
+    model = nn.Sequential(*(torch.compile(nn.Linear(8, 8), backend="eager") for _ in range(3)))
+    layers = split(model)
+    check(model, layers)
+    assert [waiting(model, layer) for layer in layers] == [["0"], ["1"], ["2"]]
 
 
 def test_the_largest_list_of_blocks_counts() -> None:

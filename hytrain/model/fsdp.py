@@ -12,6 +12,7 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
@@ -19,16 +20,11 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.tensors import is_distributed
 
-_NEEDED: Final = (
-    "unshard",
-    "wait_for_unshard",
-    "is_unsharded",
-    "fsdp_params",
-    "mesh_info",
-    "comm_ctx",
-    "_all_gather_result",
-)
+_NEEDED: Final = """
+    unshard wait_for_unshard is_unsharded fsdp_params mesh_info comm_ctx device _training_state _all_gather_result
+""".split()
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -63,6 +59,29 @@ def reshard(model: nn.Module) -> None:
 def _sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was applied to. Their class takes a second to import, so it is not named here."""
     return [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
+
+
+def require_reduced(model: nn.Module, trained: Set[int]) -> None:
+    """Raise `UnsupportedError` for a trained parameter outside of what `fully_shard` was applied to.
+
+    Nobody reduces its gradient over the ranks of FSDP2's groups. Inside, parameters that no group has are
+    `ignored_params`, whose gradients their user reduces.
+    """
+    sharing = set().union(*(_ranks_of(group.mesh_info.mesh) for group in param_groups(model)))
+    inside = {id(parameter) for module in _sharded_modules(model) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if len(sharing) < 2 or id(parameter) in inside or id(parameter) not in trained:
+            continue
+        if not (_ranks_of(parameter.device_mesh) if is_distributed(parameter) else set()) >= sharing:
+            raise UnsupportedError(
+                f"{name} is in no module that fully_shard was applied to, so each rank would train it on its own "
+                "gradient: apply fully_shard to the whole model too, after its blocks; if you reduce this gradient "
+                "yourself, name the parameter in fully_shard's ignored_params there"
+            )
+
+
+def _ranks_of(mesh: Any) -> set[int]:
+    return {int(rank) for rank in torch.flatten(mesh.mesh)}
 
 
 def readers(model: nn.Module) -> dict[int, Any]:

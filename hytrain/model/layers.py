@@ -197,8 +197,9 @@ def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Mod
     def walk(module: nn.Module, block: nn.Module | None) -> None:
         block = next((known for known in blocks if known is module), block)
         waiting = waiters.setdefault(id(module), [])
-        if all(waiter is not (block or module) for waiter in waiting):
-            waiting.append(block or module)
+        reader = module if block is None else block  # not `or`: a compiled module has no truth value
+        if all(waiter is not reader for waiter in waiting):
+            waiting.append(reader)
             for child in module.children():
                 walk(child, block)
 

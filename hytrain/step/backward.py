@@ -193,7 +193,7 @@ class Backward:
             self._meter.turn()
         self._ends_by_itself = in_backward()
         if self._ends_by_itself:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            _queue(partial(_queue, self.end))  # after what others queue in this backward: FSDP2's roots reduce there
 
     def _begin_step(self) -> None:
         """The step's updates are about to begin: fix placements, masters and hyperparameters for this step."""
@@ -320,6 +320,11 @@ class Backward:
 
     def close(self) -> None:
         self._held.clear()
+
+
+def _queue(call: Callable[[], None]) -> None:
+    """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:

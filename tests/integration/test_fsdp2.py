@@ -104,6 +104,18 @@ def checkpointed() -> Decoder:
     return shard(Decoder(checkpointed=True))
 
 
+class Towers(nn.Module):
+    """Two roots: FSDP2 reduces what each has at the end of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = plain(), plain()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        sum_: Tensor = self.one(tokens) + self.other(tokens)
+        return sum_
+
+
 def hybrid() -> Decoder:
     return shard(Decoder(), mesh(2, 2))
 
@@ -267,6 +279,7 @@ ROWS = {
     "model.unshard()": Row(practice=unsharded_by_the_user),
     "evaluation": Row(practice=evaluated),
     "evaluation, each part its own group": Row(grouped, evaluated),
+    "two roots": Row(Towers, choices=[CPU]),
     "reads": Row(practice=reads),
     "writes": Row(practice=writes),
     "set_requires_gradient_sync": Row(practice=unsynchronized),
@@ -417,6 +430,14 @@ def not_sharded() -> tuple[nn.Module, dict[str, Any]]:
     return Decoder(), {}
 
 
+def plain_head() -> tuple[nn.Module, dict[str, Any]]:
+    """Its gradient would be each rank's own."""
+    model = Decoder()
+    for part in (model.embedding, *model.blocks, model.norm):
+        fully_shard(part, mesh=mesh(2))
+    return model, {}
+
+
 def other_models() -> tuple[nn.Module, dict[str, Any]]:
     return shard(Decoder(blocks=2 + dist.get_rank())), {}
 
@@ -447,6 +468,7 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (ddp, r"DistributedDataParallel.*fully_shard\(.*reshard_after_forward=False"),
         (cpu_offload, r"CPUOffloadPolicy"),
         (not_sharded, r"fully_shard"),
+        (plain_head, r"head\.weight is in no module.*fully_shard.*ignored_params"),
         (other_models, r"rank"),
         (other_options, r"max_grad_norm"),
         (other_accumulation, r"grad_accumulation"),
