@@ -1,7 +1,7 @@
 """Settings of a run's processes. A flag overrides the environment, the environment a file, a file the default.
 
 No other module of HyTrain reads environment variables. HyTrain's own begin with HYTRAIN_, because other libraries claim
-general names: accelerate starts NCCL if it sees LOCAL_RANK. torchrun's are read for recipes.
+general names: accelerate starts NCCL if it sees LOCAL_RANK. torchrun's are read for recipes and for the machines' link.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class Cluster(BaseModel):
 def joined_cluster() -> str | None:
     """The socket folder of the cluster that started this process, or None."""
     return os.environ.get(CLUSTER_VARIABLE)
+
+
+def master_address() -> str | None:
+    """The address of the machine with rank 0, as torchrun or the user has set it for torch.distributed, or None."""
+    return os.environ.get("MASTER_ADDR")
 
 
 class Launch(NamedTuple):

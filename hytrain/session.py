@@ -40,6 +40,7 @@ from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
 from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.run.nodes import connect_nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
@@ -100,6 +101,7 @@ class Session:
         self._place = find_or_start(config, self._ranks)
         self._cluster = self._place.cluster
         try:
+            connect_nodes(self._cluster, self._place.rank, self._ranks)
             self._build()
         except BaseException:
             self._place.close()
@@ -242,7 +244,8 @@ class Session:
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=self._host_bytes,
                 continues=continues,
-                rank=self._ranks.rank if self._ranks.world > 1 else None,
+                rank=self._ranks.rank,
+                world=self._ranks.world,
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

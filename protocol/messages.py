@@ -5,6 +5,7 @@
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
+    machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
 
 A message is named after a fact (`GradReady`) or an order (`Reassign`). Construction rejects values that are out of
@@ -24,6 +25,7 @@ from protocol.placement import PLACEMENTS, Placement
 #: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
+_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
 
@@ -45,6 +47,10 @@ def _require_inbox(name: str) -> None:
 def _require_placements(placements: tuple[str, ...]) -> None:
     unknown = [name for name in placements if name not in PLACEMENTS]
     _require(not unknown, f"unknown placements {unknown}; known: {', '.join(PLACEMENTS)}")
+
+
+def _require_keys(keys: tuple[str, ...]) -> None:
+    _require(all(_KEY.fullmatch(key) is not None for key in keys), "a key has 40 characters of Z85")
 
 
 # ---------------------------------------------------------------- handshake
@@ -127,7 +133,7 @@ class LayerTable(Message):
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
-    `rank`: the trainer's rank in its job; None if it is the only one.
+    `rank` of `world`: the trainer's place in its job.
     """
 
     layers: tuple[Layer, ...]
@@ -143,7 +149,8 @@ class LayerTable(Message):
     host_bytes: int | None
     continues: bool
     threads: int | None = None
-    rank: int | None = None
+    rank: int = 0
+    world: int = 1
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -156,7 +163,7 @@ class LayerTable(Message):
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
-        _require(self.rank is None or self.rank >= 0, f"rank {self.rank}")
+        _require(0 <= self.rank < self.world, f"rank {self.rank} of {self.world}")
 
     @property
     def banks(self) -> int:
@@ -482,12 +489,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """One rank of a job with several. `record` is its newest record as JSON text, `cores` describes its optimizer's.
+    """One rank of a job with `world` of them. `record`: its newest one, as JSON text. `cores`: those of its optimizer.
 
     `gather_s` is the mean time of its all-gathers in a step, over the last steps; None if it has none.
     """
 
     rank: int
+    world: int
     host: str
     record: str
     cores: str
@@ -498,7 +506,7 @@ class RankStatus:
 class Status(Message):
     """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
 
-    `ranks`: all ranks of the job, in their order; empty if there is only one.
+    `ranks`: those of the job that are known, in their order: on the first machine all. Empty if there is only one.
     """
 
     run_name: str
@@ -531,6 +539,64 @@ class CommandReply(Message):
 
     ok: bool
     text: str
+
+
+# ---------------------------------------------------------------- several machines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRequest(Message):
+    """Trainer to coordinator: which public key do you have?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key(Message):
+    """Coordinator to trainer: its public CURVE key, as Z85 text."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        _require_keys((self.key,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect(Message):
+    """Trainer to the first machine's coordinator: listen to the coordinators that have these public keys."""
+
+    keys: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _require_keys(self.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collecting(Message):
+    """Coordinator to trainer: it listens at this TCP port."""
+
+    port: int
+
+    def __post_init__(self) -> None:
+        _require(0 < self.port < 1 << 16, f"{self.port} is no port")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTo(Message):
+    """Trainer to another machine's coordinator: send your ranks' status there. `node` is your machine's first rank."""
+
+    endpoint: str
+    key: str
+    node: int
+
+    def __post_init__(self) -> None:
+        _require_keys((self.key,))
+        _require(self.node > 0, "the first machine reports to nobody")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus(Message):
+    """Another machine's coordinator to the first one's, in each step: the ranks of its machine."""
+
+    ranks: tuple[RankStatus, ...]
 
 
 # ---------------------------------------------------------------- the end

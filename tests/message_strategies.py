@@ -19,6 +19,7 @@ COUNTS = st.integers(0, 2**63)
 addresses = st.builds(Address, st.sampled_from(ROLES), COUNTS)
 TEXT = st.text(max_size=20)
 INBOXES = st.sampled_from(("coordinator-0", "trainer-0-12ab34cd"))
+KEYS = st.sampled_from(("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "0" * 40))
 NAMES = st.lists(st.sampled_from(sorted(PLACEMENTS)), max_size=5).map(tuple)
 SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
@@ -30,7 +31,13 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),
     (m.LayerTable, "threads"): st.none() | st.integers(1, 100),
-    (m.LayerTable, "rank"): st.none() | st.integers(0, 100),
+    (m.LayerTable, "rank"): st.integers(0, 7),
+    (m.LayerTable, "world"): st.integers(8, 100),
+    (m.Key, "key"): KEYS,
+    (m.Collect, "keys"): st.lists(KEYS, max_size=3).map(tuple),
+    (m.Collecting, "port"): st.integers(1, 2**16 - 1),
+    (m.ReportTo, "key"): KEYS,
+    (m.ReportTo, "node"): st.integers(1, 2**20),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},

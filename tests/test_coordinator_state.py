@@ -633,11 +633,11 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
 
 def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:
     """Rank 5 is this machine's first. The first step warms up; the mean is over the last ones."""
-    driver.start(rank=5)
+    driver.start(rank=5, world=6)
     assert [(rank.rank, rank.record, rank.gather_s) for rank in driver.status().ranks] == [(5, "{}", None)]
     driver.join(SERVING, 20)
     driver.join(OTHER, 21)
-    driver.handle(table(rank=3), OTHER)
+    driver.handle(table(rank=3, world=6), OTHER)
     for step, gather_s in enumerate((9.0, 9.0, *[0.25] * GATHER_STEPS)):
         driver.handle(report(step, gather_s=gather_s))
         driver.handle(report(step, gather_s=None, step_s=1.5), OTHER)
@@ -648,6 +648,24 @@ def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:
     assert json.loads(last.record)["gather_s"] == 0.25
     driver.leave()
     assert [rank.rank for rank in driver.status().ranks] == [3]
+
+
+def test_the_ranks_of_other_machines_are_heard_of(driver: Driver) -> None:
+    """A status of theirs replaces the one before. Commands do not reach them. The next job has other machines."""
+    there = Address("coordinator", 1)
+    theirs = m.RankStatus(rank=1, world=3, host="there", record="{}", cores="", gather_s=None)
+    assert driver.handle(m.KeyRequest()) == []
+    driver.start(rank=2, world=3)
+    driver.handle(report(0))
+    driver.state.hear(m.NodeStatus(ranks=(replace(theirs, rank=0), theirs)), there)
+    driver.state.hear(m.NodeStatus(ranks=(theirs,)), there)
+    driver.state.hear(m.NodeStatus(ranks=(replace(theirs, rank=0),)), OPTIMIZER)
+    assert [(rank.rank, rank.host) for rank in driver.status().ranks] == [(1, "there"), (2, "here")]
+    assert "k=0.5 from the next plan on, on this machine" in driver.answer(m.Command(name="k", value="0.5")).text
+    driver.leave()
+    driver.join(TRAINER, 12)
+    driver.first_plan(rank=2, world=3)
+    assert [rank.rank for rank in driver.status().ranks] == [2]
 
 
 def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:

@@ -313,9 +313,10 @@ def test_a_line_has_what_the_record_has() -> None:
     assert view.line(status(record=json.dumps({**RECORD, "mode": None}))) == view.line(status())
 
 
-def rank(number: int, gather_s: float | None = None, **changed: Any) -> m.RankStatus:
+def rank(number: int, gather_s: float | None = None, *, world: int = 3, **changed: Any) -> m.RankStatus:
     record = json.dumps({**RECORD, "threads": 2, **changed})
-    return m.RankStatus(rank=number, host=f"host{number}", record=record, cores="on cores 0-7", gather_s=gather_s)
+    about = {"host": f"host{number}", "record": record, "cores": "on cores 0-7"}
+    return m.RankStatus(rank=number, world=world, gather_s=gather_s, **about)
 
 
 def test_the_slowest_rank_is_the_one_that_waits_for_nobody() -> None:
@@ -329,17 +330,24 @@ def test_the_slowest_rank_is_the_one_that_waits_for_nobody() -> None:
     assert [(its["rank"], its["host"], its["step"]) for its in shown["ranks"]] == [(n, f"host{n}", 7) for n in range(3)]
     in_turn = status(ranks=(rank(0, 0.110), rank(1, 0.1), rank(2, 0.5)))
     assert view.slowest(in_turn) is None and json.loads(view.record_json(in_turn))["slowest"] is None
-    unknown = status(ranks=(rank(0, 0.7), rank(1, None)))
-    assert view.waits_s(unknown) == (None, None) and view.slowest(unknown) is None
+    for part in ((rank(0, 0.7), rank(1, None), rank(2, 0.1)), (rank(0, 0.7), rank(1, 0.1))):
+        unknown = status(ranks=part)
+        assert set(view.waits_s(unknown)) == {None} and view.slowest(unknown) is None
     alone = status()
     assert view.slowest(alone) is None and view.record_json(alone) == alone.record
 
 
 def test_the_table_has_a_line_per_rank() -> None:
     pytest.importorskip("rich")
-    ranks = (rank(0, 0.7, k=0.125), rank(1, 0.1, stall_s=1.0), rank(2, 0.6, step=7 - view.SILENT_STEPS - 1))
+    ranks = (
+        rank(0, world=4, gather_s=0.7, k=0.125),
+        rank(1, world=4, gather_s=0.1, stall_s=1.0),
+        rank(2, world=4, gather_s=0.6, step=7 - view.SILENT_STEPS - 1),
+    )
     record = json.dumps(RECORD | {"step": 7})
-    text = view.as_text(Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, 0.6), record="{}"))), ()))
+    text = view.as_text(
+        Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, world=4, gather_s=0.6), record="{}"))), ())
+    )
     assert "ranks     rank 1 is the slowest: the others wait 500.0 ms in each step" in text
     head, zero, one, two, three = text.splitlines()[7:12]
     assert head.split() == ["rank", "host", "step", "step", "time", "stall", "waits", "k", "optimizer"]

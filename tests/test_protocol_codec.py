@@ -133,7 +133,7 @@ def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
 def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
-    table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": None}
+    table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
     return list((table | changes).values())
 
 
@@ -156,7 +156,7 @@ def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32"
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"threads": 0}, "0 threads"),
-        ({"rank": -1}, "rank -1"),
+        ({"rank": 1}, "rank 1 of 1"),
         ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),

@@ -1,7 +1,7 @@
 """The coordinator process: the I/O around `coordinator_state`.
 
-    inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
-                                                                           └─▶ timeline, if there is one
+    inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
+                                                                                  └─▶ timeline, if there is one
 
 It sleeps until its inbox has a message, and exits when the launcher is gone. A trainer that is gone without a Goodbye
 leaves its place to another, as when torchrun starts failed ranks again.
@@ -28,6 +28,7 @@ from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.metrics_file import MetricsFile
+from workers.nodes import Nodes
 from workers.process import begin_worker, read_token, say_ready, worker_parser
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
@@ -55,10 +56,11 @@ def main() -> int:
     token = read_token(arguments.socket_dir)
     with (
         closing(Metrics(arguments.run_dir)) as metrics,
+        closing(Nodes()) as nodes,
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
-        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)
+        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         status = coordinator.run()
     shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # the launcher removes it too, unless it was killed
@@ -86,9 +88,16 @@ class Coordinator:
     """Carries out the commands that the state returns."""
 
     def __init__(
-        self, network: Network, state: CoordinatorState, metrics: Metrics, trace: TraceWriter | None, *, life_fd: int
+        self,
+        network: Network,
+        nodes: Nodes,
+        state: CoordinatorState,
+        metrics: Metrics,
+        trace: TraceWriter | None,
+        *,
+        life_fd: int,
     ) -> None:
-        self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
+        self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
@@ -123,6 +132,10 @@ class Coordinator:
 
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()
+        for news in self._nodes.news():
+            self._state.hear(news.message, news.sender)
+        if (answer := self._nodes.handle(incoming.message)) is not None:
+            self._inbox.reply(incoming.sender, answer)
         try:
             commands = self._state.handle(incoming.message, incoming.address, now_s)
         except HandshakeError as error:
@@ -175,6 +188,7 @@ class Coordinator:
                     _log.warning("there is no record of step %d: dropped %s", step, numbers)
             case Publish(status):
                 self._publisher.publish(status)
+                self._nodes.publish(status)
             case Note(text):
                 _log.info("%s", text)
 

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
@@ -22,6 +24,7 @@ class CoordinatorState:
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self._handshake = RunHandshake(run_name=run_name, pid=pid)
         self.fleet = Fleet(replan_every=replan_every)
+        self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
 
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         """Handle `message`. Raises `HandshakeError`, `OwnershipError` or `ValueError` if it is not allowed now."""
@@ -37,6 +40,8 @@ class CoordinatorState:
                 return self._on_command(message)
             case m.Goodbye():
                 return self._on_goodbye(sender)
+            case m.KeyRequest() | m.Collect() | m.ReportTo():
+                return []  # `workers.nodes` has answered
             case m.Failure():
                 return [Note(f"{sender} failed: {message.error}")]
         if sender.role not in ("trainer", "optimizer"):
@@ -45,6 +50,11 @@ class CoordinatorState:
         if isinstance(message, m.SessionEnded):
             return self._on_end(seat, sender)
         return self._published(seat, seat.handle(message, sender))
+
+    def hear(self, message: m.Message, sender: Address) -> None:
+        """The coordinator of another machine of the job has sent the status of its ranks."""
+        if isinstance(message, m.NodeStatus) and sender.role == COORDINATOR.role:
+            self._elsewhere[sender] = message.ranks
 
     def lose(self, trainer: Address, inbox: str) -> list[Command]:
         """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
@@ -69,7 +79,10 @@ class CoordinatorState:
             commands += more
             if not reply.ok:
                 break
-        return [Answer(replies[-1]), *commands]
+        reply = replies[-1]
+        if reply.ok and self._elsewhere:
+            reply = replace(reply, text=f"{reply.text}, on this machine: give the command on each of the others, too")
+        return [Answer(reply), *commands]
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if sender.role == "trainer" and sender in self._handshake.joined:
@@ -88,7 +101,11 @@ class CoordinatorState:
         return [*self._published(seat, seat.close_records()), note, *self._on_end(seat, sender)]
 
     def _on_end(self, seat: TrainerSeat, sender: Address) -> list[Command]:
-        return self._admit_next(seat) if seat.ends(sender.role) else []
+        if not seat.ends(sender.role):
+            return []
+        if not self.fleet.taken:
+            self._elsewhere.clear()
+        return self._admit_next(seat)
 
     def _admit_next(self, seat: TrainerSeat) -> list[Command]:
         """The trainer has left. Another may join, perhaps one that is already waiting."""
@@ -130,7 +147,9 @@ class CoordinatorState:
     def _ranks(self) -> tuple[m.RankStatus, ...]:
         cores = self._handshake.detail
         found = [seat.status(self._host, cores(Address("optimizer", seat.trainer.rank))) for seat in self.fleet.taken]
-        return tuple(sorted(filter(None, found), key=lambda rank: rank.rank))
+        own = {status.rank: status for status in found if status is not None}
+        others = {status.rank: status for ranks in self._elsewhere.values() for status in ranks} if own else {}
+        return tuple(status for _, status in sorted((others | own).items()))
 
     def check(self) -> None:
         self._handshake.check()

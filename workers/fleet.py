@@ -85,11 +85,17 @@ class TrainerSeat:
 
     def status(self, host: str, cores: str) -> m.RankStatus | None:
         """This rank among the others of its job; None if it is the only one. `cores` are its optimizer's."""
-        if self.planning is None or self.planning.table.rank is None:
+        if self.planning is None or self.planning.table.world == 1:
             return None
+        table = self.planning.table
         gather_s = sum(self._gathers_s) / len(self._gathers_s) if self._gathers_s else None
         return m.RankStatus(
-            rank=self.planning.table.rank, host=host, record=self.records.newest, cores=cores, gather_s=gather_s
+            rank=table.rank,
+            world=table.world,
+            host=host,
+            record=self.records.newest,
+            cores=cores,
+            gather_s=gather_s,
         )
 
     def close_records(self) -> list[Command]:

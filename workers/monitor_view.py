@@ -76,13 +76,13 @@ class Slowest:
 
 
 def waits_s(status: m.Status) -> tuple[float | None, ...]:
-    """For each rank, how long it waits for others in all-gathers of a step; None if that is not known.
+    """For each rank, how long it waits for others in all-gathers of a step; None unless all are known.
 
     All ranks leave an all-gather at the same time. Who joins last spends only the time of the transfer in it.
     """
     gathers_s = [rank.gather_s for rank in status.ranks]
     known_s = [gather_s for gather_s in gathers_s if gather_s is not None]
-    if len(known_s) < len(gathers_s):
+    if not status.ranks or len(known_s) < status.ranks[0].world:
         return (None,) * len(gathers_s)
     return tuple(gather_s - min(known_s) for gather_s in known_s)
 

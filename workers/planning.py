@@ -347,7 +347,7 @@ class Planning:
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
-        several = {} if self.table.rank is None else {"rank": self.table.rank, "gather_s": report.gather_s}
+        several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
         return {
             **several,
             "step": report.number,
