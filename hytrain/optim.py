@@ -240,19 +240,20 @@ class AdamW(torch.optim.Optimizer):
         if not hasattr(self, "_session"):  # torch's constructor
             super().add_param_group(param_group)
             return
-        before = self._engine
-        before.before_regroup("add_param_group")
-        named = groups_for_torch(self._model, [param_group])
-        self._session.require_free([p for group in named for p in group["params"]])
-        for group in named:
-            super().add_param_group(group)
+        before, groups = self._engine, len(self.param_groups)
         try:
-            check_group(self.param_groups[-1])
+            with self._session.ranks.together():
+                before.before_regroup("add_param_group")
+                named = groups_for_torch(self._model, [param_group])
+                self._session.require_free([p for group in named for p in group["params"]])
+                for group in named:
+                    super().add_param_group(group)
+                    check_group(self.param_groups[-1])
             self._group_ids = group_ids(self.param_groups)
             self._session.rebuild()
         except BaseException:
             if self._engine is before:
-                del self.param_groups[len(self.param_groups) - len(named) :]
+                del self.param_groups[groups:]
                 self._group_ids = group_ids(self.param_groups)
             raise
 

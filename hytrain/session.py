@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Set
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,7 +84,7 @@ class Session:
         read_groups: Callable[[], Groups],
     ) -> None:
         self._pid = os.getpid()
-        self._ranks = ranks
+        self.ranks = ranks
         self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
         self._model, self._options, self._device = model, options, check_model(model)
         self._groups, self._read_groups = groups, read_groups
@@ -98,7 +99,7 @@ class Session:
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
         self.last_words = "this hytrain.AdamW is closed"
-        self._place = find_or_start(config, self._ranks)
+        self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         try:
             connect_nodes(self._cluster, self._place.rank, self._ranks)
@@ -122,15 +123,17 @@ class Session:
         `before_start` is called after all checks have passed, and before anything is started.
         """
         fsdp.reshard(self._model)
-        with self._ranks.together():
+        with self.ranks.together():
             layers, parameters, gates = self._split()
-        by_id = {id(known.parameter) for known in parameters}
+            groups = self._read_groups()
+        by_id = {id(known.parameter): known for known in parameters}
         named = [(name, p) for name, p in self._model.named_parameters() if id(p) in by_id]
-        self._counted = counted_here(self._ranks, self._stage or 0, named)
+        hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]
+        self._counted = counted_here(self.ranks, self._stage or 0, named, hyper)
         before_start()
         continues = self._engine is not None
         self.layers, self.parameters = layers, parameters
-        with self._ranks.together():
+        with self.ranks.together():
             self._start(continues=continues)
         detach = hooks.attach(
             self._model,
@@ -142,7 +145,7 @@ class Session:
         )
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
         given = [p for group in self._groups() for p in group["params"]]
-        self._others = [p for p in given if id(p) not in _managed and local(p).numel()]  # empty ones never change
+        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
 
         def unhook() -> None:
             detach()
@@ -165,13 +168,13 @@ class Session:
         if not parts:
             raise UnsupportedError(
                 "param_groups have no parameter that needs a gradient: nothing to train"
-                if self._ranks.world == 1
+                if self.ranks.world == 1
                 else "this rank has no element of what is to be trained: train a model this small on fewer ranks"
             )
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
         layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters, empty)
-        limit, ranks = self._cluster.host_memory_limit, len(self._ranks.node)
+        limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes = host_bound(limit, ranks)
         require_host_memory(
             [layer.layout for layer in layers],
@@ -191,7 +194,7 @@ class Session:
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Give layers a second bank, for updates before the norm is known, if host memory allows."""
         double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
-        if second_bank_fits(double, k, self._cluster.host_memory_limit, len(self._ranks.node)):
+        if second_bank_fits(double, k, self._cluster.host_memory_limit, len(self.ranks.node)):
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
             return
@@ -221,7 +224,7 @@ class Session:
             free_gpu_bytes=memory.free_bytes,
             accumulation=self.accumulation,
             options=options,
-            ranks=self._ranks,
+            ranks=self.ranks,
             counted=self._counted,
             is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,

@@ -166,7 +166,7 @@ def test_a_module_that_blocks_share_is_waited_for_in_each(outside: str, owner: s
     layers = split(model)
     (layer,) = [layer for layer in layers if any(piece.parameter is shared.weight for piece in layer.pieces)]
     assert layer.name == owner
-    assert {id(module) for module in layer.modules} == {
+    assert {id(module) for module in layer.readers} == {
         id(module) for module in (*model.blocks[:2], *([shared] if outside else []))
     }
     assert [waiting(model, layer) for layer in layers[-2:]] == [["blocks.1"], ["blocks.2"]]
@@ -264,7 +264,7 @@ def test_flat_is_a_view_of_what_lies_there() -> None:
             r"has dtype torch.float64: HyTrain trains float32, bfloat16 and float16 .*model.to\(torch.bfloat16\) first",
         ),
         (torch.zeros(1, 4).expand(3, 4), r"overlaps itself or has gaps: replace it by its .contiguous\(\) copy"),
-        (torch.eye(3).to_sparse(), "only plain tensors for now"),
+        (torch.eye(3).to_sparse(), "HyTrain trains plain tensors, and DTensors of them"),
     ],
     ids=["float64", "expanded", "sparse"],
 )

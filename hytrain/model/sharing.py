@@ -20,15 +20,20 @@ Named = Sequence[tuple[str, nn.Parameter]]
 Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def counted_here(ranks: Ranks, stage: int, named: Named) -> set[int]:
+def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[object, ...]]) -> set[int]:
     """The ids of the parameters whose parts this rank counts. All ranks call it.
 
+    `hyper` has each parameter's hyperparameters.
+
     Raises `UnsupportedError` if ranks of a stage train copies instead of shares of a model, and `UsageError` if they
-    train different models.
+    train different models, or one model in different ways.
     """
     if ranks.world == 1:
         return {id(parameter) for _, parameter in named}
-    whole = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
+    whole: list[object] = [
+        (name, tuple(parameter.shape), str(parameter.dtype), *numbers)
+        for (name, parameter), numbers in zip(named, hyper, strict=True)
+    ]
     parts = {id(parameter): _part(name, parameter) for name, parameter in named}
     found = ranks.gather((stage, whole, list(parts.values()), _meshes(named)))
     first: dict[tuple[int, Part], int] = {}
@@ -45,8 +50,9 @@ def _why_not(rank: int, found: list[tuple[int, list[object], list[Part], set[int
     others = [other for other, (its_stage, *_) in enumerate(found) if its_stage == stage]
     if any(found[other][1] != whole for other in others):
         return UsageError(
-            "ranks have different models, or train different parameters of it: give all ranks the same; the stages of "
-            "a pipeline differ, so pass hytrain.AdamW(…, pipeline_group=…), the process group of the stages"
+            "ranks have different models, or train other parameters of it, or with other values in param_groups: give "
+            "all ranks the same; the stages of a pipeline differ, so pass hytrain.AdamW(…, pipeline_group=…), the "
+            "process group of the stages"
         )
     if len(others) > 1 and not covered.issuperset(others):
         return UnsupportedError(

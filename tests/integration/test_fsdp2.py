@@ -104,6 +104,14 @@ def checkpointed() -> Decoder:
     return shard(Decoder(checkpointed=True))
 
 
+def frozen_scales() -> Decoder:
+    """Rank 1 has nothing of what is frozen."""
+    model = Decoder()
+    for block in model.blocks:
+        block.scale.requires_grad_(False)
+    return shard(model)
+
+
 class Towers(nn.Module):
     """Two roots: FSDP2 reduces what each has at the end of backward."""
 
@@ -228,6 +236,15 @@ def writes(model: Any, opt: Any) -> Iterable[Tensor]:
                     torch._foreach_mul_(list(model.parameters()), 0.9)
 
 
+def unfrozen(model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(4):
+        if step == 2:
+            for block in model.blocks:
+                block.scale.requires_grad_(True)
+        yield backward(model, step)
+        update(opt)
+
+
 def unsynchronized(model: Any, opt: Any) -> Iterable[Tensor]:
     """FSDP2's own accumulation: only the last backward reduces gradients."""
     for step in range(STEPS):
@@ -280,6 +297,7 @@ ROWS = {
     "evaluation": Row(practice=evaluated),
     "evaluation, each part its own group": Row(grouped, evaluated),
     "two roots": Row(Towers, choices=[CPU]),
+    "unfreezing": Row(frozen_scales, unfrozen, choices=[CPU]),
     "reads": Row(practice=reads),
     "writes": Row(practice=writes),
     "set_requires_gradient_sync": Row(practice=unsynchronized),
@@ -446,6 +464,10 @@ def other_options() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"max_grad_norm": 1.0} if dist.get_rank() == 1 else {}
 
 
+def other_betas() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"betas": (0.9, 0.9 + dist.get_rank() / 100)}
+
+
 def other_accumulation() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"grad_accumulation": 1 + dist.get_rank()}
 
@@ -472,6 +494,7 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (other_models, r"rank"),
         (other_options, r"max_grad_norm"),
         (other_accumulation, r"grad_accumulation"),
+        (other_betas, r"param_groups"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -480,3 +503,22 @@ def test_refused_on_every_rank(
 ) -> None:
     said = two_ranks.run(refusal, make)
     assert [re.search(sentence, text) is not None for text in said] == [True, True], said
+
+
+def wrong_group() -> list[str]:
+    """One rank adds a group with a wrong number."""
+    model, said = plain(), []
+    first, *others = model.parameters()
+    with adamw(model, [first]) as opt:
+        try:
+            opt.add_param_group({"params": others, "eps": -float(dist.get_rank())})
+        except HyTrainError as error:
+            said.append(str(error))
+        list(itertools.islice(loop(model, opt), 2))
+        assert len(opt.param_groups) == 1
+    return said
+
+
+def test_a_group_that_one_rank_refuses_is_added_on_none(two_ranks: RankGroup) -> None:
+    [[said, same]] = zip(*two_ranks.run(wrong_group), strict=True)
+    assert said == f"rank 1: {same}", "and all go on"
