@@ -102,7 +102,7 @@ class Session:
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         try:
-            connect_nodes(self._cluster, self._place.rank, self._ranks)
+            connect_nodes(self._cluster, self._place.rank, self.ranks)
             self._build()
         except BaseException:
             self._place.close()
@@ -247,8 +247,8 @@ class Session:
                 gpu_bytes=memory.for_state_bytes(),
                 host_bytes=self._host_bytes,
                 continues=continues,
-                rank=self._ranks.rank,
-                world=self._ranks.world,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)
