@@ -33,6 +33,8 @@ _ADVICE: Final = {
     "divide": "divide the loss instead; a schedule of torch.distributed.pipelining divides gradients after backward "
     "unless it has scale_grads=False: pass that, and divide in its loss_fn by the number of micro-batches",
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
+    "reduce": "to reduce a gradient over ranks, return the reduced one from a hook of your own (Tensor.register_hook), "
+    "which runs in backward",
     "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
@@ -45,6 +47,7 @@ _WORDS: Final = (
     ("divide", "div"),
     ("zero", "zero_"),
     ("optimizer", "_fused_"),
+    ("reduce", "reduce"),
 )
 
 

@@ -247,7 +247,7 @@ class Backward:
             with self._health.undivided("the update of layers"):
                 self.end()
         if life.state is State.IDLE:
-            self._verdicts.take_part()
+            self._verdicts.take_part(life.step)
             return False
         if self._read_groups() != self._groups and not self._has_warned:
             self._has_warned = True

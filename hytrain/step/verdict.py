@@ -157,12 +157,11 @@ class Verdicts:
         self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
         return self._last
 
-    def take_part(self) -> None:
-        """This rank had no gradient in a step, but others may have: give them its part of the norm, which is zero."""
+    def take_part(self, step: int) -> None:
+        """This rank had no gradient in a step, but others may have: come to their verdict with a part of zero."""
         if self.awaited and self._ranks.world > 1:
-            norm = self._unscaled(self._total())
-            if self.loss_scale is not None:
-                self.loss_scale.learn(torch.isfinite(norm))
+            self.count_last()
+            self.judge(step)
 
     def _total(self) -> Tensor:
         """The norm of all gradients that have come in this step, on all ranks. With several, a collective."""
