@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import torch.distributed as dist
 from programs import CLUSTER, SCRIPTS, read_until, run, started
 from ranks import RankGroup
@@ -85,14 +86,9 @@ def test_a_program_under_torchrun(run_dir: Path) -> None:
     assert launched["command"][1] == str(CLUSTER), "written by the first rank alone"
 
 
-def test_a_killed_rank_is_started_again_or_ends_all_and_is_named(run_dir: Path) -> None:
-    """Torchrun may start failed ranks once more. The first time, the last rank kills itself."""
-    command = (sys.executable, CLUSTER, "--nproc-per-node", "2", "--max-restarts", "1", SHARDED, "0", "--fail")
-    with started(*command, stderr=subprocess.PIPE) as launcher:
-        *_, one, other = [read_until(launcher, "rank ") for _ in range(4)]
-        [pid] = [int(line.split()[3].strip(":")) for line in (one, other) if line.startswith("rank 1")]
-        for rank in range(2):
-            assert (run_dir / "logs" / f"optimizer-{rank}.log").read_text().count("plan 0 holds") == 2
+def test_a_killed_rank_ends_all_and_is_named(run_dir: Path) -> None:
+    with started(sys.executable, CLUSTER, "--nproc-per-node", "2", SHARDED, "0", stderr=subprocess.PIPE) as launcher:
+        pid = process_of_rank_1(launcher)
         family = psutil.Process(launcher.pid).children(recursive=True)
         psutil.Process(pid).kill()
         _, alive = psutil.wait_procs(family, 2 * DEADLINE_S)
@@ -102,3 +98,21 @@ def test_a_killed_rank_is_started_again_or_ends_all_and_is_named(run_dir: Path) 
         log = run_dir / "logs" / "trainer-1.log"
         named = f"hytrain-cluster: rank 1 (process {pid}) was killed by SIGKILL; its log is {log}"
         assert named in launcher.stderr.read()
+
+
+@pytest.mark.slow  # torchrun itself may take minutes to bring ranks together again
+def test_a_killed_rank_is_started_again(run_dir: Path) -> None:
+    """The first time, the last rank kills itself."""
+    command = (sys.executable, CLUSTER, "--nproc-per-node", "2", "--max-restarts", "1", SHARDED, "0", "--fail")
+    with started(*command) as launcher:
+        process_of_rank_1(launcher)
+        process_of_rank_1(launcher)
+        for rank in range(2):
+            assert (run_dir / "logs" / f"optimizer-{rank}.log").read_text().count("plan 0 holds") == 2
+
+
+def process_of_rank_1(launcher: subprocess.Popen[str]) -> int:
+    """Its number, once both ranks have said theirs."""
+    said = [read_until(launcher, "rank ") for _ in range(2)]
+    [pid] = [int(line.split()[3].strip(":")) for line in said if line.startswith("rank 1")]
+    return pid
