@@ -19,8 +19,9 @@ def needed(what: str, install: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in OWN:
+        package = (error.name or "").partition(".")[0]
+        if not package or package in OWN:
             raise
         raise MissingPackage(
-            f"{what} needs {error.name}, which is not installed: python -m pip install '{install}'"
+            f"{what} needs {package}, which is not installed: python -m pip install '{install}'"
         ) from None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
                 loss_scale=loss_scale,
                 overlap=overlap,
             )
-            self._model = model if isinstance(model, nn.Module) else Parts(model)
+            self._model: nn.Module = Parts(model) if isinstance(model, list | tuple) else cast(nn.Module, model)
             check_model(self._model)
             fsdp.reshard(self._model)
             defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}

@@ -41,6 +41,7 @@ from hytrain.checks import Options
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.ownership import PlanBook
+from hytrain.run.ranks import Ranks
 from hytrain.step import boundary, engine, handover
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
@@ -105,7 +106,10 @@ class Run:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
         parts |= {"host": Device(self.world, self.streams.compute), "options": random_options(self.rng)}
         parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
-        return engine.Engine(self.layers, self.parameters, accumulation=Accumulation(1), **parts)
+        counted = {id(known.parameter) for known in self.parameters}
+        return engine.Engine(
+            self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
+        )
 
     def check(self) -> None:
         """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""

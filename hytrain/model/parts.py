@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from hytrain.errors import UnsupportedError
+
 
 class Parts(nn.Module):
     """Modules that are called one by one. Names are those of the parts' own, unless two parts have the same one."""
@@ -13,6 +15,8 @@ class Parts(nn.Module):
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         for index, part in enumerate(parts):
+            if not isinstance(part, nn.Module):
+                raise UnsupportedError(f"hytrain.AdamW needs the model itself or its parts, not {type(part).__name__}")
             self.add_module(str(index), part)
         names = [name for part in parts for name, _ in part.named_parameters()]
         self._has_own_names = len(names) == len(set(names))

@@ -65,14 +65,11 @@ def test_models(kind: str) -> None:
     assert not (isinstance(model, nn.Module) and any(module._forward_pre_hooks for module in model.modules()))
 
 
-def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_data_parallel(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        with pytest.raises(UnsupportedError, match=r"also with one rank: pass model\.module"):
+        with pytest.raises(UnsupportedError, match=r"with one rank, pass model\.module"):
             hytrain.AdamW(nn.parallel.DistributedDataParallel(perceptron()))
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-        with pytest.raises(UnsupportedError, match="more than one rank"):
-            hytrain.AdamW(perceptron())
     finally:
         torch.distributed.destroy_process_group()
 
