@@ -134,6 +134,23 @@ def test_a_step_is_taken_apart(clock: FakeClock, meter: Meter) -> None:
     assert times[2] == LayerTimes(lid=2, forward_s=1.5, backward_s=4.0, d2h_s=pytest.approx(1.0))
 
 
+def test_of_a_stages_forwards_the_first_of_each_module_is_measured(clock: FakeClock) -> None:
+    """A pipeline makes all forwards before the first backward, or some; the first ones wait for weights."""
+    meter = Meter(clock, NUMELS, is_stage=True)
+    for step in range(2):
+        t = 100.0 * step
+        for micro_batch in range(3):
+            meter.restart()
+            waits_s = 0.0 if micro_batch else 1.0
+            meter_forward(meter, clock, (0,), t + 5 * micro_batch, t + 5 * micro_batch + waits_s)
+            meter_forward(meter, clock, (1, 2), t + 5 * micro_batch + 2, t + 5 * micro_batch + 2)
+        for lid in (2, 1, 0):
+            meter_backward(meter, clock, lid, t + 30 - lid)
+        times = end(meter, clock, step, t + 40)
+        assert meter.stall_s == pytest.approx(1.0) and times[0].forward_s == pytest.approx(1.0)
+    assert sum(mark.in_use for mark in [*clock.pool]) == 0
+
+
 def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:
     """They overlap with layers' times and change none of them. Those of a forward without a backward do not count."""
     dropped = timeline.gather((0,))

@@ -424,6 +424,27 @@ SKIPS: dict[str, dict[str, Any]] = {
 }
 
 
+def without_gradients() -> list[float]:
+    """In the second step, rank 1 has no gradient. Returns each step's norm."""
+    model, norms = plain(), []
+    with adamw(model, max_grad_norm=1.0, k=0.0) as opt:
+        for step in range(3):
+            if step != 1:
+                backward(model, step)
+            elif dist.get_rank() == 0:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter, requires_grad=False)
+            update(opt)
+            assert opt.grad_norm is not None
+            norms.append(opt.grad_norm.item())
+    return norms
+
+
+def test_a_rank_without_gradients_comes_to_the_same_verdict(two_ranks: RankGroup) -> None:
+    first, second = two_ranks.run(without_gradients)
+    assert first == second and len(set(first)) == 3
+
+
 def compare_poisoned(name: str) -> None:
     same_as(fused, poisoned, plain, [SKIPS[name]])
 
@@ -464,6 +485,14 @@ def other_options() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"max_grad_norm": 1.0} if dist.get_rank() == 1 else {}
 
 
+def per_layer() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"max_grad_norm": 1.0, "clip": "per_layer"}
+
+
+def per_layer_on_one() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"max_grad_norm": 1.0, "clip": "per_layer" if dist.get_rank() == 1 else "global"}
+
+
 def other_betas() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"betas": (0.9, 0.9 + dist.get_rank() / 100)}
 
@@ -494,6 +523,8 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (other_models, r"rank"),
         (other_options, r"max_grad_norm"),
         (other_accumulation, r"grad_accumulation"),
+        (per_layer, r"a layer is in shards"),
+        (per_layer_on_one, r"the same .*clip"),
         (other_betas, r"param_groups"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import adamw, differing, late_weights
+from helpers import LR, adamw, differing, late_weights
 from ranks import RankGroup
 from sharded_models import STEPS, VOCAB, Block, Practice, for_this_rank, fused, same_as, tokens, trained
 from torch import Tensor, nn
@@ -89,6 +89,27 @@ def compare(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_stages_train_as_with_torch(schedule: str, two_ranks: RankGroup) -> None:
     two_ranks.run(compare, schedule)
+
+
+def test_modules_of_a_list_are_trained_together() -> None:
+    """They keep their names. All are entered one by one, and the CPU's weights are late."""
+    results = []
+    for ours in (False, True):
+        parts = [Stage(index, 2) for index in range(2)]
+        groups = [p for part in parts for p in part.parameters()]
+        opt: Any = hytrain.AdamW(parts, lr=LR, k=0.0) if ours else torch.optim.AdamW(groups, lr=LR, fused=True)
+        with late_weights() if ours else nullcontext():
+            for step in range(STEPS):
+                batch = tokens(step, 0)
+                loss_of(parts[1](parts[0](batch[:, :-1])), batch[:, 1:]).backward()
+                opt.step()
+                opt.zero_grad()
+            if ours:
+                opt.close()
+        results.append(
+            {f"{i}.{n}": p.detach().clone() for i, part in enumerate(parts) for n, p in part.named_parameters()}
+        )
+    assert not differing(results[1], results[0])
 
 
 def compare_nearly(schedule: str, max_norm: float | None) -> None:
