@@ -40,6 +40,9 @@ SCHEDULES: Final = ("gpipe", "1f1b")
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
 NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
+#: A limit for the gradients' norm as people set it, and others.
+CLIP: Final = 1.0
+LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +272,8 @@ def clipping(template: Job) -> list[Job]:
         steps = Segment(batch=8, label=label, settle=settle, measure=measure, patience=patience)
         return job(replace(template, clip=limit), system, steps)
 
-    limits = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
-    ours = [clipped(limit, AUTO, label, settle=24, measure=10, patience=20) for label, limit in limits.items()]
-    return [*ours, clipped(limits[ALWAYS_CLIPPED], "deepspeed-zero2", ALWAYS_CLIPPED, settle=2, measure=5)]
+    ours = [clipped(limit, AUTO, label, settle=24, measure=10, patience=20) for label, limit in LIMITS.items()]
+    return [*ours, clipped(LIMITS[ALWAYS_CLIPPED], "deepspeed-zero2", ALWAYS_CLIPPED, settle=2, measure=5)]
 
 
 def identical(template: Job) -> list[Job]:
@@ -283,7 +285,7 @@ def identical(template: Job) -> list[Job]:
 
 def sft(template: Job) -> list[Job]:
     """Fine-tuning under the Trainer, clipped at 1.0 as it does by default; all take the same number of steps."""
-    small = replace(template, shape="1b" if template.shape == "3b" else template.shape, clip=1.0)
+    small = replace(template, shape="1b" if template.shape == "3b" else template.shape, clip=CLIP)
     steps = Segment(batch=8, settle=AT_REST_STEPS, measure=20)
     return [job(small, system, steps) for system in SFT]
 
@@ -293,8 +295,9 @@ def sft(template: Job) -> list[Job]:
 
 def _on_ranks(template: Job, system: str, *, step_s: float, start_s: float = 0, label: str = "", batch: int = 8) -> Job:
     """One system, with enough steps for HyTrain's planner to be at rest."""
-    settle, measure = (AT_REST_STEPS, 10) if system.startswith("hytrain") else (2, 6)
-    found = job(template, system, Segment(batch=batch, label=label, settle=settle, measure=measure))
+    settle, patience, measure = (20, AT_REST_STEPS, 10) if system.startswith("hytrain") else (2, 0, 6)
+    steps = Segment(batch=batch, label=label, settle=settle, patience=patience, measure=measure)
+    found = job(template, system, steps)
     return replace(found, step_s=step_s, start_s=start_s or max(found.start_s, 25))
 
 
@@ -308,12 +311,21 @@ def _worlds(template: Job, smallest: int) -> list[int]:
 
 
 def ranks(template: Job) -> list[Job]:
-    """HyTrain under FSDP2 beside FSDP2 without offload, both clipped and not, and beside other ways to offload."""
-    plain = _shaped(template, "7b")
-    clipped = replace(plain, clip=1.0)
-    pairs = [_on_ranks(each, system, step_s=1.1) for each in (plain, clipped) for system in (RESIDENT, AUTO)]
+    """HyTrain under FSDP2, beside FSDP2 without offload and other ways to offload."""
+    base = _shaped(template, "7b")
+    own = [_on_ranks(base, system, step_s=1.1) for system in (RESIDENT, AUTO)]
     peers = {"fsdp2:forward-backward": 1.0, "fsdp2:cpu-offload": 2.0, "deepspeed-zero2": 3.0, "deepspeed-zero3": 4.0}
-    return [*pairs, *(_on_ranks(plain, system, step_s=step_s) for system, step_s in peers.items())]
+    return [*own, *(_on_ranks(base, system, step_s=step_s) for system, step_s in peers.items())]
+
+
+def ranks_clipping(template: Job) -> list[Job]:
+    """The same with a limit for the norm: one that clips until the tokens are learned, one that never clips, or always.
+
+    What does not overlap takes the same time with any limit.
+    """
+    base = _shaped(template, "7b")
+    jobs = [(CLIP, RESIDENT), (CLIP, AUTO), (LIMITS[NEVER_CLIPPED], AUTO), (LIMITS[ALWAYS_CLIPPED], AUTO)]
+    return [_on_ranks(replace(base, clip=limit), system, step_s=1.1) for limit, system in jobs]
 
 
 def scaling(template: Job) -> list[Job]:
@@ -347,7 +359,7 @@ def large(template: Job) -> list[Job]:
 
 
 #: These take `--gpus` ranks.
-RANKED: Final = {each.__name__: each for each in (ranks, scaling, gpt2, pipeline, large)}
+RANKED: Final = {each.__name__: each for each in (ranks, ranks_clipping, scaling, gpt2, pipeline, large)}
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),

@@ -8,11 +8,11 @@ from typing import Final
 from benchmarks import columns as col
 from benchmarks.columns import MISSING, computed, last, markdown, median, number, share, table
 from benchmarks.goals import HEAD, Goal, Judge, judged, known
-from benchmarks.parts import AUTO, RESIDENT
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, CLIP, LIMITS, NEVER_CLIPPED, RESIDENT
 from benchmarks.rows import Rows, ratio
 
-#: Where a goal has a limit for the gradients' norm: such a limit as people set.
-CLIP: Final = 1.0
+#: Limits for the gradients' norm. With any of them, what does not overlap takes the same time.
+CLIPS: Final = (CLIP, LIMITS[NEVER_CLIPPED], LIMITS[ALWAYS_CLIPPED])
 
 
 def together(rows: Rows, part: str = "ranks") -> Rows:
@@ -21,7 +21,7 @@ def together(rows: Rows, part: str = "ranks") -> Rows:
     return here.beside(rows).where(shape=here.last("shape"), label="")
 
 
-def at_most_gpus(rows: Rows, clip: float = 0.0) -> Rows:
+def at_most_gpus(rows: Rows, clip: float | tuple[float, ...] = 0.0) -> Rows:
     """Of `together`, the most GPUs."""
     here = together(rows)
     return here.where(ranks=max(here.values("ranks"), default=None), clip=clip)
@@ -99,12 +99,15 @@ def by_rank(head: str, field: str, digits: int) -> col.Column:
 
 GPUS, K = last("GPUs", "ranks"), by_rank("k by rank", "k_by_rank", 2)
 SPEED: Final = (col.STEP, median("TFLOP/s per GPU", "tflops", 0))
-CLIPPED: Final = ("max_grad_norm", lambda mine: str(mine.last("clip") or MISSING))
+CLIPPED: Final = (
+    ("max_grad_norm", lambda mine: f"{mine.last('clip'):g}" if mine.last("clip") else MISSING),
+    ("steps clipped", lambda mine: share(mine.last("clipped_share"))),
+)
 
 
 def ranks(rows: Rows) -> str:
-    """Every system beside FSDP2 without offload that clips as it does."""
-    return against(Rows([*at_most_gpus(rows), *at_most_gpus(rows, CLIP)]), RESIDENT)
+    """Every system beside FSDP2 without offload, those that clip beside the one that clips."""
+    return against(at_most_gpus(rows, (0.0, *CLIPS)), RESIDENT)
 
 
 def against(here: Rows, base: str) -> str:
@@ -112,7 +115,8 @@ def against(here: Rows, base: str) -> str:
 
     def relative(field: str) -> Callable[[Rows], float | None]:
         def value(mine: Rows) -> float | None:
-            alike = {name: mine.last(name) for name in ("ranks", "label", "clip")}
+            alike = {name: mine.last(name) for name in ("ranks", "label")}
+            alike["clip"] = CLIPS if mine.last("clip") else 0.0
             return ratio(mine.median(field), here.where(system=base, **alike).median(field))
 
         return value
@@ -120,7 +124,7 @@ def against(here: Rows, base: str) -> str:
     time = computed(f"relative to {base}", relative("step_s"))
     memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
     lines = here.by("ranks", "label", "clip", "system")
-    facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, CLIPPED)
+    facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, *CLIPPED)
     return table(
         lines,
         col.SYSTEM,

@@ -185,6 +185,9 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         "loss": round(steps.loss, 4),
         **own_account(running, steps, segment),
     }
+    if job.clip and running.optimizer is not None:
+        last = [float(norm) for norm in steps.norms[-segment.measure :] if norm is not None]
+        row["clipped_share"] = sum(norm > job.clip for norm in last) / len(last)
     if profile:
         row["idle"] = profile.result()
     if job.reads_text:
@@ -200,9 +203,10 @@ class Steps:
     def __init__(self, job: Job, segment: Segment, running: Running) -> None:
         self._segment, self._running = segment, running
         self._batches = batches(job, segment)
-        self._cuda = job.device == "cuda"
+        self._cuda, self._in_ranks = job.device == "cuda", job.ranks > 0
         self._marks: list[Any] = []
         self.statistics: list[Any] = []  # HyTrain's, after each step
+        self.norms: list[Tensor | None] = []  # of its gradients
         self.first = running.optimizer.statistics().step + 1 if running.optimizer else 0
         self.count, self.loss = 0, 0.0
         self._mark()
@@ -213,16 +217,20 @@ class Steps:
         self.count += 1
         if self._running.optimizer is not None:
             self.statistics.append(copy(self._running.optimizer.statistics()))
+            self.norms.append(self._running.optimizer.grad_norm)
         self._last_loss = loss.detach()
 
     def settled(self) -> bool:
-        """The segment's settling is over, or its patience."""
+        """The segment's settling is over on all ranks, or its patience."""
         segment = self._segment
         if self.count < segment.settle:
             return False
+        if self.count >= segment.settle + segment.patience:
+            return True
         last = self.statistics[-STILL_STEPS:]
         still = self.count >= STILL_STEPS and len({each.k for each in last}) <= 1
-        return still and not any(each.moving for each in last) or self.count >= segment.settle + segment.patience
+        still = still and not any(each.moving for each in last)
+        return all(ranks.gathered(still)) if self._in_ranks else still
 
     def times(self) -> list[float]:
         """Seconds of each step. Waits for the device."""
