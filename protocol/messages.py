@@ -393,9 +393,10 @@ class TrainerReport(Message):
 
     `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
     `at_s`: monotonic; `wall_time`: seconds since 1970.
-    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `middle_s`,
-    `starved` and `gather_s` belong to this step.
+    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `exposed_s`,
+    `middle_s`, `starved` and `gather_s` belong to this step.
     `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
+    `exposed_s`: how long forward waits for FSDP2's all-gathers, without their wait for this rank's own updates.
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
@@ -408,6 +409,7 @@ class TrainerReport(Message):
     step_s: float
     measured: int | None
     stall_s: float
+    exposed_s: float
     middle_s: float
     starved: float
     gather_s: float | None

@@ -182,7 +182,15 @@ def times(forward_s: float = 1e-3, backward_s: float = 2e-3, layers: int = LAYER
 
 
 STEP: dict[str, Any] = {"step": 0, "number": 1, "measured": 0, "at_s": 100.0, "step_s": 0.5, "stall_s": 0.1, "k": 0.0}
-STEP |= {"wall_time": 1e9, "middle_s": 0.0, "starved": 0.0, "gather_s": None, "moving": False, "gpu_free_bytes": None}
+STEP |= {
+    "wall_time": 1e9,
+    "middle_s": 0.0,
+    "exposed_s": 0.0,
+    "starved": 0.0,
+    "gather_s": None,
+    "moving": False,
+    "gpu_free_bytes": None,
+}
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
 

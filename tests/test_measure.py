@@ -109,7 +109,7 @@ def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
 
 def meter_forward(meter: Meter, clock: FakeClock, lids: tuple[int, ...], arrived_s: float, went_s: float) -> None:
     clock.now_s = arrived_s
-    arrived = meter.arrive()
+    arrived = meter.mark()
     clock.now_s = went_s
     meter.forward(lids, arrived)
 
@@ -149,6 +149,30 @@ def test_of_a_stages_forwards_the_first_of_each_module_is_measured(clock: FakeCl
         times = end(meter, clock, step, t + 40)
         assert meter.stall_s == pytest.approx(1.0) and times[0].forward_s == pytest.approx(1.0)
     assert sum(mark.in_use for mark in [*clock.pool]) == 0
+
+
+def test_of_a_wait_for_updates_the_part_that_forward_feels_is_a_stall(clock: FakeClock, meter: Meter) -> None:
+    """An all-gather ahead of forward waits for updates; forward waits for the all-gather, and thus for other ranks."""
+    for lid, waited, used in [
+        (0, (0.0, 1.0), (0.5, 3.0)),  # half a second of the wait is felt, and two seconds of the all-gather
+        (1, (1.0, 3.5), (4.0, 4.25)),  # the wait was over before
+        (2, (3.5, 6.0), (5.0, 5.0)),  # no all-gather was left to wait for: gathered by hand
+    ]:
+        span = clock.span(*waited)
+        clock.now_s = used[0]
+        arrived = meter.mark()
+        clock.now_s = used[1]
+        meter.forward((lid,), arrived, span)
+    for lid in (2, 1, 0):
+        meter_backward(meter, clock, lid, 10.0 - lid)
+    times = end(meter, clock, 0, 16.0)
+    assert [times[lid].stall_s for lid in range(3)] == [0.5, 0.0, 0.0]
+    assert [times[lid].forward_s for lid in range(3)] == [1.0, 0.75, 1.0]
+    assert (meter.stall_s, meter.exposed_s) == (0.5, 2.25)
+    assert not any(mark.in_use for mark in clock.pool)
+    meter.forward((0,), meter.mark(), clock.span(20.0, 21.0))
+    meter.restart()  # an evaluation
+    assert not any(mark.in_use for mark in clock.pool)
 
 
 def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from planner_layers import facts, made, profile_of
 
 from hytrain.planner import Ewma, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
-from hytrain.planner.book import LEAST_SLACK
+from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
 from hytrain.planner.profile import USUAL_SLACK
 
 
@@ -72,6 +72,17 @@ def test_no_profile_before_forward_and_backward_are_known() -> None:
     assert book.ready
     layer = profile_from(book)[10]
     assert (layer.forward_s, layer.backward_s, layer.d2h_s) == (1.0, 2.0, 1.0)
+
+
+def test_of_the_waits_for_other_ranks_only_the_least_is_time_for_updates() -> None:
+    """A rank that stalls is about to get other layers; what is left after many steps is there to be used."""
+    book = book_of(100)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 2.0})
+    for exposed_s in (0.25, *[0.75] * (PACE_STEPS[1] - 1)):
+        book.observe_step(step_s=3.5 + exposed_s, stall_s=0.0, exposed_s=exposed_s, gpu_lids=())
+    assert profile_of(book).other_s == pytest.approx(0.5 + 0.25)
+    book.observe_step(step_s=3.5 + 0.75, stall_s=0.0, exposed_s=0.75, gpu_lids=())
+    assert profile_of(book).other_s == pytest.approx(0.5 + 0.75)
 
 
 def test_unmeasured_roles_take_the_rate_of_the_measured_layers() -> None:

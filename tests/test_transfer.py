@@ -1,11 +1,13 @@
-"""Memory is pinned in pieces, and no copy crosses from one to the next."""
+"""Memory is pinned in pieces, no copy crosses from one to the next, and weights are copied a piece at a time."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.memory.transfer import PIECE_BYTES, cut
+from hytrain.memory.transfer import PIECE_BYTES, CudaTransfers, cut, turns
 
 
 @given(st.integers(0, 10 * PIECE_BYTES), st.integers(1, 5 * PIECE_BYTES), st.data())
@@ -20,3 +22,35 @@ def test_a_range_and_its_parts_are_cut_at_multiples(address: int, nbytes: int, d
     stop = data.draw(st.integers(start + 1, address + nbytes))
     for first, last in cut(start, stop - start):
         assert any(begin <= first and last <= end for begin, end in pieces)
+
+
+def test_turns_copy_everything_in_order_a_piece_at_a_time() -> None:
+    sizes = (10, PIECE_BYTES + 10, 5, 2 * PIECE_BYTES, PIECE_BYTES // 2, 7)
+    sources = [torch.full((size,), 1 + index, dtype=torch.uint8) for index, size in enumerate(sizes)]
+    copies = [(torch.zeros_like(source), source) for source in sources]
+    found = list(turns(copies))
+    assert all(sum(source.nbytes for _, source in turn) <= PIECE_BYTES for turn in found)
+    assert max(len(turn) for turn in found) > 1, "small ones share a turn"
+    order = [int(source[0]) for turn in found for _, source in turn]
+    assert order == sorted(order)
+    for destination, source in (each for turn in found for each in turn):
+        destination.copy_(source)
+    assert all(torch.equal(destination, source) for destination, source in copies)
+
+
+@pytest.mark.gpu
+def test_a_small_copy_does_not_wait_for_all_weights() -> None:
+    """They take 40 ms or more. Another stream's copy of a few bytes, which is made after them, ends before them."""
+    device = torch.device("cuda")
+    transfers, other = CudaTransfers(device), torch.cuda.Stream(device)
+    planes = torch.ones(64, PIECE_BYTES, dtype=torch.uint8).pin_memory()
+    weights = torch.zeros_like(planes, device=device)
+    few, few_on_device = torch.ones(16).pin_memory(), torch.zeros(16, device=device)
+    torch.cuda.synchronize()
+    landings = [transfers.weights_in([(weights[index], planes[index])]) for index in range(len(planes))]
+    with torch.cuda.stream(other):
+        few_on_device.copy_(few, non_blocking=True)
+    other.synchronize()
+    assert landings[-1].done is not None and not landings[-1].done.query()
+    landings[-1].synchronize()
+    assert torch.equal(weights.cpu(), planes) and torch.equal(few_on_device.cpu(), few)

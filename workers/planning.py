@@ -147,7 +147,11 @@ class Planning:
         )
         self._book.observe_trainer(**times)
         self._book.observe_step(
-            step_s=step.duration_s, stall_s=report.stall_s, gpu_lids=step.gpu_lids, middle_s=report.middle_s
+            step_s=step.duration_s,
+            stall_s=report.stall_s,
+            exposed_s=report.exposed_s,
+            gpu_lids=step.gpu_lids,
+            middle_s=report.middle_s,
         )
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:

@@ -104,7 +104,10 @@ class Reader(Protocol):
         """On the stream that gathers them."""
 
     def before_use(self) -> None:
-        """Before modules compute with what was gathered."""
+        """Before modules wait for what is gathered."""
+
+    def after_use(self) -> None:
+        """Before they compute with it."""
 
 
 class Unshard:
@@ -128,10 +131,12 @@ class Unshard:
         return result
 
     def wait(self) -> Any:
-        if self._group._all_gather_result is not None:
-            for reader in self.readers:
-                reader.before_use()
-        return self._plain_wait()
+        for reader in self.readers:
+            reader.before_use()
+        result = self._plain_wait()
+        for reader in self.readers:
+            reader.after_use()
+        return result
 
     def _stream(self, async_op: bool, which: int) -> AbstractContextManager[Any]:
         """The context of the stream that reads shards (0) or gathers them (1): the current one if there is only one."""

@@ -27,6 +27,7 @@ from hytrain.model.parts import roots
 from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
+    from hytrain.memory.clock import Mark, Span
     from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
     from hytrain.step.backward import Backward
     from hytrain.step.engine import Engine
@@ -81,6 +82,8 @@ class OnGather(_Hook["Reads"]):
         self._gate = gate
         self._again: TrainedLayer | None = None
         self._gathered: Callable[[], None] | None = None
+        self._waited: Span | None = None  # for updates, in a training step's forward
+        self._arrived: Mark | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_gather(self) -> None:
@@ -89,8 +92,7 @@ class OnGather(_Hook["Reads"]):
             return
         self._again = reads.updated_in_this_backward(self._gate)
         if self._again is None:
-            reads.enter(self._gate)
-            reads.leave(self._gate)
+            self._waited = reads.before_gather(self._gate)
             self._gathered = reads.gathering(self._gate)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -101,8 +103,18 @@ class OnGather(_Hook["Reads"]):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_use(self) -> None:
-        if (reads := self.target) is not None and self._again is not None:
+        if (reads := self.target) is None:
+            return
+        if self._again is not None:
             reads.refuse_again(self._again)
+        if self._waited is not None:
+            self._arrived = reads.before_use_of_gathered()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_use(self) -> None:
+        reads, waited, self._waited = self.target, self._waited, None
+        if reads is not None and self._gate is not None and waited is not None:
+            reads.use_gathered(self._gate, self._arrived, waited)
 
 
 class AfterForward(_Hook["Reads"]):

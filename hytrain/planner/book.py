@@ -161,7 +161,8 @@ class MeasurementBook:
         self._position_of = {layer.lid: layer.position for layer in self._layers}
         self._rates = rates or Rates()
         self._roles = {role: _Role() for role in ROLES}
-        self._busy_s = Ewma()  # a step without its stalls, its middle and the GPU's updates
+        self._busy_s = Ewma()  # a step without its stalls, exposed all-gathers, its middle and the GPU's updates
+        self._exposed_s: deque[float] = deque(maxlen=PACE_STEPS[1])
         self._middle_s = Ewma()
         self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
         self._contention = Contention()
@@ -237,17 +238,28 @@ class MeasurementBook:
         self._observe("cpu_update_s", cpu_update_s)
         self._updates[-1].update(cpu_update_s)
 
-    def observe_step(self, *, step_s: float, stall_s: float, gpu_lids: Iterable[int], middle_s: float = 0.0) -> None:
+    def observe_step(
+        self,
+        *,
+        step_s: float,
+        stall_s: float,
+        gpu_lids: Iterable[int],
+        exposed_s: float = 0.0,
+        middle_s: float = 0.0,
+    ) -> None:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
 
         What a step takes beyond its layers' times is the loop's own work: loss, data, `step()`. Not part of it are
         stalls, what was lost to the CPU's updates, and the `middle_s` between the first forward and the last backward
-        of a step with several: otherwise they would look like time in which the CPU can update.
+        of a step with several: otherwise they would look like time in which the CPU can update. Of the `exposed_s`
+        in which forward waits for all-gathers, the least of the last steps is such time. The rest is the wait for ranks
+        that stall: if each rank used it for updates of its own, all of them would become slower and slower.
         """
+        self._exposed_s.append(exposed_s)
         gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
         self._middle_s.add(middle_s)
         update_s = sum(gpu_update_s[lid] for lid in gpu_lids)
-        self._busy_s.add(max(0.0, step_s - stall_s - middle_s - self._lost_s - update_s))
+        self._busy_s.add(max(0.0, step_s - stall_s - exposed_s - middle_s - self._lost_s - update_s))
 
     def reorder(self, position_of: Mapping[int, int]) -> None:
         """Use a newly learned forward order. ValueError unless it names exactly the layers of the book."""
@@ -283,7 +295,7 @@ class MeasurementBook:
         )
         return Profile(
             layers=tuple(layers),
-            other_s=max(0.0, (self._busy_s.value or 0.0) - work_s),
+            other_s=max(0.0, (self._busy_s.value or 0.0) - work_s) + min(self._exposed_s, default=0.0),
             middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,

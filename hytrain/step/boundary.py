@@ -69,6 +69,7 @@ class Boundary:
                 step_s=self.statistics.step_s,
                 measured=self._meter.measured,
                 stall_s=self.statistics.stall_s,
+                exposed_s=self._meter.exposed_s,
                 middle_s=self._meter.middle_s,
                 starved=self._meter.starved,
                 gather_s=None if self._is_stage else self._meter.gather_s,  # stages gather different layers

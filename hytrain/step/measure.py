@@ -3,7 +3,10 @@
 Hooks leave marks: CUDA events on the stream that does the work, or readings of the host's clock on device "cpu". A
 later step converts them to seconds, once the device has passed them all.
 
-    pre-hook  arrive ──(stall)── go ──(forward)── next arrive …      backward: one mark as each layer completes
+    pre-hook  mark ──(stall)── go ──(forward)── next mark …          backward: one mark as each layer completes
+
+    FSDP2     mark ─(waits for updates)─ mark ─ all-gather ─┐        on the stream that reads the shards
+                    mark ──(stall)──(exposed all-gather)── go ──(forward)── next mark …
 
     marks ─ passed? ─▶ intervals ─┬─▶ LayerTimes, for the coordinator
                                   └─▶ spans of the timeline, on the monotonic clock (only if there is one)
@@ -34,6 +37,7 @@ MIN_STALL_S: Final = 2e-5
 TRACKS: Final = {
     "forward_s": ("compute", "forward"),
     "stall_s": ("compute", "stall"),
+    "exposed_s": ("compute", "waits for all-gather"),
     "backward_s": ("compute", "backward"),
     "gpu_update_s": ("compute", "update"),
     "d2h_s": ("D2H", "D2H"),
@@ -46,14 +50,15 @@ TRACKS: Final = {
 class StepMarks:
     """The marks of one step; `forward` and `backward` in the order in which they were left.
 
-    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's
-    all-gathers. `turns` are the starts of the backwards, if the step has several. `starved` counts the layers at the
-    end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
-    stall also causes that.)
+    A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates. `spans` are copies and
+    device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's all-gathers. `turns` are the
+    starts of the backwards, if the step has several. `starved` counts the layers at the end of whose backward the
+    device had finished all earlier work, so that it waited for launches. (In forward, a stall also causes that.)
     """
 
     step: int
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
+    waited: dict[int, Span] = field(default_factory=dict)  # by index in `forward`
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
     gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
@@ -63,7 +68,7 @@ class StepMarks:
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
-        forward = (mark for _, span in self.forward for mark in span)
+        forward = (mark for span in (*(span for _, span in self.forward), *self.waited.values()) for mark in span)
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
         gathers = (mark for _, span in self.gathers for mark in span)
@@ -107,32 +112,39 @@ class Meter:
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # another thread reports copies
         self._drawn_until: dict[str, float] = {}
-        self.stall_s = self.middle_s = self.starved = 0.0
+        self.stall_s = self.exposed_s = self.middle_s = self.starved = 0.0
         self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
         if trace is not None:
             clock.anchor()
 
-    def arrive(self) -> Mark:
-        """A module is entered: leave the mark for `forward`, before the wait for weights."""
+    def mark(self) -> Mark:
+        """Leave a mark, for `forward`."""
         return self._clock.mark()
 
-    def forward(self, lids: tuple[int, ...], arrived: Mark) -> None:
-        """The module that has arrived, and reads layers `lids`, continues, possibly after a stall."""
+    def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Span | None = None) -> None:
+        """The module that has `arrived`, and reads layers `lids`, continues.
+
+        It has waited for their updates, or for an all-gather that `waited` for them, perhaps earlier and elsewhere.
+        """
         if self._is_stage:
             if lids[0] in self._entered:
-                self._clock.recycle([arrived])
+                self._clock.recycle([arrived, *(waited or ())])
                 return
             self._entered.add(lids[0])
+        if waited is not None:
+            self._now.waited[len(self._now.forward)] = waited
         self._now.forward.append((lids, (arrived, self._clock.mark())))
 
     def restart(self) -> None:
         """A forward begins. Discard the one before if no backward followed it."""
         if not self._now.backward and not self._is_stage:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
+            self._clock.recycle(mark for span in self._now.waited.values() for mark in span)
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
             self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
             self._now.gathers.clear()
+            self._now.waited.clear()
             self._now.forward.clear()
             self._now.turns.clear()
 
@@ -200,7 +212,15 @@ class Meter:
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
             return Interval(kind, lids, step, self._clock.seconds((first, began)), self._clock.seconds((first, ended)))
 
-        found = [interval("stall_s", lids[:1], *span) for lids, span in marks.forward]
+        found = []
+        for index, (lids, span) in enumerate(marks.forward):
+            whole = stall = interval("stall_s", lids[:1], *span)
+            if index in marks.waited:  # the part in which the all-gather waits, too
+                waited = interval("stall_s", lids[:1], *marks.waited[index])
+                began_s = max(whole.began_s, waited.began_s)
+                stall = whole._replace(began_s=began_s, ended_s=max(began_s, min(whole.ended_s, waited.ended_s)))
+                found.append(whole._replace(kind="exposed_s", began_s=max(whole.began_s, stall.ended_s)))
+            found.append(stall)
         for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
             found.append(interval("forward_s", lids, went, arrived))
         if marks.forward and marks.backward:
@@ -223,12 +243,15 @@ class Meter:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for interval in intervals:
-            if interval.kind == "gather_s":
+            if interval.kind in ("gather_s", "exposed_s"):
                 continue
             total = sum(self._numels[lid] for lid in interval.lids)
             for lid in interval.lids:
                 times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
-        self.stall_s = sum(interval.duration_s for interval in intervals if interval.kind == "stall_s")
+        self.stall_s, self.exposed_s = (
+            sum(interval.duration_s for interval in intervals if interval.kind == kind)
+            for kind in ("stall_s", "exposed_s")
+        )
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
 
     def _draw(self, marks: StepMarks, intervals: list[Interval], trace: TraceWriter) -> None:
@@ -239,7 +262,7 @@ class Meter:
         if marks.end is not None:
             self._draw_span("step", f"step {marks.step}", zero_s, self._clock.at(marks.end), trace, step=marks.step)
         for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
-            if kind == "stall_s" and ended_s - began_s < MIN_STALL_S:
+            if kind in ("stall_s", "exposed_s") and ended_s - began_s < MIN_STALL_S:
                 continue
             track, what = TRACKS[kind]
             layer = self._names[lids[0]] if self._names else str(lids[0])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
+from hytrain.memory.clock import Mark, Span
 from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
@@ -60,17 +61,37 @@ class Reads:
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
 
     def enter(self, gate: Gate) -> None:
-        """Make the current stream wait for the gate's layers. Idempotent, also inside backward."""
+        """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
+        arrived = self._await(gate)
+        if arrived is not None:
+            self._meter.forward(_lids(gate), arrived)
+
+    def before_gather(self, gate: Gate) -> Span | None:
+        """The same for an all-gather that reads them. Returns the marks around the wait, for `use_gathered`."""
+        arrived = self._await(gate)
+        self.leave(gate)
+        return None if arrived is None else (arrived, self._meter.mark())
+
+    def before_use_of_gathered(self) -> Mark:
+        """Modules are about to wait for an all-gather."""
+        return self._meter.mark()
+
+    def use_gathered(self, gate: Gate, arrived: Mark, waited: Span) -> None:
+        """Modules compute with what was gathered."""
+        self._meter.forward(_lids(gate), arrived, waited)
+
+    def _await(self, gate: Gate) -> Mark | None:
+        """Wait for the gate's layers. Returns the mark before the wait, if this is a step's first forward."""
         inside = in_backward()
         if inside:
             self._health.check()
         else:
             self._health.require(Event.OUTSIDE)
         if not gate.layers:
-            return
+            return None
         life = self._health.life
         measured = not inside and torch.is_grad_enabled() and life.state is State.IDLE
-        arrived = self._meter.arrive() if measured else None
+        arrived = self._meter.mark() if measured else None
         if (again := self.updated_in_this_backward(gate)) is not None:
             self.refuse_again(again)
         for layer in gate.layers:
@@ -80,10 +101,9 @@ class Reads:
         for parameter in gate.parameters:
             parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
-        if measured:
-            self._meter.forward(tuple(layer.lid for layer in gate.layers), arrived)
-            if self._order is not None:
-                self._order.update(dict.fromkeys(layer.lid for layer in gate.layers))
+        if measured and self._order is not None:
+            self._order.update(dict.fromkeys(_lids(gate)))
+        return arrived
 
     def updated_in_this_backward(self, gate: Gate) -> TrainedLayer | None:
         """The first of the gate's layers that the backward which runs has already updated."""
@@ -97,7 +117,7 @@ class Reads:
         """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""
         if not (torch.is_grad_enabled() or in_backward()):
             return None
-        return self._meter.gather(tuple(layer.lid for layer in gate.layers))
+        return self._meter.gather(_lids(gate))
 
     def leave(self, gate: Gate) -> None:
         """A module's forward has ended."""
@@ -223,6 +243,10 @@ class Reads:
         self._order = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
         return tuple(order.index(lid) for lid in range(len(order)))
+
+
+def _lids(gate: Gate) -> tuple[int, ...]:
+    return tuple(layer.lid for layer in gate.layers)
 
 
 class _RefuseSecondBackward:
