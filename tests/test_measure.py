@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from hytrain.memory.clock import HostClock, Span
+from hytrain.memory.clock import HostClock, Span, Stream
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
-from hytrain.step.measure import Meter
+from hytrain.step.measure import Meter, Waited
 from protocol.address import Address
 from protocol.messages import LayerTimes
 
 #: Where the device's clock stands on the monotonic one.
 ANCHOR_S = 1000.0
+#: When something began and ended.
+Times = tuple[float, float]
 
 
 class Mark:  # knows whether somebody may still ask about it
@@ -36,7 +38,7 @@ class FakeClock:
         self.pool: list[Mark] = []
         self.made = self.anchored = 0
 
-    def mark(self) -> Mark:
+    def mark(self, stream: Stream = None) -> Mark:
         if not self.pool:
             self.made += 1
         mark = self.pool.pop() if self.pool else Mark()
@@ -148,31 +150,35 @@ def test_of_a_stages_forwards_the_first_of_each_module_is_measured(clock: FakeCl
             meter_backward(meter, clock, lid, t + 30 - lid)
         times = end(meter, clock, step, t + 40)
         assert meter.stall_s == pytest.approx(1.0) and times[0].forward_s == pytest.approx(1.0)
-    assert sum(mark.in_use for mark in [*clock.pool]) == 0
+    assert len(clock.pool) == clock.made
 
 
-def test_of_a_wait_for_updates_the_part_that_forward_feels_is_a_stall(clock: FakeClock, meter: Meter) -> None:
+def gathered_forward(meter: Meter, clock: FakeClock, lid: int, noticed: Times, waited: Times, used: Times) -> None:
+    on_modules_stream, on_its_stream = clock.span(*noticed), clock.span(*waited)
+    clock.now_s = used[0]
+    arrived = meter.mark()
+    clock.now_s = used[1]
+    meter.forward((lid,), arrived, Waited(on_its_stream, on_modules_stream))
+
+
+def test_of_a_wait_for_updates_the_part_that_forward_notices_is_a_stall(clock: FakeClock, meter: Meter) -> None:
     """An all-gather ahead of forward waits for updates; forward waits for the all-gather, and thus for other ranks."""
-    for lid, waited, used in [
-        (0, (0.0, 1.0), (0.5, 3.0)),  # half a second of the wait is felt, and two seconds of the all-gather
-        (1, (1.0, 3.5), (4.0, 4.25)),  # the wait was over before
-        (2, (3.5, 6.0), (5.0, 5.0)),  # no all-gather was left to wait for: gathered by hand
-    ]:
-        span = clock.span(*waited)
-        clock.now_s = used[0]
-        arrived = meter.mark()
-        clock.now_s = used[1]
-        meter.forward((lid,), arrived, span)
+    # Half a second of the stream's wait is noticed, and two seconds of the all-gather.
+    gathered_forward(meter, clock, 0, noticed=(0.0, 0.0), waited=(0.0, 1.0), used=(0.5, 3.0))
+    # The thread waited during the forward before, which had no more work for a quarter of a second.
+    gathered_forward(meter, clock, 1, noticed=(3.5, 3.75), waited=(1.0, 3.75), used=(4.0, 4.25))
+    # Nothing was left to wait for.
+    gathered_forward(meter, clock, 2, noticed=(4.5, 4.5), waited=(3.75, 6.0), used=(6.5, 6.5))
     for lid in (2, 1, 0):
-        meter_backward(meter, clock, lid, 10.0 - lid)
+        meter_backward(meter, clock, lid, 12.5 - lid)
     times = end(meter, clock, 0, 16.0)
-    assert [times[lid].stall_s for lid in range(3)] == [0.5, 0.0, 0.0]
-    assert [times[lid].forward_s for lid in range(3)] == [1.0, 0.75, 1.0]
-    assert (meter.stall_s, meter.exposed_s) == (0.5, 2.25)
-    assert not any(mark.in_use for mark in clock.pool)
-    meter.forward((0,), meter.mark(), clock.span(20.0, 21.0))
-    meter.restart()  # an evaluation
-    assert not any(mark.in_use for mark in clock.pool)
+    assert [times[lid].stall_s for lid in range(3)] == [0.5, 0.25, 0.0]
+    assert [times[lid].forward_s for lid in range(3)] == [0.75, 2.25, pytest.approx(4 / 3)]
+    assert (meter.stall_s, meter.exposed_s) == (0.75, 2.25)
+    assert len(clock.pool) == clock.made, "all marks are given back"
+    gathered_forward(meter, clock, 0, noticed=(20.0, 20.0), waited=(20.0, 21.0), used=(21.0, 21.0))
+    meter.restart()  # it was an evaluation
+    assert len(clock.pool) == clock.made
 
 
 def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 
 Mark = Any
 Span = tuple[Mark, Mark]
+#: A CUDA stream; None on device "cpu", where every call has finished on return.
+Stream = torch.cuda.Stream | None
 #: The device's clock drifts from the host's by about 10 us per second, so the two are compared regularly.
 ANCHOR_EVERY_S: Final = 1.0
 ANCHOR_TRIES: Final = 4
@@ -25,7 +27,9 @@ class HostClock:
     """Marks are readings of the monotonic clock, in seconds."""
 
     runs_ahead = False
-    mark = staticmethod(time.monotonic)
+
+    def mark(self, stream: Stream = None) -> Mark:
+        return time.monotonic()
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -54,9 +58,10 @@ class CudaClock:
         self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[Mark, float] | None = None
 
-    def mark(self) -> Mark:
+    def mark(self, stream: Stream = None) -> Mark:
+        """On the current stream, unless another one is given."""
         event = self._event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(stream or torch.cuda.current_stream(self._device))
         return event
 
     def passed(self, mark: Mark) -> bool:

@@ -19,15 +19,15 @@ from typing import Final
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.clock import CudaClock, HostClock, Span
+from hytrain.memory.clock import CudaClock, HostClock, Span, Stream
 from hytrain.tensors import address, count_write
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
+#: Weights are copied so much at a time, in 1.3 ms. Each turn is a call more, in which the launching thread may wait.
+TURN_BYTES: Final = 64 << 20
 #: (destination, source), both 1-D, of the same length.
 Copy = tuple[torch.Tensor, torch.Tensor]
-#: A CUDA stream; None on device "cpu", where every call has finished on return.
-Stream = torch.cuda.Stream | None
 #: An event after which another stream may write memory that the current stream has allocated.
 Fence = torch.cuda.Event | None
 
@@ -103,7 +103,7 @@ class CudaTransfers:
 
     A copy engine serves a stream as long as that stream has copies that are ready. After a verdict, all weights come at
     once, and a small copy of others (a batch, or FSDP2's own in each all-gather) would wait for all of them: measured,
-    100 ms. So two streams for weights take turns, a piece each, and between turns the engine looks around: 0.5 ms.
+    100 ms. So two streams for weights take turns, and between two turns the engine serves whoever else is ready.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -241,12 +241,12 @@ def _pieces(copies: Iterable[Copy]) -> Iterator[Copy]:
 
 
 def turns(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """In the same order, at most `PIECE_BYTES` at a time."""
+    """In the same order, at most `TURN_BYTES` at a time."""
     turn: list[Copy] = []
     nbytes = 0
     for piece in _pieces(copies):
         nbytes += piece[1].nbytes
-        if nbytes > PIECE_BYTES and turn:
+        if nbytes > TURN_BYTES and turn:
             yield turn
             turn, nbytes = [], piece[1].nbytes
         turn.append(piece)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.memory.clock import Stream
 from hytrain.tensors import is_distributed
 
 _NEEDED: Final = """
@@ -97,8 +98,8 @@ def sharded(group: Any) -> list[nn.Parameter]:
 class Reader(Protocol):
     """Called when a group's shards are read."""
 
-    def before_gather(self) -> None:
-        """On the stream that reads the shards."""
+    def before_gather(self, modules: Stream) -> None:
+        """On the stream that reads the shards, for modules on another one."""
 
     def after_gather(self) -> None:
         """On the stream that gathers them."""
@@ -121,9 +122,10 @@ class Unshard:
         group = self._group
         if group.is_unsharded or group._all_gather_result is not None:
             return self._plain(async_op)
+        modules = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
         with self._stream(async_op, 0):
             for reader in self.readers:
-                reader.before_gather()
+                reader.before_gather(modules)
         result = self._plain(async_op)
         with self._stream(async_op, 1):
             for reader in self.readers:

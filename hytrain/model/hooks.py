@@ -27,10 +27,11 @@ from hytrain.model.parts import roots
 from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
-    from hytrain.memory.clock import Mark, Span
+    from hytrain.memory.clock import Mark, Stream
     from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
     from hytrain.step.backward import Backward
     from hytrain.step.engine import Engine
+    from hytrain.step.measure import Waited
     from hytrain.step.reads import Reads
 
 
@@ -82,17 +83,17 @@ class OnGather(_Hook["Reads"]):
         self._gate = gate
         self._again: TrainedLayer | None = None
         self._gathered: Callable[[], None] | None = None
-        self._waited: Span | None = None  # for updates, in a training step's forward
+        self._waited: Waited | None = None  # for updates, in a training step's forward
         self._arrived: Mark | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_gather(self) -> None:
+    def before_gather(self, modules: Stream) -> None:
         reads = self.target
         if reads is None or self._gate is None:
             return
         self._again = reads.updated_in_this_backward(self._gate)
         if self._again is None:
-            self._waited = reads.before_gather(self._gate)
+            self._waited = reads.before_gather(self._gate, modules)
             self._gathered = reads.gathering(self._gate)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

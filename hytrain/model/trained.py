@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.memory.clock import Stream
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes, Updater
-from hytrain.memory.transfer import Copy, Stream, Transfer
+from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer

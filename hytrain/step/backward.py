@@ -25,7 +25,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
-from hytrain.memory.transfer import Stream, Transfers
+from hytrain.memory.clock import Stream
+from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link

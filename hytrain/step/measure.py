@@ -6,7 +6,7 @@ later step converts them to seconds, once the device has passed them all.
     pre-hook  mark ──(stall)── go ──(forward)── next mark …          backward: one mark as each layer completes
 
     FSDP2     mark ─(waits for updates)─ mark ─ all-gather ─┐        on the stream that reads the shards
-                    mark ──(stall)──(exposed all-gather)── go ──(forward)── next mark …
+              mark ─(thread waits)─ mark … mark ─(stall)─(exposed all-gather)─ go ─(forward)─ …      where modules are
 
     marks ─ passed? ─▶ intervals ─┬─▶ LayerTimes, for the coordinator
                                   └─▶ spans of the timeline, on the monotonic clock (only if there is one)
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
-from hytrain.memory.clock import Clock, Mark, Span
+from hytrain.memory.clock import Clock, Mark, Span, Stream
 from hytrain.run.trace import TraceWriter
 from protocol.messages import LayerTimes
 
@@ -46,19 +46,30 @@ TRACKS: Final = {
 }
 
 
+class Waited(NamedTuple):
+    """An all-gather's wait for updates, `on_its_stream`, and what modules noticed of the wait of the thread."""
+
+    on_its_stream: Span
+    on_modules_stream: Span
+
+    def marks(self) -> Iterator[Mark]:
+        return chain(*self)
+
+
 @dataclass(slots=True)
 class StepMarks:
     """The marks of one step; `forward` and `backward` in the order in which they were left.
 
-    A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates. `spans` are copies and
-    device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's all-gathers. `turns` are the
-    starts of the backwards, if the step has several. `starved` counts the layers at the end of whose backward the
-    device had finished all earlier work, so that it waited for launches. (In forward, a stall also causes that.)
+    A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
+    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's
+    all-gathers. `turns` are the starts of the backwards, if the step has several. `starved` counts the layers at the
+    end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
+    stall also causes that.)
     """
 
     step: int
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
-    waited: dict[int, Span] = field(default_factory=dict)  # by index in `forward`
+    waited: dict[int, Waited] = field(default_factory=dict)  # by index in `forward`
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
     gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
@@ -68,7 +79,8 @@ class StepMarks:
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
-        forward = (mark for span in (*(span for _, span in self.forward), *self.waited.values()) for mark in span)
+        waited = (mark for each in self.waited.values() for mark in each.marks())
+        forward = chain((mark for _, span in self.forward for mark in span), waited)
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
         gathers = (mark for _, span in self.gathers for mark in span)
@@ -118,18 +130,18 @@ class Meter:
         if trace is not None:
             clock.anchor()
 
-    def mark(self) -> Mark:
-        """Leave a mark, for `forward`."""
-        return self._clock.mark()
+    def mark(self, stream: Stream = None) -> Mark:
+        """Leave a mark, for `forward`, on the current stream unless another one is given."""
+        return self._clock.mark(stream)
 
-    def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Span | None = None) -> None:
+    def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Waited | None = None) -> None:
         """The module that has `arrived`, and reads layers `lids`, continues.
 
         It has waited for their updates, or for an all-gather that `waited` for them, perhaps earlier and elsewhere.
         """
         if self._is_stage:
             if lids[0] in self._entered:
-                self._clock.recycle([arrived, *(waited or ())])
+                self._clock.recycle([arrived, *(waited.marks() if waited else ())])
                 return
             self._entered.add(lids[0])
         if waited is not None:
@@ -140,7 +152,7 @@ class Meter:
         """A forward begins. Discard the one before if no backward followed it."""
         if not self._now.backward and not self._is_stage:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
-            self._clock.recycle(mark for span in self._now.waited.values() for mark in span)
+            self._clock.recycle(mark for waited in self._now.waited.values() for mark in waited.marks())
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
             self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
             self._now.gathers.clear()
@@ -216,13 +228,18 @@ class Meter:
         for index, (lids, span) in enumerate(marks.forward):
             whole = stall = interval("stall_s", lids[:1], *span)
             if index in marks.waited:  # the part in which the all-gather waits, too
-                waited = interval("stall_s", lids[:1], *marks.waited[index])
+                found.append(interval("stall_s", lids[:1], *marks.waited[index].on_modules_stream))
+                waited = interval("stall_s", lids[:1], *marks.waited[index].on_its_stream)
                 began_s = max(whole.began_s, waited.began_s)
                 stall = whole._replace(began_s=began_s, ended_s=max(began_s, min(whole.ended_s, waited.ended_s)))
                 found.append(whole._replace(kind="exposed_s", began_s=max(whole.began_s, stall.ended_s)))
             found.append(stall)
-        for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
-            found.append(interval("forward_s", lids, went, arrived))
+        for index, ((lids, (_, went)), (_, (arrived, _))) in enumerate(pairwise(marks.forward), 1):
+            whole = interval("forward_s", lids, went, arrived)
+            if index in marks.waited:  # the thread has waited in this time
+                waited_s = self._clock.seconds(marks.waited[index].on_modules_stream)
+                whole = whole._replace(ended_s=max(whole.began_s, whole.ended_s - waited_s))
+            found.append(whole)
         if marks.forward and marks.backward:
             (lids, (_, went)), (lid, done) = marks.forward[-1], marks.backward[0]
             found += _turn(interval("forward_s", lids, went, marks.turns[0] if marks.turns else done))

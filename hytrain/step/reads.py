@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
-from hytrain.memory.clock import Mark, Span
+from hytrain.memory.clock import Mark, Stream
 from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
-from hytrain.step.measure import Meter
+from hytrain.step.measure import Meter, Waited
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
@@ -62,36 +62,47 @@ class Reads:
 
     def enter(self, gate: Gate) -> None:
         """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
-        arrived = self._await(gate)
-        if arrived is not None:
-            self._meter.forward(_lids(gate), arrived)
+        if not self._measures(gate):
+            self._await(gate)
+            return
+        arrived = self._meter.mark()
+        self._await(gate)
+        self._meter.forward(_lids(gate), arrived)
 
-    def before_gather(self, gate: Gate) -> Span | None:
-        """The same for an all-gather that reads them. Returns the marks around the wait, for `use_gathered`."""
-        arrived = self._await(gate)
+    def before_gather(self, gate: Gate, modules: Stream) -> Waited | None:
+        """The same for an all-gather that reads them, for `modules` on another stream.
+
+        Returns the marks around the wait, for `use_gathered`, if it is measured.
+        """
+        if not self._measures(gate):
+            self._await(gate)
+            self.leave(gate)
+            return None
+        noticed, began = self._meter.mark(modules), self._meter.mark()
+        self._await(gate)
         self.leave(gate)
-        return None if arrived is None else (arrived, self._meter.mark())
+        return Waited((began, self._meter.mark()), (noticed, self._meter.mark(modules)))
 
     def before_use_of_gathered(self) -> Mark:
         """Modules are about to wait for an all-gather."""
         return self._meter.mark()
 
-    def use_gathered(self, gate: Gate, arrived: Mark, waited: Span) -> None:
+    def use_gathered(self, gate: Gate, arrived: Mark, waited: Waited) -> None:
         """Modules compute with what was gathered."""
         self._meter.forward(_lids(gate), arrived, waited)
 
-    def _await(self, gate: Gate) -> Mark | None:
-        """Wait for the gate's layers. Returns the mark before the wait, if this is a step's first forward."""
+    def _measures(self, gate: Gate) -> bool:
+        """Whether this is a step's first forward."""
+        idle = self._health.life.state is State.IDLE
+        return bool(gate.layers) and idle and torch.is_grad_enabled() and not in_backward()
+
+    def _await(self, gate: Gate) -> None:
         inside = in_backward()
         if inside:
             self._health.check()
         else:
             self._health.require(Event.OUTSIDE)
-        if not gate.layers:
-            return None
         life = self._health.life
-        measured = not inside and torch.is_grad_enabled() and life.state is State.IDLE
-        arrived = self._meter.mark() if measured else None
         if (again := self.updated_in_this_backward(gate)) is not None:
             self.refuse_again(again)
         for layer in gate.layers:
@@ -101,9 +112,8 @@ class Reads:
         for parameter in gate.parameters:
             parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
-        if measured and self._order is not None:
+        if self._order is not None and self._measures(gate):
             self._order.update(dict.fromkeys(_lids(gate)))
-        return arrived
 
     def updated_in_this_backward(self, gate: Gate) -> TrainedLayer | None:
         """The first of the gate's layers that the backward which runs has already updated."""
