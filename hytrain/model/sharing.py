@@ -7,7 +7,9 @@ Ranks of one pipeline stage train the same parameters, and share them out by the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -15,6 +17,12 @@ from torch import nn
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.run.ranks import Ranks
 from hytrain.tensors import is_distributed, local
+
+_COPIES: Final = (
+    "{} has other values on rank {} than on the first rank that has it, though name and shape are the same: HyTrain "
+    "takes them for copies of one parameter, which counts once in the norm and is saved once. If they are to be "
+    "copies, broadcast the first one; if not, give them different names, or make them one DTensor"
+)
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Part = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -26,7 +34,7 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
     `hyper` has each parameter's hyperparameters.
 
     Raises `UnsupportedError` if ranks of a stage train copies instead of shares of a model, and `UsageError` if they
-    train different models, or one model in different ways.
+    train different models, or one model in different ways. Warns of copies that differ.
     """
     if ranks.world == 1:
         return {id(parameter) for _, parameter in named}
@@ -41,7 +49,18 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
         for part in theirs:
             first.setdefault((its_stage, part), rank)
     ranks.agree(next((error for rank in range(ranks.world) if (error := _why_not(rank, found))), None))
+    sums = {parts[id(parameter)]: _checksum(parameter) for _, parameter in named if not is_distributed(parameter)}
+    everyones = ranks.gather(sums)
+    others = {part: rank for part in sums if (rank := first[stage, part]) != ranks.rank}
+    if differing := [part[0] for part, rank in others.items() if everyones[rank][part] != sums[part]]:
+        warnings.warn(_COPIES.format(differing[0], ranks.rank), stacklevel=5)
     return {identity for identity, part in parts.items() if first[stage, part] == ranks.rank}
+
+
+def _checksum(parameter: nn.Parameter) -> int:
+    """Of all bits, on the device, without a copy of the parameter."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[parameter.element_size()]
+    return int(parameter.detach().view(bits).sum(dtype=torch.int64))
 
 
 def _why_not(rank: int, found: list[tuple[int, list[object], list[Part], set[int]]]) -> Exception | None:

@@ -29,6 +29,7 @@ from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter, Waited
+from hytrain.tensors import is_distributed
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
@@ -38,6 +39,15 @@ _CALLED_EARLY: Final = (
     "{} is called between backward and step(), when its update has begun, which torch makes in step(). Call opt.step() "
     "after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a step's last one "
     "in opt.no_sync(). Evaluate before backward, or after opt.step()"
+)
+
+_NOT_CALLED: Final = (
+    "{} was read without its module being called, while its update may have been under way: call the module, or "
+    "opt.synchronize() before forward"
+)
+_NOT_GATHERED: Final = (
+    "{} has a gradient, but its shards were not read after their last update: call its module, and with FSDP2 let a "
+    "step's last backward reshard, as it does by default (set_reshard_after_backward(True))"
 )
 
 
@@ -232,12 +242,8 @@ class Reads:
         for layer, _ in parameter.places:
             was_under_way = layer.life.placement.updates == "cpu" or layer.came == step
             if was_under_way and layer.life.updated >= 0:
-                self._health.abort(
-                    StaleReadError(
-                        f"{parameter.name} was read without its module being called, while its update may have been "
-                        "under way: call the module, or opt.synchronize() before forward"
-                    )
-                )
+                stale = _NOT_GATHERED if is_distributed(parameter.parameter) else _NOT_CALLED
+                self._health.abort(StaleReadError(stale.format(parameter.name)))
             if layer not in self.root.layers:
                 self.root.add(layer)
 

@@ -40,7 +40,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 import hytrain
-from hytrain.errors import HyTrainError
+from hytrain.errors import HyTrainError, StaleReadError
 
 # ---------------------------------------------------------------- models
 
@@ -246,10 +246,11 @@ def unfrozen(model: Any, opt: Any) -> Iterable[Tensor]:
 
 
 def unsynchronized(model: Any, opt: Any) -> Iterable[Tensor]:
-    """FSDP2's own accumulation: only the last backward reduces gradients."""
+    """FSDP2's own accumulation: only the last backward reduces gradients, and parameters stay gathered until then."""
     for step in range(STEPS):
         for part in range(3):
             model.set_requires_gradient_sync(part == 2)
+            model.set_reshard_after_backward(part == 2)
             yield backward(model, 10 * step + part)
         update(opt)
 
@@ -443,6 +444,22 @@ def without_gradients() -> list[float]:
 def test_a_rank_without_gradients_comes_to_the_same_verdict(two_ranks: RankGroup) -> None:
     first, second = two_ranks.run(without_gradients)
     assert first == second and len(set(first)) == 3
+
+
+def never_resharded() -> str:
+    """torch would train on with the weights of the first forward."""
+    model = plain()
+    model.set_reshard_after_backward(False)
+    with adamw(model, k=0.0) as opt:
+        backward(model, 0)
+        update(opt)
+        with pytest.raises(StaleReadError) as caught:
+            backward(model, 1)
+    return str(caught.value)
+
+
+def test_weights_that_are_not_gathered_after_an_update_are_an_error(two_ranks: RankGroup) -> None:
+    assert all("let a step's last backward reshard" in sentence for sentence in two_ranks.run(never_resharded))
 
 
 def compare_poisoned(name: str) -> None:

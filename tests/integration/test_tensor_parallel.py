@@ -5,6 +5,7 @@ Parameters that no plan names are plain tensors, alike on all ranks of the tenso
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -127,3 +128,21 @@ def test_what_each_rank_has_counts_once_in_the_norm(two_ranks: RankGroup) -> Non
 def test_with_fsdp2_there_is_one_norm(four_ranks: RankGroup) -> None:
     norms = four_ranks.run(clip, clipped, tensor_and_data_parallel, 0.777, {"k": (0.0, 1.0, 1.0, 0.0)})
     require_one_norm(norms, 0.777)
+
+
+def warned(differs: bool) -> list[str]:
+    """The norms are plain parameters, on each rank one."""
+    model = columns_and_rows()
+    if differs and dist.get_rank() == 1:
+        with torch.no_grad():
+            model.norm.weight[3] += 0.5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hytrain.AdamW(model, lr=1e-3).close()
+    return [str(each.message) for each in caught if each.filename == __file__]
+
+
+def test_copies_that_differ_are_warned_of(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(warned, False) == [[], []]
+    first, second = two_ranks.run(warned, True)
+    assert not first and len(second) == 1 and second[0].startswith("norm.weight has other values on rank 1")
