@@ -106,16 +106,17 @@ CLIPPED: Final = (
 
 
 def ranks(rows: Rows) -> str:
-    """Every system beside FSDP2 without offload, those that clip beside the one that clips."""
-    return against(at_most_gpus(rows, (0.0, *CLIPS)), RESIDENT)
+    """On each host, every system beside FSDP2 without offload, those that clip beside the one that clips."""
+    everywhere = (at_most_gpus(one_host, (0.0, *CLIPS)) for one_host in reversed(rows.by_host()))
+    return against(Rows(row for here in everywhere for row in here), RESIDENT)
 
 
 def against(here: Rows, base: str) -> str:
-    """Step time and memory relative to `base` on as many GPUs, with the same label and clipping."""
+    """Step time and memory relative to `base` on the same host, on as many GPUs, with the same label and clipping."""
 
     def relative(field: str) -> Callable[[Rows], float | None]:
         def value(mine: Rows) -> float | None:
-            alike = {name: mine.last(name) for name in ("ranks", "label")}
+            alike = {name: mine.last(name) for name in ("host", "commit", "ranks", "label")}
             alike["clip"] = CLIPS if mine.last("clip") else 0.0
             return ratio(mine.median(field), here.where(system=base, **alike).median(field))
 
@@ -123,10 +124,11 @@ def against(here: Rows, base: str) -> str:
 
     time = computed(f"relative to {base}", relative("step_s"))
     memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
-    lines = here.by("ranks", "label", "clip", "system")
+    lines = here.by("host", "commit", "ranks", "label", "clip", "system")
     facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, *CLIPPED)
     return table(
         lines,
+        *(col.HOST if len(here.by_host()) > 1 else ()),
         col.SYSTEM,
         *facts,
         K,

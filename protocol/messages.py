@@ -396,7 +396,8 @@ class TrainerReport(Message):
     `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `exposed_s`,
     `middle_s`, `starved` and `gather_s` belong to this step.
     `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
-    `exposed_s`: how long forward waits for FSDP2's all-gathers, without their wait for this rank's own updates.
+    `exposed_s`: how long forward waits for FSDP2's all-gathers and for its copies of what was gathered, without the
+    wait for this rank's own updates. On device "cpu", only for the copies.
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.

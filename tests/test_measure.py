@@ -158,23 +158,24 @@ def gathered_forward(meter: Meter, clock: FakeClock, lid: int, noticed: Times, w
     clock.now_s = used[0]
     arrived = meter.mark()
     clock.now_s = used[1]
-    meter.forward((lid,), arrived, Waited(on_its_stream, on_modules_stream))
+    meter.forward((lid,), arrived, Waited(on_modules_stream, on_its_stream))
 
 
 def test_of_a_wait_for_updates_the_part_that_forward_notices_is_a_stall(clock: FakeClock, meter: Meter) -> None:
     """An all-gather ahead of forward waits for updates; forward waits for the all-gather, and thus for other ranks."""
     # Half a second of the stream's wait is noticed, and two seconds of the all-gather.
     gathered_forward(meter, clock, 0, noticed=(0.0, 0.0), waited=(0.0, 1.0), used=(0.5, 3.0))
-    # The thread waited during the forward before, which had no more work for a quarter of a second.
-    gathered_forward(meter, clock, 1, noticed=(3.5, 3.75), waited=(1.0, 3.75), used=(4.0, 4.25))
-    # Nothing was left to wait for.
-    gathered_forward(meter, clock, 2, noticed=(4.5, 4.5), waited=(3.75, 6.0), used=(6.5, 6.5))
+    # The thread waited a forward earlier, which had no more work for a quarter of a second. Of the stream's wait half a
+    # second is noticed, between other all-gathers.
+    gathered_forward(meter, clock, 1, noticed=(3.5, 3.75), waited=(6.0, 6.5), used=(5.5, 7.0))
+    # Gathered two forwards ahead. Nothing was left to wait for.
+    gathered_forward(meter, clock, 2, noticed=(4.0, 5.0), waited=(6.5, 6.75), used=(8.0, 8.0))
     for lid in (2, 1, 0):
-        meter_backward(meter, clock, lid, 12.5 - lid)
+        meter_backward(meter, clock, lid, 14.0 - lid)
     times = end(meter, clock, 0, 16.0)
-    assert [times[lid].stall_s for lid in range(3)] == [0.5, 0.25, 0.0]
-    assert [times[lid].forward_s for lid in range(3)] == [0.75, 2.25, pytest.approx(4 / 3)]
-    assert (meter.stall_s, meter.exposed_s) == (0.75, 2.25)
+    assert [times[lid].stall_s for lid in range(3)] == [0.5, 0.75, 1.0]
+    assert [times[lid].forward_s for lid in range(3)] == [1.25, 1.0, pytest.approx(4 / 3)]
+    assert (meter.stall_s, meter.exposed_s) == (2.25, 3.0)
     assert len(clock.pool) == clock.made, "all marks are given back"
     gathered_forward(meter, clock, 0, noticed=(20.0, 20.0), waited=(20.0, 21.0), used=(21.0, 21.0))
     meter.restart()  # it was an evaluation

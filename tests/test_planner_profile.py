@@ -74,15 +74,20 @@ def test_no_profile_before_forward_and_backward_are_known() -> None:
     assert (layer.forward_s, layer.backward_s, layer.d2h_s) == (1.0, 2.0, 1.0)
 
 
-def test_of_the_waits_for_other_ranks_only_the_least_is_time_for_updates() -> None:
-    """A rank that stalls is about to get other layers; what is left after many steps is there to be used."""
+def test_waits_for_other_ranks_are_no_time_for_updates() -> None:
+    """A rank that stalls is about to get other layers. All-gathers that are exposed in all steps are such time."""
     book = book_of(100)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 2.0})
-    for exposed_s in (0.25, *[0.75] * (PACE_STEPS[1] - 1)):
-        book.observe_step(step_s=3.5 + exposed_s, stall_s=0.0, exposed_s=exposed_s, gpu_lids=())
-    assert profile_of(book).other_s == pytest.approx(0.5 + 0.25)
-    book.observe_step(step_s=3.5 + 0.75, stall_s=0.0, exposed_s=0.75, gpu_lids=())
-    assert profile_of(book).other_s == pytest.approx(0.5 + 0.75)
+
+    def other_s(*exposed_s: float) -> float:
+        for each_s in exposed_s:
+            book.observe_step(step_s=3.5 + each_s, stall_s=0.0, exposed_s=each_s, gpu_lids=())
+        return profile_of(book).other_s
+
+    assert other_s(*[0.25] * (PACE_STEPS[0] - 1)) == pytest.approx(0.5), "too few to tell"
+    assert other_s(0.25) == pytest.approx(0.5 + 0.25)
+    assert other_s(*[0.75] * (PACE_STEPS[1] - PACE_STEPS[0] - 1), 0.0) == pytest.approx(0.5 + 0.25), "one without"
+    assert other_s(*[0.75] * PACE_STEPS[0]) == pytest.approx(0.5 + 0.75), "it lasts"
 
 
 def test_unmeasured_roles_take_the_rate_of_the_measured_layers() -> None:

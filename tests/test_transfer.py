@@ -52,5 +52,19 @@ def test_a_small_copy_does_not_wait_for_all_weights() -> None:
         few_on_device.copy_(few, non_blocking=True)
     other.synchronize()
     assert landings[-1].done is not None and not landings[-1].done.query()
-    landings[-1].synchronize()
+    transfers.drain()
     assert torch.equal(weights.cpu(), planes) and torch.equal(few_on_device.cpu(), few)
+
+
+@pytest.mark.gpu
+def test_weights_have_landed_when_the_last_turn_has() -> None:
+    """The last turn is short, and on another stream than the one before."""
+    device = torch.device("cuda")
+    transfers = CudaTransfers(device)
+    for turns_before in (3, 4):
+        plane = torch.ones(turns_before * TURN_BYTES + 16, dtype=torch.uint8).pin_memory()
+        weights = torch.zeros_like(plane, device=device)
+        torch.cuda.synchronize()
+        copies = [*zip(weights.split(PIECE_BYTES), plane.split(PIECE_BYTES), strict=True)]
+        transfers.land(transfers.weights_in(copies))
+        assert bool(weights.all())

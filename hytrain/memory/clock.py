@@ -1,6 +1,6 @@
 """Marks in the device's work, and the time between them. Nothing here waits for the device.
 
-A mark is a CUDA timing event on the current stream, or a reading of the host's clock on device "cpu". `transfer`
+A mark is a CUDA timing event on a stream, or a reading of the host's clock on device "cpu". `transfer`
 leaves marks around copies, `step.measure` around layers. A later step reads them, once the device has passed them.
 """
 
@@ -48,7 +48,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are timing events on the current stream, taken from a pool: no allocation in steady state."""
+    """Marks are timing events, taken from a pool: no allocation in steady state."""
 
     runs_ahead = True
 

@@ -24,7 +24,7 @@ from hytrain.tensors import address, count_write
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
-#: Weights are copied so much at a time, in 1.3 ms. Each turn is a call more, in which the launching thread may wait.
+#: Weights are copied so much at a time, in 1.3 ms. Each turn is one more call, in which the launching thread may wait.
 TURN_BYTES: Final = 64 << 20
 #: (destination, source), both 1-D, of the same length.
 Copy = tuple[torch.Tensor, torch.Tensor]

@@ -1,7 +1,8 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
     forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
-    FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ the same, on the stream that reads them
+    FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ waits on the stream that reads them, and
+                                                                        measures where modules use what was gathered
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 

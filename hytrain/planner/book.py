@@ -31,6 +31,7 @@ ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
 #: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
 #: The least and most steps from which the CPU's slow pace is taken, and the share of them that may be slower than it.
+#: It is the same with exposed all-gathers, and the share of them that may be shorter.
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
@@ -252,8 +253,8 @@ class MeasurementBook:
         What a step takes beyond its layers' times is the loop's own work: loss, data, `step()`. Not part of it are
         stalls, what was lost to the CPU's updates, and the `middle_s` between the first forward and the last backward
         of a step with several: otherwise they would look like time in which the CPU can update. Of the `exposed_s`
-        in which forward waits for all-gathers, the least of the last steps is such time. The rest is the wait for ranks
-        that stall: if each rank used it for updates of its own, all of them would become slower and slower.
+        in which forward waits for all-gathers, what few of the last steps fall below is such time. The rest is the wait
+        for ranks that stall: if each rank used it for updates of its own, all would become slower and slower.
         """
         self._exposed_s.append(exposed_s)
         gpu_update_s = self._in_role("gpu_update_s", self._rates.gpu_update_s)
@@ -279,6 +280,12 @@ class MeasurementBook:
         return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
 
     @property
+    def _exposed(self) -> float:
+        """The usual exposed all-gathers of steps in which no rank stalls; 0 before there are enough steps to tell."""
+        waits_s = sorted(self._exposed_s)
+        return waits_s[int(SLOW_SHARE * len(waits_s))] if len(waits_s) >= PACE_STEPS[0] else 0.0
+
+    @property
     def ready(self) -> bool:
         return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
 
@@ -295,7 +302,7 @@ class MeasurementBook:
         )
         return Profile(
             layers=tuple(layers),
-            other_s=max(0.0, (self._busy_s.value or 0.0) - work_s) + min(self._exposed_s, default=0.0),
+            other_s=max(0.0, (self._busy_s.value or 0.0) - work_s) + self._exposed,
             middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,

@@ -47,10 +47,10 @@ TRACKS: Final = {
 
 
 class Waited(NamedTuple):
-    """An all-gather's wait for updates, `on_its_stream`, and what modules noticed of the wait of the thread."""
+    """An all-gather's wait for updates: what modules noticed of the thread's wait, and the wait of its own stream."""
 
-    on_its_stream: Span
     on_modules_stream: Span
+    on_its_stream: Span
 
     def marks(self) -> Iterator[Mark]:
         return chain(*self)
@@ -79,8 +79,11 @@ class StepMarks:
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
-        waited = (mark for each in self.waited.values() for mark in each.marks())
-        forward = chain((mark for _, span in self.forward for mark in span), waited)
+        forward = (
+            mark
+            for index, (_, span) in enumerate(self.forward)
+            for mark in chain(self.waited[index].marks() if index in self.waited else (), span)
+        )
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
         gathers = (mark for _, span in self.gathers for mark in span)
@@ -224,22 +227,20 @@ class Meter:
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
             return Interval(kind, lids, step, self._clock.seconds((first, began)), self._clock.seconds((first, ended)))
 
-        found = []
+        found: list[Interval] = []
+        noticed: list[Interval] = []  # while the thread waited, in the forward of whichever module was under way
         for index, (lids, span) in enumerate(marks.forward):
             whole = stall = interval("stall_s", lids[:1], *span)
-            if index in marks.waited:  # the part in which the all-gather waits, too
-                found.append(interval("stall_s", lids[:1], *marks.waited[index].on_modules_stream))
+            if index in marks.waited:  # a stall is the part in which the all-gather waits, too
+                noticed.append(interval("stall_s", lids[:1], *marks.waited[index].on_modules_stream))
                 waited = interval("stall_s", lids[:1], *marks.waited[index].on_its_stream)
-                began_s = max(whole.began_s, waited.began_s)
+                began_s = min(max(whole.began_s, waited.began_s), whole.ended_s)
                 stall = whole._replace(began_s=began_s, ended_s=max(began_s, min(whole.ended_s, waited.ended_s)))
-                found.append(whole._replace(kind="exposed_s", began_s=max(whole.began_s, stall.ended_s)))
+                found += _without(whole._replace(kind="exposed_s"), [stall])
             found.append(stall)
-        for index, ((lids, (_, went)), (_, (arrived, _))) in enumerate(pairwise(marks.forward), 1):
-            whole = interval("forward_s", lids, went, arrived)
-            if index in marks.waited:  # the thread has waited in this time
-                waited_s = self._clock.seconds(marks.waited[index].on_modules_stream)
-                whole = whole._replace(ended_s=max(whole.began_s, whole.ended_s - waited_s))
-            found.append(whole)
+        found += noticed
+        for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
+            found += _without(interval("forward_s", lids, went, arrived), noticed)
         if marks.forward and marks.backward:
             (lids, (_, went)), (lid, done) = marks.forward[-1], marks.backward[0]
             found += _turn(interval("forward_s", lids, went, marks.turns[0] if marks.turns else done))
@@ -295,6 +296,17 @@ class Meter:
             began_s = max(began_s, before_s)
         self._drawn_until[track] = max(ended_s, began_s)
         trace.span(track, name, began_s, ended_s, **args)
+
+
+def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
+    """What is left of an interval outside of others, in at least one part."""
+    parts, began_s = [], whole.began_s
+    for hole in sorted(holes, key=lambda hole: hole.began_s):
+        if began_s < hole.began_s < whole.ended_s and hole.duration_s:
+            parts.append(whole._replace(began_s=began_s, ended_s=hole.began_s))
+        if hole.duration_s:
+            began_s = max(began_s, hole.ended_s)
+    return [*parts, whole._replace(began_s=min(began_s, whole.ended_s))]
 
 
 def _turn(whole: Interval) -> list[Interval]:

@@ -91,7 +91,8 @@ class Reads:
         noticed, began = self._meter.mark(modules), self._meter.mark()
         self._await(gate)
         self.leave(gate)
-        return Waited((began, self._meter.mark()), (noticed, self._meter.mark(modules)))
+        waited = began, self._meter.mark()
+        return Waited((noticed, self._meter.mark(modules)), waited)
 
     def before_use_of_gathered(self) -> Mark:
         """Modules are about to wait for an all-gather."""

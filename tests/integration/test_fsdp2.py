@@ -446,6 +446,25 @@ def test_a_rank_without_gradients_comes_to_the_same_verdict(two_ranks: RankGroup
     assert first == second and len(set(first)) == 3
 
 
+def measured() -> tuple[set[int], set[int], float]:
+    """Layers, those whose forward the last step timed, and its stalls, while weights are late."""
+    model, found = plain(), []
+    with adamw(model, k=0.0) as opt, late_weights(), pytest.MonkeyPatch.context() as patch:
+        meter = opt._engine._meter
+        end_step = meter.end_step
+        patch.setattr(meter, "end_step", lambda step: found.append(end_step(step)) or found[-1])
+        for step in range(4):
+            backward(model, step)
+            update(opt)
+        lids = set(range(len(opt._session.layers)))
+    return lids, {each.lid for each in found[-1] if each.forward_s is not None}, meter.stall_s
+
+
+def test_the_forward_of_every_gathered_layer_is_measured(two_ranks: RankGroup) -> None:
+    for lids, timed, stall_s in two_ranks.run(measured):
+        assert timed == lids and stall_s > 0.0
+
+
 def never_resharded() -> str:
     """torch would train on with the weights of the first forward."""
     model = plain()
