@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,25 @@ def test_lines_are_found_from_the_end_of_a_long_file(path: Path) -> None:
     assert lines(path) == [{"step": 1, "made": 1}, {"step": 2, "made": 2, "loss": 1.0}, {"step": 3, "made": 0}]
     replaced = lines(path.with_name("metrics-replaced.jsonl"))
     assert [record["step"] for record in replaced] == list(many[2:]) and replaced[-1]["loss"] == 2.0
+
+
+def test_a_full_disk_leaves_whole_lines_and_a_counted_gap(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(descriptor: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = MetricsFile(path)
+    for step in range(1, 8):
+        with monkeypatch.context() as patch:
+            if step in (3, 4, 6):
+                patch.setattr(os, "posix_fallocate", no_room)
+                with pytest.raises(OSError):
+                    file.append(json.dumps({"step": step, "made": step}))
+                with pytest.raises(OSError):
+                    file.amend(2, {"loss": 1.0})
+            else:
+                file.append(json.dumps({"step": step, "made": step}))
+    assert file.amend(2, {"loss": 2.0})
+    file.close()
+    assert [record["step"] for record in lines(path)] == [1, 2, 5, 7]
+    assert [record.get("missing_records", 0) for record in lines(path)] == [0, 0, 2, 1]
+    assert lines(path)[1]["loss"] == 2.0

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
@@ -87,3 +89,19 @@ def test_a_line_that_was_never_finished_is_left_out(tmp_path: Path) -> None:
     second.counter("k", 3.0, k=0.75)
     second.close()
     assert [event["args"]["k"] for event in merged(tmp_path) if event["ph"] == "C"] == [0.25, 0.75]
+
+
+def test_a_full_disk_costs_events_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = TraceWriter(tmp_path, Address("trainer", 0))
+    path = tmp_path / trace.FOLDER / "trainer-0.jsonl"
+    path.symlink_to("/dev/full")
+    for step in range(3):
+        writer.instant("plans", f"plan {step}", 1.0 + step)
+        writer.flush()
+    assert [record.message for record in caplog.records] == [
+        "the timeline lacks events: [Errno 28] No space left on device"
+    ]
+    path.unlink()
+    writer.instant("plans", "plan 3", 4.0)
+    writer.close()
+    assert [event["name"] for event in written(tmp_path)] == ["plan 3"]

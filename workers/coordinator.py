@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
@@ -72,11 +72,29 @@ class Metrics:
 
     def __init__(self, run_dir: str) -> None:
         self._folder = Path(run_dir)
-        self._files = {0: MetricsFile(self._folder / "metrics.jsonl")}
+        self._files: dict[int, MetricsFile] = {}
+        self._failing: set[int] = set()
+        with suppress(OSError):
+            self._of(0)
 
-    def of(self, rank: int) -> MetricsFile:
+    def write(self, record: Write | Amend) -> None:
+        """A disk that is full costs records, which are counted, and does not end the training."""
+        try:
+            file = self._of(record.rank)
+            if isinstance(record, Write):
+                file.append(record.line)
+                self._failing.discard(record.rank)
+            elif not file.amend(record.step, record.numbers):
+                _log.warning("there is no record of step %d: dropped %s", record.step, record.numbers)
+        except OSError as error:
+            if record.rank not in self._failing:
+                _log.warning("records of rank %d cannot be written, training goes on: %s", record.rank, error)
+            self._failing.add(record.rank)
+
+    def _of(self, rank: int) -> MetricsFile:
         if rank not in self._files:
-            self._files[rank] = MetricsFile(self._folder / f"metrics-{rank}.jsonl")
+            name = f"metrics-{rank}.jsonl" if rank else "metrics.jsonl"
+            self._files[rank] = MetricsFile(self._folder / name)
         return self._files[rank]
 
     def close(self) -> None:
@@ -181,11 +199,8 @@ class Coordinator:
                 if to not in self._outboxes:
                     self._outboxes[to] = self._network.outbox(self._state.inbox(to))
                 self._outboxes[to].send(message)
-            case Write(line, rank):
-                self._metrics.of(rank).append(line)
-            case Amend(step, numbers, rank):
-                if not self._metrics.of(rank).amend(step, numbers):
-                    _log.warning("there is no record of step %d: dropped %s", step, numbers)
+            case Write() | Amend():
+                self._metrics.write(command)
             case Publish(status):
                 self._publisher.publish(status)
                 self._nodes.publish(status)

@@ -3,6 +3,9 @@
 append ─▶ a new step: at the end
       └─▶ a step again, after a resume or a rollback: it and the lines after it move to metrics-replaced.jsonl
 amend ──▶ numbers that come late: into the step's line
+
+If the disk is full, the file stays as it is, and training goes on: the next line that can be written has, as
+`missing_records`, the number of lines that could not be.
 """
 
 from __future__ import annotations
@@ -25,13 +28,20 @@ class MetricsFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._end = os.fstat(self._file).st_size
         self._last: float | None = None  # the last line's step; None: not read yet
+        self.missing = 0  # lines that could not be written, since the last one that could
 
     def close(self) -> None:
         os.close(self._file)
 
     def append(self, line: str) -> None:
-        """Add a step's line. Lines of this step and of later ones give way to it."""
+        """Add a step's line. Lines of this step and of later ones give way to it.
+
+        Raises OSError if the disk is full. Then it counts as missing, and all lines in the file are whole.
+        """
         step = _step(line)
+        if self.missing:
+            line = json.dumps({**json.loads(line), "missing_records": self.missing})
+        self.missing += 1
         if self._last is None or step <= self._last:
             start, lines = self._since(step)
             if lines:
@@ -40,10 +50,13 @@ class MetricsFile:
                 os.ftruncate(self._file, start)
                 self._end = start
         self._write(line.encode() + b"\n", self._end)
-        self._last = step
+        self._last, self.missing = step, 0
 
     def amend(self, step: int, numbers: Mapping[str, float | None]) -> bool:
-        """Add numbers to a step's line, which keeps those that it has. Returns False if there is no such line."""
+        """Add numbers to a step's line, which keeps those that it has. Returns False if there is no such line.
+
+        Raises OSError if the disk is full.
+        """
         start, lines = self._since(step)
         if not lines or _step(lines[0]) != step:
             return False
@@ -52,10 +65,14 @@ class MetricsFile:
         return True
 
     def _write(self, data: bytes, start: int) -> None:
+        """Write over what follows `start`. Room is made first, so that a full disk leaves all lines whole."""
+        end = start + len(data)
+        if end > self._end:
+            os.posix_fallocate(self._file, self._end, end - self._end)
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], start + written)
-        self._end = start + len(data)
+        self._end = end
 
     def _since(self, step: float) -> tuple[int, list[bytes]]:
         """Where the lines from `step` on begin, and these lines. A line that a crash has cut off is one of them."""

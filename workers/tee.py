@@ -19,6 +19,7 @@ class Tee:
 
     def __init__(self) -> None:
         self.pipes: dict[int, tuple[IO[bytes], int]] = {}
+        self._unwritable: set[str] = set()
         self._logs: list[IO[bytes]] = []
 
     def add_pipes(self, log: Path) -> tuple[int, int]:
@@ -49,7 +50,12 @@ class Tee:
     def _pass_on(self, pipe: int) -> bool:
         chunk = os.read(pipe, 65536)
         copy, target = self.pipes[pipe]
-        copy.write(chunk)
+        try:
+            copy.write(chunk)
+        except OSError as error:
+            if copy.name not in self._unwritable:
+                self._unwritable.add(copy.name)
+                print(f"{copy.name} lacks output from here on: {error.strerror}", file=sys.stderr)
         try:
             rest = memoryview(chunk)
             while rest:

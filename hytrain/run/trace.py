@@ -12,6 +12,7 @@ the writer's place.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -24,6 +25,8 @@ FILE: Final = "trace.json"
 ROLES: Final = ("trainer", "optimizer", "coordinator")
 #: In the viewer's order, from top to bottom.
 TRACKS: Final = ("step", "all-gather", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
+_log = logging.getLogger(__name__)
+
 LANES: Final = 1000
 BUFFERED_EVENTS: Final = 2048  # events that are buffered before they are written
 
@@ -37,6 +40,7 @@ class TraceWriter:
         self._path, self._pid = folder / f"{address}.jsonl", os.getpid()
         self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
         self._events: list[dict[str, Any]] = []
+        self._lost = False
         self._metadata("process_name", 0, name=str(address))
         self._metadata("process_sort_index", 0, sort_index=address.rank * len(ROLES) + ROLES.index(address.role))
 
@@ -54,11 +58,19 @@ class TraceWriter:
         self._add("C", 0, name, at_s, values)
 
     def flush(self) -> None:
-        """Write the buffered events. Each line begins with its newline, so an unfinished line damages no other."""
+        """Write the buffered events. Each line begins with its newline, so an unfinished line damages no other.
+
+        If the disk is full, they are lost, and training goes on.
+        """
         lines = "".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._events)
         self._events.clear()
-        with self._path.open("a") as file:
-            file.write(lines)
+        try:
+            with self._path.open("a") as file:
+                file.write(lines)
+        except OSError as error:
+            if not self._lost:
+                _log.warning("the timeline lacks events: %s", error)
+            self._lost = True
 
     close = flush
 

@@ -72,6 +72,17 @@ def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
     assert (run_dir / "logs" / "trainer-0.log").read_text().split("\n") == ["begin", "paused", by_torch, ""]
 
 
+def test_a_full_disk_ends_no_training(by_torch: str, run_dir: Path) -> None:
+    (run_dir / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "logs/trainer-0.log"):
+        (run_dir / name).symlink_to("/dev/full")
+    ran = cluster(PLAIN, "hytrain", STEPS)
+    assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == by_torch, ran.stderr
+    assert ran.stderr.count("trainer-0.log lacks output from here on: No space left on device") == 1
+    said = (run_dir / "logs" / "coordinator-0.log").read_text()
+    assert said.count("records of rank 0 cannot be written, training goes on") == 1
+
+
 def test_a_plain_script(by_torch: str, tmp_path: Path) -> None:
     """The same, started by the user alone: it runs once, in a folder of its own."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
