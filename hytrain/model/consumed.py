@@ -24,8 +24,8 @@ SCALER: Final = (
 )
 
 _ADVICE: Final = {
-    "accumulate": "a second backward before step() and zero_grad() would add to gradients that are gone: to accumulate "
-    "over n backwards, pass grad_accumulation=n to hytrain.AdamW; else call opt.step() and opt.zero_grad() after each",
+    "change": "change gradients in a hook of your own (Tensor.register_hook) while backward runs; for a sum over n "
+    "backwards, pass grad_accumulation=n to hytrain.AdamW",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
     "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart. "
     "The norm of all is opt.grad_norm then; one parameter's is read in a hook of your own (Tensor.register_hook)",
@@ -57,7 +57,7 @@ def _advice(operation: str, into_gradient: bool) -> str:
         if word in operation:
             return _ADVICE[key]
     if "add" in operation:
-        return _ADVICE["accumulate" if into_gradient else "optimizer"]
+        return _ADVICE["change" if into_gradient else "optimizer"]
     return _ADVICE["optimizer" if "_foreach" in operation or "lerp" in operation else "read"]
 
 

@@ -240,6 +240,7 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("clip", lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "clip_grad_norm_"),
     ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "clip_grad_value_"),
     ("read a gradient", lambda model, opt: model[0][0].weight.grad.square().sum(), "register_hook"),
+    ("noise", lambda model, opt: model[0][0].weight.grad.add_(0.1), "add_ on .*change gradients in a hook of your own"),
     ("numpy", lambda model, opt: model[0][0].weight.grad.numpy(), "register_hook"),
     ("two backwards", lambda model, opt: square_loss(model, 1).backward(), "is called between.*grad_accumulation=n"),
     ("evaluation", lambda model, opt: evaluated(model), r"is called between backward and step\(\).*Evaluate before"),
