@@ -9,6 +9,7 @@
     ├── UsageError          (RuntimeError)  a call would have trained something else than asked for
     ├── StaleReadError      (RuntimeError)  weights were read before their update had reached them
     ├── CapacityError       (MemoryError)   something cannot fit into memory; shows the arithmetic
+    ├── SavingError         (OSError)       a state or checkpoint could not be written; earlier ones are whole
     ├── BackendUnavailable  (RuntimeError)  this machine cannot run an update backend
     ├── NonFiniteGradients                  gradients had inf or NaN, with on_nonfinite="raise"
     ├── Diverged                            a recipe's training diverged, with on_divergence: stop
@@ -46,6 +47,10 @@ class StaleReadError(HyTrainError, RuntimeError):
 
 class CapacityError(HyTrainError, MemoryError):
     """Something cannot fit into memory. The message shows the arithmetic."""
+
+
+class SavingError(HyTrainError, OSError):
+    """A state or a checkpoint could not be written. What was saved before is whole, and training can go on."""
 
 
 class BackendUnavailable(HyTrainError, RuntimeError):

@@ -18,10 +18,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, SavingError
 from hytrain.run.ranks import Ranks
 
 ONE: Final = Ranks()
@@ -30,19 +31,33 @@ SUMS: Final = "SHA256SUMS"
 ACCEPT: Final = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
 
 
+@contextmanager
+def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Raise `SavingError` where a file of `folder` cannot be written: for OSError, and for other `errors`."""
+    try:
+        yield
+    except SavingError:
+        raise
+    except Exception as error:
+        if not isinstance(error, (OSError, *errors)):
+            raise
+        said = getattr(error, "strerror", None) or error
+        raise SavingError(f"{folder} could not be written: {said}. What was saved before is whole") from None
+
+
 def seal(folder: Path, files: Iterable[Path], ranks: Ranks = ONE) -> None:
     """Write the checksums of all ranks' `files`, which are in `folder` or below it. They may still be made meanwhile.
 
     Until this returns, an earlier `SHA256SUMS` is in force.
     """
-    with ranks.together():
+    with ranks.together(), writing(folder):
         with ThreadPoolExecutor() as pool:
             sums = {path: pool.submit(_settle, path) for path in files}
         for parent in {path.parent for path in sums}:
             sync(parent)
         own = "".join(f"{sums[path].result()}  {path.relative_to(folder)}\n" for path in sums)
     lines = "".join(ranks.gather(own))
-    with ranks.together():
+    with ranks.together(), writing(folder):
         if ranks.rank == 0:
             replace(folder / SUMS, lines)
 

@@ -377,6 +377,9 @@ class AdamW(torch.optim.Optimizer):
         A state that `folder` has is replaced in one rename: if the process is killed, the folder has the old state or
         the new one. `sha256sum -c SHA256SUMS` in the folder checks it, and so does `load`. The folder's other files
         stay.
+
+        Raises `SavingError` if it cannot be written: the disk is full, for example. Then the old state is there, and
+        training can go on.
         """
         from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
 

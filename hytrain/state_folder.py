@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
-from hytrain.errors import ClusterError, ConfigError
+from hytrain.errors import ClusterError, ConfigError, SavingError
 from hytrain.memory.planes import STATE_PLANES
 from hytrain.model.trained import TrainedParameter
 from hytrain.run.ranks import Ranks
@@ -76,7 +76,10 @@ def save(
     steps: int,
     loss_scale: LossScale | None = None,
 ) -> None:
-    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced."""
+    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced.
+
+    Raises `SavingError` on all ranks if it cannot be written. Then the state that was there is whole.
+    """
     ranks = Ranks.of_job()
     step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
     own_steps = {clean(known.name): known.count for known in parameters}
@@ -86,13 +89,12 @@ def save(
         step_of |= steps_of_one
         files |= dict.fromkeys(rested_of_one, 1) | files_of_one
         rested |= rested_of_one
-    with ranks.together():
+    with ranks.together(), manifest.writing(folder):
         slots = _prepared(folder) if ranks.rank == 0 else None
     current, free = ranks.gather(slots)[0]
     arrays = _trained(parameters) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     writer = HuggingFaceStorageWriter(str(free), file_of, save_distributed=True)
-    _run(ranks, partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays)))
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
@@ -108,7 +110,15 @@ def save(
             (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's numbers are not JSON's
             yield free / INDEX
 
-    manifest.seal(folder, written(), ranks)
+    call = partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays))
+    try:
+        with manifest.writing(folder):
+            _run(ranks, call)
+        manifest.seal(folder, written(), ranks)
+    except SavingError:
+        if ranks.rank == 0 and not _is_current(free):
+            shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
+        raise
     if ranks.rank == 0:
         shutil.rmtree(current, ignore_errors=True)
 
@@ -257,14 +267,16 @@ def _plan(arrays: Arrays) -> dict[str, Any]:
 
 
 def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
-    """Save or load with torch. What fails on one rank is raised there, and a `ClusterError` on the others."""
+    """Save or load with torch. What fails on one rank is raised there, on the others a `ClusterError`, or OSError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             call(no_dist=ranks.world == 1)
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
-        own, _ = error.failures.get(ranks.rank, (ClusterError(f"rank {rank}: {first!r}"), None))
+        full = isinstance(first, OSError)
+        theirs = OSError(f"rank {rank}: {first}") if full else ClusterError(f"rank {rank}: {first!r}")
+        own, _ = error.failures.get(ranks.rank, (theirs, None))
         raise own from None
 
 

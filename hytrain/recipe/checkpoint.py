@@ -8,6 +8,7 @@
     run/checkpoints/history                                 the folders that this run went through, the newest last
 
 A folder is written under a temporary name, synced to disk and renamed, so a folder with its final name is complete.
+What cannot be written is removed.
 `latest` is the last of the history. A run that resumes from an earlier checkpoint drops the later ones from it.
 The loop calls `begin` and `save`; at the start of a resumed run it calls `find` and `restore`.
 """
@@ -20,11 +21,13 @@ import logging
 import random
 import re
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -34,7 +37,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain import manifest
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, SavingError
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
@@ -65,17 +68,23 @@ def save(
     """Writes the checkpoint after `step` finished steps, makes it the latest and returns its folder.
 
     With `train.keep_last`, the oldest of this run's history are removed. All ranks call it and write their parts of the
-    optimizer's state; rank 0 does everything else.
+    optimizer's state; rank 0 does everything else. Raises `SavingError` on all ranks if it cannot be written; then
+    nothing is left of it.
     """
     final = _folder(run_dir) / f"step-{step}"
     partial = final.with_name(f".{final.name}.partial")
-    job.decided(lambda: _make_room(partial))
-    opt.synchronize()
-    export(model, partial, job)
-    opt.save(partial / OPTIMIZER_FOLDER)
-    randoms = job.ranks.gather(_random_state())
-    state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
-    job.decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train.keep_last))
+    try:
+        job.decided(lambda: _make_room(partial))
+        opt.synchronize()
+        export(model, partial, job)
+        opt.save(partial / OPTIMIZER_FOLDER)
+        randoms = job.ranks.gather(_random_state())
+        state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
+        job.decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train.keep_last))
+    except SavingError:
+        if job.speaks:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
 
 
@@ -85,7 +94,8 @@ def export(model: Any, folder: Path, job: Job) -> None:
     The ranks of a job take turns to write its files, so that no rank has more than one file's tensors in memory.
     """
     if job.mesh is None:
-        model.save_pretrained(folder)
+        with _writing(folder):
+            model.save_pretrained(folder)
         return
     state = model.state_dict()
     for name in model._keys_to_ignore_on_save or ():
@@ -93,12 +103,13 @@ def export(model: Any, folder: Path, job: Job) -> None:
     shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     if revert_weight_conversion(model, shapes) is not shapes:  # the folder has other tensors than the model
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if job.speaks:
-            model.save_pretrained(folder, state_dict=whole)
+        with job.ranks.together(), _writing(folder):
+            if job.speaks:
+                model.save_pretrained(folder, state_dict=whole)
         return
     shapes = remove_tied_weights_from_state_dict(shapes, model)
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
-    with job.ranks.together():
+    with job.ranks.together(), _writing(folder):
         if job.speaks:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
             if plan.is_sharded:
@@ -111,15 +122,21 @@ def export(model: Any, folder: Path, job: Job) -> None:
             value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
             if is_ours:
                 tensors[name] = value.cpu().contiguous()
-        with job.ranks.together():
+        with job.ranks.together(), _writing(folder):
             if is_ours:
                 save_file(tensors, folder / file, {"format": "pt"})
 
 
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    """safetensors has an error of its own for a full disk."""
+    return manifest.writing(folder, SafetensorError)
+
+
 def _make_room(partial: Path) -> None:
-    for left in partial.parent.glob(".step-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    partial.mkdir(parents=True)
+    with _writing(partial):
+        for left in partial.parent.glob(".step-*"):  # by a process that was killed
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
 
 
 def _publish(
@@ -130,16 +147,17 @@ def _publish(
     state: dict[str, Any],
     keep_last: int | None,
 ) -> None:
-    if tokenizer is not None:
-        tokenizer.save(partial)
-    (partial / STATE_FILE).write_text(json.dumps(state))
-    manifest.seal(partial, manifest.files_in(partial))
-    history = [folder for folder in _history(run_dir) if folder != final]
-    if final.exists():  # abandoned, so nobody's latest
-        shutil.rmtree(final)
-    partial.rename(final)
-    manifest.sync(final.parent)
-    _note(run_dir, [*history, final])
+    with _writing(final):
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        (partial / STATE_FILE).write_text(json.dumps(state))
+        manifest.seal(partial, manifest.files_in(partial))
+        history = [folder for folder in _history(run_dir) if folder != final]
+        if final.exists():  # abandoned, so nobody's latest
+            shutil.rmtree(final)
+        partial.rename(final)
+        manifest.sync(final.parent)
+        _note(run_dir, [*history, final])
     own = [folder for folder in [*history, final] if folder.parent == final.parent]
     for folder in own[: -(keep_last or len(own))]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from hytrain.errors import ConfigError, Diverged
+from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.journal import History, Journal
@@ -112,7 +112,12 @@ def run_steps(
             raise Diverged(f"training has diverged: {divergence.sign}")
         saved = None
         if saves:
-            saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
+            try:
+                saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
+            except SavingError as error:
+                if step + 1 == steps.stop:
+                    raise
+                progress.say(f"step {step + 1}: no checkpoint, and training goes on: {error}")
         journal.restart_clock()
     return validation, saved
 

@@ -7,10 +7,11 @@ import itertools
 import json
 import os
 import pickle
+import resource
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers import LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
 from programs import train_recipe, write_recipe
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
@@ -30,10 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 import hytrain
 from hytrain import manifest
-from hytrain.errors import ConfigError, UsageError
+from hytrain.errors import ConfigError, SavingError, UsageError
 
 
 def schedule(opt: torch.optim.Optimizer, last_step: int = -1) -> LambdaLR:
@@ -330,6 +333,63 @@ def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, m
             assert found[-1] == "old" or differing(state(opt), new) == []
             opt.load(tmp_path / "new")
     assert found.index("new") > 10 and set(found[found.index("new") :]) == {"new"} and len(list(folder.iterdir())) == 2
+
+
+@contextmanager
+def full_disk(most_bytes: int) -> Iterator[None]:
+    """This process cannot write larger files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_save_that_cannot_be_written_goes_and_the_old_state_stays(tmp_path: Path) -> None:
+    folder, model = tmp_path / "state", perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(folder)
+        before, files = state(opt), {path.name for path in folder.iterdir()}
+        train(model, opt, range(2, 4), square_loss)
+        with full_disk(5_000), pytest.raises(SavingError, match="state could not be written: File too large"):
+            opt.save(folder)
+        assert {path.name for path in folder.iterdir()} == files
+        train(model, opt, range(4, 6), square_loss)
+        opt.load(folder)
+        assert differing(state(opt), before) == []
+        opt.save(folder)
+
+
+def test_a_recipe_goes_on_without_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the model's weights, nor the optimizer's state, nor the checksums of both. The last one has to be."""
+    replace, save_pretrained = manifest.replace, PreTrainedModel.save_pretrained
+    full = {".step-4.partial/optimizer/SHA256SUMS", ".step-6.partial/SHA256SUMS"}
+
+    def replaced(file: Path, text: str) -> None:
+        if any(str(file).endswith(name) for name in full):
+            raise OSError(28, "No space left on device")
+        replace(file, text)
+
+    def saved(model: Any, folder: Path, **options: Any) -> None:
+        if folder.name == ".step-2.partial":
+            (folder / "model.safetensors").write_text("half a file")
+            raise SafetensorError("No space left on device")
+        save_pretrained(model, folder, **options)
+
+    monkeypatch.setattr(manifest, "replace", replaced)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
+    train_recipe(write_recipe(tmp_path, train={"steps": 10, "checkpoint_every": 2}), tmp_path / "run")
+    found = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert found == {"step-8", "step-10", "history"}
+    said = [line for line in capsys.readouterr().err.splitlines() if "no checkpoint, and training goes on" in line]
+    assert [line.split(":")[0] for line in said] == ["step 2", "step 4", "step 6"]
+    assert all("No space left on device" in line for line in said)
+    with pytest.raises(SavingError, match="No space left"):
+        train_recipe(tmp_path / "recipe.yaml", tmp_path / "other", "train.steps=6")
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
