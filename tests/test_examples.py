@@ -80,7 +80,7 @@ def test_readme_follows_functions_that_exist() -> None:
 
 def outcome(after: State | Refusal | None) -> str:
     if isinstance(after, Refusal):
-        return "fatal" if after.fatal else "refused"
+        return "refused"
     return "–" if after is None else after.name
 
 

@@ -56,7 +56,7 @@ def test_the_table_is_all_there_is(state: State, event: Event) -> None:
 @pytest.mark.parametrize(
     ("state", "event"), [pair for pair, after in TRANSITIONS.items() if isinstance(after, Refusal)]
 )
-def test_a_refusal_is_a_whole_sentence_and_changes_nothing_unless_it_is_fatal(state: State, event: Event) -> None:
+def test_a_refusal_is_a_whole_sentence_and_changes_nothing(state: State, event: Event) -> None:
     health, refusal = Health(), TRANSITIONS[state, event]
     assert isinstance(refusal, Refusal)
     health.life = life_in(state)
@@ -66,10 +66,7 @@ def test_a_refusal_is_a_whole_sentence_and_changes_nothing_unless_it_is_fatal(st
     with pytest.raises(UsageError) as refused:
         health.on(event, **FACTS)
     assert str(refused.value).startswith(sentence)
-    if refusal.fatal:
-        assert health.life.state is State.BROKEN and health.failure is refused.value
-    else:
-        assert vars(health.life) == before and health.failure is None
+    assert vars(health.life) == before and health.failure is None
 
 
 @given(st.lists(st.sampled_from([event for event in Event if event is not Event.BREAK]), max_size=60))

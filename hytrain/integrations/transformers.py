@@ -16,7 +16,6 @@ Under FSDP2, the optimizer's own file or folder in a checkpoint has the state.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from pathlib import Path
 from typing import Any, Final
@@ -31,10 +30,7 @@ from hytrain.integrations.accelerate import AdamW
 
 with needed("hytrain.integrations.transformers", "hytrain[hf]"):
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
     from transformers.training_args import OptimizerNames
-
-_log = logging.getLogger(__name__)
 
 ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # of `TrainingArguments.optim`
 #: The training arguments' names of the optimizer's options.
@@ -47,19 +43,15 @@ NUMBERS: Final = {
 
 
 class HyTrainCallback(TrainerCallback):
-    """Adds HyTrain's numbers to the Trainer's logs, and waits for updates before other callbacks may read weights.
-
-    Nothing waits if there are no such callbacks, or if their classes have `reads_weights = False`. The end of training
-    always waits.
+    """Adds HyTrain's numbers to the Trainer's logs. The end of training waits for all updates.
 
     `hytrain_k` is the fraction of the parameters that the GPU owns, `hytrain_stall_s` the seconds for which the last
     step's forward waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
-    def __init__(self, opt: AdamW, handler: CallbackHandler, read: dict[str, Any]) -> None:
-        """`handler` has all callbacks. `read` are the training arguments that `opt` was made from."""
-        self._opt, self._handler, self._read = opt, weakref.ref(handler), read
-        self._waited_for = set[type]()
+    def __init__(self, opt: AdamW, read: dict[str, Any]) -> None:
+        """`read` are the training arguments that `opt` was made from."""
+        self._opt, self._read = opt, read
 
     def on_train_begin(self, args: TrainingArguments, *event: Any, **others: Any) -> None:
         """Drops the gradients that an interrupted `train()` has accumulated, as the Trainer does.
@@ -74,34 +66,6 @@ class HyTrainCallback(TrainerCallback):
                 )
         self._read = {}
         self._opt.zero_grad()
-
-    def on_step_begin(self, *event: Any, **others: Any) -> None:
-        self._land_before("on_step_begin")
-
-    def on_optimizer_step(self, *event: Any, **others: Any) -> None:
-        self._land_before("on_optimizer_step")
-
-    def on_step_end(self, *event: Any, **others: Any) -> None:
-        self._land_before("on_step_end")
-
-    def on_epoch_end(self, *event: Any, **others: Any) -> None:
-        self._land_before("on_epoch_end")
-
-    def _land_before(self, event: str) -> None:
-        """Wait for the updates if a callback outside Transformers handles the event and may read weights."""
-        handler = self._handler()
-        kinds = {type(callback) for callback in handler.callbacks} if handler is not None else set()
-        readers = {kind for kind in kinds - {type(self)} if _may_read_weights(kind, event)}
-        for kind in readers - self._waited_for:
-            _log.warning(
-                "updates do not overlap with the next step, as %s.%s may read weights: give the class "
-                "reads_weights = False if it does not",
-                kind.__name__,
-                event,
-            )
-        self._waited_for |= readers
-        if readers:
-            self._opt.synchronize()
 
     def on_log(
         self,
@@ -127,12 +91,6 @@ class HyTrainCallback(TrainerCallback):
 
     def on_train_end(self, *event: Any, **others: Any) -> None:
         self._opt.synchronize()
-
-
-def _may_read_weights(kind: type, event: str) -> bool:
-    """Whether a callback class handles an event and may read weights. Transformers' own classes do not."""
-    told = getattr(kind, event) is not getattr(TrainerCallback, event)
-    return told and not kind.__module__.startswith("transformers.") and getattr(kind, "reads_weights", True)
 
 
 def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any) -> AdamW:
@@ -171,7 +129,7 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
     opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
     trainer.optimizer = opt
     read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
-    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, trainer.callback_handler, read))
+    trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))
     if not trainer.accelerator.is_fsdp2:  # whose checkpoints have the state
         _save_beside(trainer, opt)
     return opt

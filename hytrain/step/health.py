@@ -34,10 +34,7 @@ class Health:
         self.check()
         if (refusal := self.life.refusal(event)) is None:
             return
-        sentence = refusal.sentence.format(**facts)
-        if refusal.fatal:
-            self.refuse(sentence)
-        raise UsageError(sentence)
+        raise UsageError(refusal.sentence.format(**facts))
 
     def on(self, event: Event, **facts: object) -> State:
         """Apply `event`, and return the new state. Raises as `require` does."""

@@ -43,10 +43,9 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an event is refused, as a format string. `fatal`: it has already happened, and training cannot continue."""
+    """Why an event is refused, as a format string."""
 
     sentence: str
-    fatal: bool = False
 
 
 class InvalidTransition(RuntimeError):
