@@ -219,20 +219,27 @@ def test_lines_are_found_from_the_end_of_a_long_file(path: Path) -> None:
 
 
 def test_a_full_disk_leaves_whole_lines_and_a_counted_gap(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(descriptor: int, start: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    file = MetricsFile(path)
+    """The disk takes three bytes more, then none."""
+    pwrite, file = os.pwrite, MetricsFile(path)
     for step in range(1, 8):
+        if step not in (3, 4, 6):
+            file.append(json.dumps({"step": step, "made": step}))
+            continue
+        full_at, whole = path.stat().st_size + 3, path.read_bytes()
+
+        def until_full(descriptor: int, data: bytes, start: int, full_at: int = full_at) -> int:
+            if start >= full_at and data:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(descriptor, data[: full_at - start], start)
+
         with monkeypatch.context() as patch:
-            if step in (3, 4, 6):
-                patch.setattr(os, "posix_fallocate", no_room)
-                with pytest.raises(OSError):
-                    file.append(json.dumps({"step": step, "made": step}))
-                with pytest.raises(OSError):
-                    file.amend(2, {"loss": 1.0})
-            else:
+            patch.setattr(os, "pwrite", until_full)
+            with pytest.raises(OSError):
                 file.append(json.dumps({"step": step, "made": step}))
+            assert path.read_bytes() == whole
+            with pytest.raises(OSError):
+                file.amend(1, {"loss": 1.0})
+            assert path.read_bytes() == whole
     assert file.amend(2, {"loss": 2.0})
     file.close()
     assert [record["step"] for record in lines(path)] == [1, 2, 5, 7]

@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -60,19 +61,22 @@ class MetricsFile:
         start, lines = self._since(step)
         if not lines or _step(lines[0]) != step:
             return False
-        lines[0] = json.dumps({**json.loads(lines[0]), **numbers, **json.loads(lines[0])}).encode() + b"\n"
-        self._write(b"".join(lines), start)
+        first = json.dumps({**json.loads(lines[0]), **numbers, **json.loads(lines[0])}).encode() + b"\n"
+        self._write(b"".join([first, *lines[1:]]), start, before=b"".join(lines))
         return True
 
-    def _write(self, data: bytes, start: int) -> None:
-        """Write over what follows `start`. Room is made first, so that a full disk leaves all lines whole."""
-        end = start + len(data)
-        if end > self._end:
-            os.posix_fallocate(self._file, self._end, end - self._end)
+    def _write(self, data: bytes, start: int, before: bytes = b"") -> None:
+        """Write over what follows `start`, which is `before`; on a full disk, that is put back, which needs no room."""
         written = 0
-        while written < len(data):
-            written += os.pwrite(self._file, data[written:], start + written)
-        self._end = end
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], start + written)
+        except OSError:
+            with suppress(OSError):
+                os.pwrite(self._file, before, start)
+                os.ftruncate(self._file, self._end)
+            raise
+        self._end = start + len(data)
 
     def _since(self, step: float) -> tuple[int, list[bytes]]:
         """Where the lines from `step` on begin, and these lines. A line that a crash has cut off is one of them."""
