@@ -40,17 +40,21 @@ class History:
     @classmethod
     def read(cls, metrics: Path, until: int) -> History:
         """The first `until` steps in a run's metrics file: the past of a resumed run."""
-        history, records = cls(), list[dict[str, Any]]()
-        for line in metrics.read_text().splitlines() if until and metrics.is_file() else []:
-            with contextlib.suppress(ValueError):  # a line that a crash has cut off
-                records.append(json.loads(line))
-        for record in records:
-            step = record["step"]
-            if step <= until and record.get("loss") is not None:
-                history.training.append((step, record["loss"], record.get("k", 0.0)))
-            if step <= until and record.get("validation_loss") is not None:
-                history.validation.append((step, record["validation_loss"]))
+        history = cls()
+        if not (until and metrics.is_file()):
+            return history
+        with metrics.open() as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # a line that a crash has cut off
+                    history._add(json.loads(line), until)
         return history
+
+    def _add(self, record: dict[str, Any], until: int) -> None:
+        step = record["step"]
+        if step <= until and record.get("loss") is not None:
+            self.training.append((step, record["loss"], record.get("k", 0.0)))
+        if step <= until and record.get("validation_loss") is not None:
+            self.validation.append((step, record["validation_loss"]))
 
 
 class Journal:
