@@ -390,6 +390,7 @@ def test_a_recipe_goes_on_without_a_checkpoint_that_cannot_be_written(
     assert all("No space left on device" in line for line in said)
     with pytest.raises(SavingError, match="No space left"):
         train_recipe(tmp_path / "recipe.yaml", tmp_path / "other", "train.steps=6")
+    assert [*(tmp_path / "other" / "checkpoints").iterdir()] == []
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
