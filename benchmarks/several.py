@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from benchmarks import columns as col
@@ -107,8 +107,12 @@ CLIPPED: Final = (
 
 def ranks(rows: Rows) -> str:
     """On each host, every system beside FSDP2 without offload, those that clip beside the one that clips."""
-    everywhere = (at_most_gpus(one_host, (0.0, *CLIPS)) for one_host in reversed(rows.by_host()))
-    return against(Rows(row for here in everywhere for row in here), RESIDENT)
+    everywhere = (at_most_gpus(one_host, (0.0, *CLIPS)) for one_host in rows.by_host())
+    return against(newest_first(everywhere), RESIDENT)
+
+
+def newest_first(hosts: Iterable[Rows]) -> Rows:
+    return Rows(row for here in reversed(list(hosts)) for row in here)
 
 
 def against(here: Rows, base: str) -> str:
@@ -181,7 +185,8 @@ def gpt2(rows: Rows) -> str:
 
 
 def pipeline(rows: Rows) -> str:
-    return against(rows.of_part("pipeline"), "no-offload")
+    """On each host, what a pipeline takes beside the same pipeline without offload."""
+    return against(newest_first(rows.where(part="pipeline").by_host()), "no-offload")
 
 
 def large(rows: Rows) -> str:
