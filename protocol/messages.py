@@ -355,16 +355,23 @@ class AllocatePlanes(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeOver(Message):
-    """Trainer to optimizer: the layer's state is in its planes, and the optimizer owns it from step `step` on."""
+    """Trainer to optimizer: the layer's state is in its planes, and the optimizer owns it from step `step` on.
+
+    `banks`: the current bank of each segment, as in `WeightsReady`.
+    """
 
     plan_id: int
     lid: int
     step: int
+    banks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp(Message):
-    """Trainer to optimizer: the layer's state has been read, and the GPU owns it from step `step` on."""
+    """Trainer to optimizer: the GPU updates the layer from step `step` on.
+
+    If its state is on the GPU then, it has been read, and the planes can be released.
+    """
 
     plan_id: int
     lid: int
@@ -384,6 +391,7 @@ class LayerTimes:
     d2h_s: float | None = None
     h2d_s: float | None = None
     gpu_update_s: float | None = None
+    visit_s: float | None = None
     stall_s: float | None = None
 
 

@@ -13,7 +13,10 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`state`: where the optimizer state is held, "gpu" or "host". `updates`: who runs the update, "gpu" or "cpu"."""
+    """`state`: where the optimizer state is held, "gpu" or "host". `updates`: who runs the update, "gpu" or "cpu".
+
+    If the GPU updates state that is held on the host, the state visits it: it is fetched for each update.
+    """
 
     name: str
     state: str
@@ -22,7 +25,8 @@ class Placement:
 
 GPU: Final = Placement("gpu", state="gpu", updates="gpu")
 CPU: Final = Placement("cpu", state="host", updates="cpu")
-PLACEMENTS: Final[dict[str, Placement]] = {placement.name: placement for placement in (GPU, CPU)}
+VISIT: Final = Placement("visit", state="host", updates="gpu")
+PLACEMENTS: Final[dict[str, Placement]] = {placement.name: placement for placement in (GPU, CPU, VISIT)}
 
 
 def gpu_fraction(placements: Sequence[str], numels: Sequence[int]) -> float:

@@ -38,6 +38,7 @@ from interleaving_world import (
 from torch import nn
 
 from hytrain.checks import Options
+from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.ownership import PlanBook
@@ -85,6 +86,7 @@ class Run:
                 mock.patch.multiple(optimizer, time=time, UpdateQueue=queues, accept=lambda end: end),
                 mock.patch.object(handover, "threading", threads),
                 mock.patch.object(boundary, "time", time),
+                mock.patch.object(visits, "SLOT_NUMEL", TILE),
             ):
                 self.engine = self._make_engine()
                 self.world.step = lambda: self.engine.steps
@@ -104,7 +106,7 @@ class Run:
 
     def _make_engine(self) -> engine.Engine:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
-        parts |= {"host": Device(self.world, self.streams.compute), "options": random_options(self.rng)}
+        parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
         parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -65,6 +66,8 @@ class Streams:
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))
+        self.fetching, self.visiting, self.returning = (Stream(world.scheduler) for _ in range(3))
+        self.current = self.compute
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         require(start not in self.pinned, "I2: memory is pinned twice")
@@ -117,6 +120,31 @@ class Streams:
         self.state.wait(self.into.mark())
         return self._copy(self.state, [(copy, look) for copy in copies], host=1)
 
+    @contextmanager
+    def visit(self, made: Sequence[Tensor]) -> Iterator[None]:
+        self.visiting.wait(self.compute.mark())
+        self.current = self.visiting
+        try:
+            yield
+        finally:
+            self.current = self.compute
+
+    def fetch(self, copies: Sequence[Copy], *, after: Sequence[Transfer]) -> Transfer:
+        def look(into: Any, source: Any) -> None:
+            require(not holds(source, TORN), "I3: a layer is handed over in the middle of an update")
+
+        for other in after:
+            if other.done is not None:
+                self.fetching.wait(other.done)
+        return self._copy(self.fetching, [(copy, look) for copy in copies], host=1)
+
+    def send_back(self, copies: Sequence[Copy]) -> Transfer:
+        self.returning.wait(self.visiting.mark())
+        return self._copy(self.returning, [(copy, lambda *_: None) for copy in copies], host=0)
+
+    def so_far(self) -> Transfer:
+        return Transfer(self.current.mark(), (self.clock.mark(), self.clock.mark()))  # type: ignore[arg-type]
+
     def _copy(self, stream: Stream, copies: list[tuple[Copy, Callable[..., None]]], *, host: int) -> Transfer:
         """`host` says which one of a copy's tensors is in host memory."""
 
@@ -140,22 +168,23 @@ class Streams:
 
     def land(self, transfer: Transfer) -> None:
         if transfer.done is not None:
-            self.compute.wait(transfer.done)
-        self._pause()
+            self.current.wait(transfer.done)
+        if self.current is self.compute:
+            self._pause()
 
     def drain(self) -> None:
-        streams = (self.compute, self.out, self.into, self.state)
+        streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)
         self._world.scheduler.wait_until(lambda: not any(stream.operations for stream in streams))
 
 
 class Device:
-    """In place of AdamW on the GPU: an update goes onto the compute stream."""
+    """In place of AdamW on the GPU: an update goes onto the current stream."""
 
-    def __init__(self, world: World, compute: Stream) -> None:
-        self._world, self._compute = world, compute
+    def __init__(self, world: World, streams: Streams) -> None:
+        self._world, self._streams = world, streams
 
     def update(self, *, weights: int, grads: int, exp_avg: int, exp_avg_sq: int, numel: int, **others: Any) -> None:
-        known, step = self._world.by_address[weights], self._world.step()
+        known, step = self._world.covering(weights), self._world.step()
         self._world.kept += [known.layer.state(plane) for plane in STATE_PLANES]
 
         def update(gradient: Any, *planes: Any) -> None:
@@ -164,7 +193,7 @@ class Device:
                 plane[:] = written_in(step)
 
         for parts in zip(*(at(start, numel) for start in (grads, weights, exp_avg, exp_avg_sq))):
-            self._compute.run(partial(update, *parts))
+            self._streams.current.run(partial(update, *parts))
 
 
 # ---------------------------------------------------------------- the trainer's other parts
@@ -335,7 +364,7 @@ class Planner:
     """A coordinator that proposes anything for any step: the real ledger without the real planner."""
 
     #: `choices[lid % len(choices)]` are the placements that a layer may have.
-    choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu"),)
+    choices: tuple[tuple[str, ...], ...] = (("cpu", "gpu", "visit"), ("cpu", "visit"), ("cpu", "gpu"))
 
     def __init__(self, world: World) -> None:
         self.world, self.ledger = world, PlanLedger(("cpu",) * len(world.layers))

@@ -251,6 +251,11 @@ class World:
         self.expected = [[Expected(layer, weights) for weights in layer.weights] for layer in self.layers]
         self.by_address = {address(known.weights): known for layer in self.expected for known in layer}
 
+    def covering(self, start: int) -> Expected:
+        """The segment that has this address."""
+        first = max(known for known in self.by_address if known <= start)
+        return self.by_address[first]
+
     def reading(self, layer: TrainedLayer) -> Callable[[], None]:
         """A kernel that reads a layer's weights: every update that was caused before it was launched, and no other."""
         step, due = self.step(), [known.due for known in self.expected[layer.lid]]

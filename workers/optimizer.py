@@ -32,6 +32,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handshake import WorkerHandshake
+from protocol.placement import Placement
 from workers import affinity
 from workers.arenas import Arenas, accept
 from workers.process import begin_worker, read_token, say_ready, worker_parser
@@ -180,14 +181,15 @@ class Session:
                 self._working_on = lid
                 self._arenas.request(lid)
                 self._working_on = None
-            case m.TakeOver(lid=lid):
-                self._require_plan(message, "cpu")
-                self._queue.take_over(lid)
+            case m.TakeOver(lid=lid, banks=banks):
+                self._planned(message, "cpu")
+                self._queue.take_over(lid, banks)
             case m.GiveUp(lid=lid):
-                self._require_plan(message, "gpu")
-                if lid in self._queue.owned:  # or else it only made the memory
+                planned = self._planned(message, "gpu")
+                if lid in self._queue.owned:  # or else its state has visited the GPU
                     self._queue.give_up(lid)
-                self._arenas.release(lid)
+                if planned.state == "gpu":
+                    self._arenas.release(lid)
             case m.PositionsLearned(positions=positions):
                 self._queue.learn_positions(positions)
             case m.SetMode(speculate=speculate):
@@ -202,13 +204,18 @@ class Session:
             case _:
                 raise TypeError(f"the optimizer cannot handle {type(message).__name__}")
 
-    def _require_plan(self, handover: m.TakeOver | m.GiveUp, updates: str) -> None:
-        """Raise `OwnershipError` unless an acknowledged plan contains this handover, before the next step."""
+    def _planned(self, handover: m.TakeOver | m.GiveUp, updates: str) -> Placement:
+        """The placement of a layer that is handed over.
+
+        Raises `OwnershipError` unless an acknowledged plan contains this handover, before the next step.
+        """
         lid = handover.lid
-        if not self._plans.allows(handover.plan_id, lid, updates) or lid not in self._arenas:
+        planned = self._plans.planned(handover.plan_id, lid)
+        if planned is None or planned.updates != updates or lid not in self._arenas:
             raise OwnershipError(f"layer {lid} cannot go to the {updates}: it is in no plan, or it has no planes")
         if handover.step != self._queue.step + 1:
             raise OwnershipError(f"a handover before step {handover.step} came after step {self._queue.step}")
+        return planned
 
     def _work(self) -> None:
         """Update one tile of the most urgent layer, and touch one piece of new memory; both are short."""

@@ -108,11 +108,16 @@ class UpdateQueue:
         """Whether there is nothing to update now. Gradients may still wait for a verdict."""
         return not self._heap
 
-    def take_over(self, lid: int) -> None:
-        """The optimizer owns the layer from now on. Raises `QueueError` if it already does, or the layer is unknown."""
+    def take_over(self, lid: int, banks: tuple[int, ...]) -> None:
+        """The optimizer owns the layer from now on, with these current banks of its segments.
+
+        Raises `QueueError` if it already owns it, or if the layer or a bank is unknown.
+        """
         if not 0 <= lid < len(self.layers) or lid in self.banks:
             raise QueueError(f"TakeOver of layer {lid}, which is {'already owned' if lid in self.banks else 'unknown'}")
-        self.banks[lid] = (0,) * len(self.layers[lid].segments)
+        if len(banks) != len(self.layers[lid].segments) or not set(banks) <= {0, 1}:
+            raise QueueError(f"TakeOver of layer {lid} with banks {banks}")
+        self.banks[lid] = banks
 
     def give_up(self, lid: int) -> None:
         """The GPU owns the layer from now on. Raises `QueueError` while an update of it is unfinished."""

@@ -3,15 +3,16 @@
 ArenaPlanes    state in host memory: views of the optimizer's arena. `grads` and `weights` are mapped and pinned. State
                planes are mapped when they must be moved or read. With two banks, the current one is used.
 DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`. `Moving` is state on its way there.
+
+`update_on` is the update of what is on the trainer's device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,15 +28,6 @@ from protocol.messages import Segment
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
 STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
-
-
-@runtime_checkable
-class Updater(Protocol):
-    """Planes that the trainer updates by itself."""
-
-    def update(
-        self, index: int, grads: Tensor, scalars: Scalars, host: Backend | None = None, verdict: Tensor | None = None
-    ) -> None: ...
 
 
 class ArenaPlanes:
@@ -71,10 +63,11 @@ class ArenaPlanes:
         whole, handles = self._whole(), self._file.layout.handles
         return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
 
-    def pin_state(self) -> None:
-        """Pin the state planes during a handover, so that they are copied at the link's full speed."""
-        self._transfers.pin(*self._state_range(), gently=True)
-        self._state_is_pinned = True
+    def pin_state(self, *, gently: bool = True) -> None:
+        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed."""
+        if not self._state_is_pinned:
+            self._transfers.pin(*self._state_range(), gently=gently)
+            self._state_is_pinned = True
 
     def unpin_state(self) -> None:
         if self._state_is_pinned:
@@ -119,7 +112,6 @@ class DevicePlanes:
         """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`."""
         device = weights[0].device
         self._segments, self._weights = segments, weights
-        self._on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         make = torch.zeros if fresh else torch.empty
 
         def part(plane: str, segment: Segment) -> Tensor | None:
@@ -143,40 +135,58 @@ class DevicePlanes:
         gets it in `scalars` instead.
         """
         segment, weights = self._segments[index], self._weights[index]
-        remainder, exp_avg, exp_avg_sq = (self._planes[plane][index] for plane in STATE_PLANES)
-        assert exp_avg is not None and exp_avg_sq is not None
+        state = [self._planes[plane][index] for plane in STATE_PLANES]
         grads = grads.to(DTYPES[segment.grads_dtype])
-        if grads.is_cuda:
-            from hytrain.kernels import gpu
-
-            with self._on_device:
-                gpu.update(
-                    weights=weights,
-                    grads=grads,
-                    remainder=remainder,
-                    exp_avg=exp_avg,
-                    exp_avg_sq=exp_avg_sq,
-                    scalars=scalars,
-                    verdict=verdict,
-                )
-        else:
-            assert host is not None, "device cpu has a host backend"
-            host.update(
-                weights=address(weights),
-                grads=address(grads),
-                remainder=0 if remainder is None else address(remainder),
-                exp_avg=address(exp_avg),
-                exp_avg_sq=address(exp_avg_sq),
-                numel=segment.numel,
-                weights_dtype=segment.dtype,
-                grads_dtype=segment.grads_dtype,
-                scalars=scalars,
-            )
+        update_on(segment, weights, grads, state, scalars, host, verdict)
         count_write(weights)
 
     def close(self) -> None:
         """Drop the planes. The allocator gets the memory back when no other reference is left."""
         self._planes = {}
+
+
+def update_on(
+    segment: Segment,
+    weights: Tensor,
+    grads: Tensor,
+    state: Sequence[Tensor | None],
+    scalars: Scalars,
+    host: Backend | None,
+    verdict: Tensor | None,
+) -> None:
+    """Update elements of a segment, all of shape (numel,) on one device, on its current stream.
+
+    `state` has a tensor for each of `STATE_PLANES`. On device "cpu" the `host` backend updates, and the verdict is in
+    `scalars`.
+    """
+    remainder, exp_avg, exp_avg_sq = state
+    assert exp_avg is not None and exp_avg_sq is not None
+    if grads.is_cuda:
+        from hytrain.kernels import gpu
+
+        with torch.cuda.device(grads.device):
+            gpu.update(
+                weights=weights,
+                grads=grads,
+                remainder=remainder,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                scalars=scalars,
+                verdict=verdict,
+            )
+        return
+    assert host is not None, "device cpu has a host backend"
+    host.update(
+        weights=address(weights),
+        grads=address(grads),
+        remainder=0 if remainder is None else address(remainder),
+        exp_avg=address(exp_avg),
+        exp_avg_sq=address(exp_avg_sq),
+        numel=grads.numel(),
+        weights_dtype=segment.dtype,
+        grads_dtype=segment.grads_dtype,
+        scalars=scalars,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -189,5 +199,3 @@ class Moving:
 
 
 Planes = ArenaPlanes | DevicePlanes
-#: The class that holds state in host memory, by placement.
-HOST_PLANES: Final = {"cpu": ArenaPlanes}

@@ -1,6 +1,6 @@
 """Copies gradients out of the device and weights into it, and tells when the copies have finished.
 
-    CudaTransfers   streams of its own: gradients out, weights in, state of layers that change owners
+    CudaTransfers   streams of its own: gradients out, weights in, state of layers that change owners, visits of state
     HostTransfers   device "cpu": plain copies, finished on return
 
 `gradients_out` is called in backward's hooks and never waits. The link's receiver thread calls `weights_in`. `land`
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -90,7 +91,17 @@ class HostTransfers:
             ctypes.memmove(address(destination), address(source), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
-    weights_out = state_out = state_in = sums_in = _move
+    weights_out = state_out = state_in = sums_in = send_back = _move
+
+    def visit(self, made: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
+        return self._move(copies)
+
+    def so_far(self) -> Transfer:
+        now = self.clock.mark()
+        return Transfer(None, (now, now))
 
     def drain(self) -> None:
         """Nothing is pending."""
@@ -112,6 +123,7 @@ class CudaTransfers:
         self._out, self._state = (torch.cuda.Stream(device) for _ in range(2))
         self._in = tuple(torch.cuda.Stream(device) for _ in range(2))
         self._turn = 0
+        self._fetching, self._visiting, self._returning = (torch.cuda.Stream(device) for _ in range(3))
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
@@ -201,6 +213,33 @@ class CudaTransfers:
         for stream in self._in:  # the planes are closed after this copy, so earlier copies must end first
             self._state.wait_stream(stream)
         return self._copy(self._state, copies)
+
+    def visit(self, made: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+        """A context whose stream is that of visits. It comes after the current stream, which has `made` tensors."""
+        current = torch.cuda.current_stream(self._device)
+        self._visiting.wait_stream(current)
+        for tensor in made:
+            tensor.record_stream(self._visiting)
+        return torch.cuda.stream(self._visiting)
+
+    def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
+        """Copy pinned state into a slot, `after` others have used both."""
+        for other in after:
+            if other.done is not None:
+                self._fetching.wait_event(other.done)
+        return self._copy(self._fetching, copies)
+
+    def send_back(self, copies: Sequence[Copy]) -> Transfer:
+        """Copy a slot's state, ready on the current stream, into pinned planes."""
+        self._returning.wait_stream(torch.cuda.current_stream(self._device))
+        return self._copy(self._returning, copies)
+
+    def so_far(self) -> Transfer:
+        """What ends with the work that the current stream has now."""
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(self._device))
+        now = self.clock.mark()
+        return Transfer(done, (now, now))
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         if not copies:  # torch refuses an empty list

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes, Updater
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
@@ -132,9 +132,10 @@ class TrainedLayer:
     """One layer.
 
     `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
-    `sent` are the update counts of the update under way. `landing` is the copy of the last update's weights, `source`
-    the planes that they came from, `moving` the copy of the state to the GPU. `came` is the step in which the GPU last
-    took over updates from the CPU, or -1.
+    `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
+    `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
+    came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
+    from the CPU, or -1.
     """
 
     lid: int
@@ -145,6 +146,7 @@ class TrainedLayer:
     life: LayerLife
     planes: Planes | None = None
     landing: Transfer | None = None
+    returned: Transfer | None = None
     source: Planes | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)
     streams: set[Stream] = field(default_factory=set)
@@ -205,15 +207,15 @@ class TrainedLayer:
         return self.planes
 
     @property
-    def updater(self) -> Updater:
-        assert isinstance(self.planes, Updater), f"layer {self.lid} is not updated by the GPU"
+    def device(self) -> DevicePlanes:
+        assert isinstance(self.planes, DevicePlanes), f"the state of layer {self.lid} is not on the GPU"
         return self.planes
 
     def close(self) -> None:
         self.filled.clear()
         if self.planes is not None:
             self.planes.close()
-        self.planes = self.moving = None
+        self.planes = self.moving = self.returned = None
 
 
 class Gate:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
+from protocol.placement import Placement
 
 PARTIES: Final = ("trainer", "optimizer")
 
@@ -75,10 +76,10 @@ class PlanBook:
         """This plan and those before it have been applied or have lapsed."""
         self._acknowledged = {known: plan for known, plan in self._acknowledged.items() if known > plan_id}
 
-    def allows(self, plan_id: int, lid: int, updates: str) -> bool:
-        """Whether an acknowledged plan that is not applied yet gives layer `lid` to `updates`, "cpu" or "gpu"."""
+    def planned(self, plan_id: int, lid: int) -> Placement | None:
+        """Where an acknowledged plan that is not applied yet places layer `lid`; None if there is no such plan."""
         plan = self._acknowledged.get(plan_id)
-        return plan is not None and plan.placement(lid).updates == updates
+        return None if plan is None else plan.placement(lid)
 
     def check(self) -> None:
         assert not self.holds or self.plan is not None, "what holds is a plan"

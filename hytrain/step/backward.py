@@ -1,7 +1,7 @@
 """Handles each gradient in the trainer: from its hook to the CPU's or the GPU's update, and the new weights back.
 
     on_gradient ─ layer full ─ _send ─┬─ the CPU updates: gradients_out ─ on_departure: GradReady ─▶ optimizer
-                                      └─ the GPU updates: on the device, now
+                                      └─ the GPU updates: on the device, now; or as soon as the state visits it
     optimizer ─ WeightsReady ─▶ on_weights_ready: weights_in ─▶ `reads` waits for exactly this
 
 If a step awaits a verdict, the GPU's updates are held back until backward has ended. `hooks` calls from autograd's
@@ -26,7 +26,9 @@ from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.clock import Stream
+from hytrain.memory.planes import STATE_PLANES
 from hytrain.memory.transfer import Transfers
+from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
@@ -40,6 +42,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from protocol.messages import GradReady, GroupHyper, Message, StepBegin, WeightsReady
+from protocol.placement import VISIT
 
 Groups = tuple[GroupHyper, ...]
 
@@ -90,8 +93,9 @@ class Backward:
         accumulation: Accumulation,
         handover: Handover,
         boundary: Boundary,
+        visits: Visits,
     ) -> None:
-        self._layers, self._parameters = layers, parameters
+        self._layers, self._parameters, self._visits = layers, parameters, visits
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups, self._overlap, self._is_stage = read_groups, overlap, is_stage
         self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
@@ -99,7 +103,7 @@ class Backward:
         self._handover, self._boundary = handover, boundary
         self._groups: Groups = ()
         self._hypers: list[Hyper] = []
-        self._held: list[Callable[[], None]] = []  # the GPU's updates that await the verdict
+        self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until the verdict
         self._ends_by_itself = True  # autograd calls `end`
         self._has_warned = False
 
@@ -151,7 +155,7 @@ class Backward:
         if copies is None:
             update = partial(self._update_on_device, layer, step, counts, gradients)
             if self._overlap and awaited:
-                self._held.append(update)
+                self._held.append((layer.spec.position, update))
             else:
                 update()
             return
@@ -167,12 +171,23 @@ class Backward:
         scale = self._verdicts.host_scale() if on_host else 1.0
         if scale is None:
             return  # a skipped step; on a GPU the kernel handles this
-        began = self._transfers.clock.mark()
-        for index, gradient in gradients.items():
-            numbers = scalars(self._hypers[layer.segments[index].spec.group], counts[index], scale)
-            layer.updater.update(index, gradient, numbers, self._host, None if on_host else self._verdicts.scale)
+        verdict = None if on_host else self._verdicts.scale
+        numbers = {i: scalars(self._hypers[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
+        if layer.life.placement is VISIT:
+            segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
+            visits = [
+                Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i])
+                for i, grads in gradients.items()
+            ]
+            updated, returned = self._visits.update(visits, after=layer.returned, host=self._host, verdict=verdict)
+            layer.landing, layer.returned = updated, returned
+            self._meter.span("visit_s", layer.lid, step, returned.span)
+        else:
+            began = self._transfers.clock.mark()
+            for index, gradient in gradients.items():
+                layer.device.update(index, gradient, numbers[index], self._host, verdict)
+            self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
         layer.note_writes()
-        self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
 
     def _begin(self, parameter: TrainedParameter, gradient: Tensor) -> None:
         """The first gradient of a backward has come. Raises if what came before was wrong, and then changes nothing."""
@@ -293,7 +308,7 @@ class Backward:
         judgement = self._verdicts.judge(self._health.life.step)
         for role in ("optimizer", "coordinator"):
             self._link.post(role, judgement, after=judgement.arrival)
-        for update in self._held:
+        for _, update in sorted(self._held, key=lambda held: held[0]):  # forward needs the first ones first
             update()
         self._held.clear()
 

@@ -21,6 +21,7 @@ from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.transfer import Transfers
+from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
@@ -86,7 +87,11 @@ class Engine:
             overlap=options.overlap,
         )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
-        self._handover = Handover(layers, link=link, transfers=transfers, health=self._health, reads=self.reads)
+        segments = [segment for layer in layers for segment in layer.spec.segments]
+        self._visits = Visits(transfers, parameters[0].own.device, segments)
+        self._handover = Handover(
+            layers, link=link, transfers=transfers, health=self._health, reads=self.reads, visits=self._visits
+        )
         self._boundary = Boundary(
             layers,
             link=link,
@@ -113,6 +118,7 @@ class Engine:
             accumulation=accumulation,
             handover=self._handover,
             boundary=self._boundary,
+            visits=self._visits,
         )
 
     def start(self, plan: Plan) -> None:
@@ -143,6 +149,7 @@ class Engine:
                 return
             if idle:
                 self._meter.restart()
+                self._handover.pin_visiting()
         self.reads.enter(self.reads.root)
 
     def step(self) -> None:
@@ -325,6 +332,7 @@ class Engine:
         self._handover.close()
         for layer in self._layers:
             layer.close()
+        self._visits.close()
         self._accumulation.close()
         self._verdicts.close()
         self.backward.close()

@@ -1,14 +1,15 @@
 """Moves layers from one placement to another, with all their state, while training continues.
 
     plan agreed  thread: make, map and pin new arenas; allocate on the device; pin the state planes of layers to leave
-    boundary     to the host  copy weights and state to the arena, then TakeOver    placed on the host from now on
-                 to the GPU   copy the state from the arena, after the optimizer's last update
+    boundary     to the host  copy state to the arena, and weights for the CPU, then TakeOver    placed from now on
+                 to the GPU   copy the state from the arena, after the last update
     backward     to the GPU   placed on the GPU from now on; after the copy, GiveUp  before the step's first gradient
-    later        thread: close old arenas, unpin state planes
+    later        thread: close old arenas, unpin state planes that do not visit
 
 Every bit of a layer's state moves, so handovers do not change the result of training. The copies have their own stream.
 For a large layer, pinning takes tenths of a second and allocation on the device milliseconds; training waits for
-neither.
+neither. A layer whose state stays on the host, while its updater changes, keeps its arena: the CPU gets it at the
+boundary, with the weights, and the GPU in backward, after the CPU's last update.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from typing import Final
 import torch
 
 from hytrain.errors import ClusterError, HyTrainError
-from hytrain.memory.planes import HOST_PLANES, STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
+from hytrain.memory.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
 from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
+from protocol.placement import VISIT, Placement
 
 CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -37,29 +40,51 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class _Move:
     """The handovers of one plan: `leaving` layers move to host memory, `coming` layers to the GPU.
 
+    The state of `taken` layers stays on the host and is the CPU's now; that of `visiting` ones will visit the GPU.
     `arenas` and `devices` are allocated but not in use yet. `copies` write into arenas. `closing` are the arenas that
-    layers have left.
+    layers have left, `unpinned` those whose state rests on the host from now on.
     """
 
     plan: Plan
-    leaving: list[TrainedLayer]
-    coming: list[TrainedLayer]
+    leaving: list[TrainedLayer] = field(default_factory=list)
+    coming: list[TrainedLayer] = field(default_factory=list)
+    taken: list[TrainedLayer] = field(default_factory=list)
+    visiting: list[TrainedLayer] = field(default_factory=list)
     arenas: dict[int, ArenaPlanes] = field(default_factory=dict)
     devices: dict[int, DevicePlanes] = field(default_factory=dict)
     copies: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
     closing: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
+    unpinned: list[ArenaPlanes] = field(default_factory=list)
     prepared: bool = False
     begun: bool = False
+
+    def list_of(self, before: Placement, now: Placement) -> list[TrainedLayer]:
+        if now.state == "gpu":
+            return self.coming
+        if before.state == "gpu":
+            return self.leaving
+        return self.taken if now.updates == "cpu" else self.visiting
+
+    @property
+    def moved(self) -> int:
+        return sum(map(len, (self.leaving, self.coming, self.taken, self.visiting)))
 
 
 class Handover:
     """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
     def __init__(
-        self, layers: list[TrainedLayer], *, link: Link, transfers: Transfers, health: Health, reads: Reads
+        self,
+        layers: list[TrainedLayer],
+        *,
+        link: Link,
+        transfers: Transfers,
+        health: Health,
+        reads: Reads,
+        visits: Visits,
     ) -> None:
         self._layers, self._link, self._transfers = layers, link, transfers
-        self._health, self._reads = health, reads
+        self._health, self._reads, self._visits = health, reads, visits
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
@@ -74,22 +99,28 @@ class Handover:
             if layer not in hosted:
                 layer.planes = layer.device_planes()
                 self._place(layer, plan, step=0)
-        for layer, arena in self._allocate(hosted, plan):
-            layer.planes = arena
-            self._place(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena)))
+        for layer, arena in self._allocate(hosted):
+            layer.planes, now = arena, plan.placement(layer.lid)
+            if now is VISIT:
+                arena.pin_state(gently=False)
+                self._visits.prepare()
+            self._place(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena, now)))
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
-        moving = [layer for layer in self._layers if layer.life.placement is not plan.placement(layer.lid)]
-        leaving = [layer for layer in moving if plan.placement(layer.lid).state == "host"]
-        coming = [layer for layer in moving if layer not in leaving]
+        move = _Move(plan)
+        for layer in self._layers:
+            before, now = layer.life.placement, plan.placement(layer.lid)
+            if before is not now:
+                move.list_of(before, now).append(layer)
         with self._lock:
-            self._move = _Move(plan, leaving, coming)
-            self._run(partial(self._prepare, self._move))
+            self._move = move
+            self._run(partial(self._prepare, move))
 
     def _prepare(self, move: _Move) -> None:
         """If the GPU has no room for a layer, that layer and those after it stay where they are."""
-        for layer, arena in self._allocate(move.leaving, move.plan, gently=True):
+        self._prepare_visits(move)
+        for layer, arena in self._allocate(move.leaving, gently=True):
             move.arenas[layer.lid] = arena
             arena.pin_state()
         for index, layer in enumerate(move.coming):
@@ -101,8 +132,19 @@ class Handover:
             layer.arena.pin_state()
         move.prepared = True
 
+    def _prepare_visits(self, move: _Move) -> None:
+        leaving = [layer for layer in move.leaving if move.plan.placement(layer.lid) is VISIT]
+        try:
+            if leaving or move.visiting:
+                self._visits.prepare()
+        except torch.OutOfMemoryError:
+            move.leaving = [layer for layer in move.leaving if layer not in leaving]
+            move.visiting.clear()
+        for layer in move.visiting:
+            layer.arena.pin_state()
+
     def _allocate(
-        self, layers: list[TrainedLayer], plan: Plan, *, gently: bool = False
+        self, layers: list[TrainedLayer], *, gently: bool = False
     ) -> Iterator[tuple[TrainedLayer, ArenaPlanes]]:
         """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned."""
         awaited = {layer.lid: layer for layer in layers}
@@ -110,8 +152,7 @@ class Handover:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
         while awaited:
             file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            layer = awaited.pop(file.layout.lid)
-            yield layer, HOST_PLANES[plan.placement(layer.lid).name](file, self._transfers, gently=gently)
+            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers, gently=gently)
 
     @property
     def is_prepared(self) -> bool:
@@ -122,21 +163,35 @@ class Handover:
         move = self._move
         assert move is not None and move.prepared and not move.begun, "prepared, and begun once"
         move.begun = True
-        for layer in move.leaving:
-            arena = move.arenas[layer.lid]
-            assert layer.planes is not None, "a layer that takes part has a placement"
-            copies = [*_weights_copies(layer, arena), *_state_copies(arena, layer.planes)]
-            departure = self._transfers.state_out(copies)
-            layer.planes = move.arenas.pop(layer.lid)
-            self._place(layer, move.plan, step, after=departure)
-            # The sender of TakeOver keeps the sources of the copy alive. After it, the device memory can be freed.
-            move.copies.append((arena, replace(departure, keep=())))
+        for layer in (*move.taken, *move.coming):
+            if layer.returned is not None:  # what is copied now may still be on its way from the last visit
+                self._transfers.land(layer.returned)
+        for layer in (*move.leaving, *move.taken):
+            self._leave(layer, move, step)
         fence = self._transfers.fence()
         for layer in move.coming:
             with self._health.changed:
                 layer.moving = Moving(move.devices.pop(layer.lid), fence)
                 if layer.landing is not None or layer.life.is_current:
                     self.state_in(layer)
+
+    def _leave(self, layer: TrainedLayer, move: _Move, step: int) -> None:
+        """Copy to the arena what its next updater needs there, and place the layer."""
+        for_cpu, before = move.plan.placement(layer.lid).updates == "cpu", layer.planes
+        assert before is not None, "a layer that takes part has a placement"
+        arena = move.arenas.pop(layer.lid, None) or layer.arena
+        if for_cpu:
+            self._reads.wait_for(layer)
+        copies = _weights_copies(layer, arena) if for_cpu else []
+        if before is not arena:
+            copies += _state_copies(arena, before)
+        departure = self._transfers.state_out(copies)
+        layer.planes = arena
+        self._place(layer, move.plan, step, after=departure)
+        if for_cpu:  # the sender of TakeOver keeps the sources of the copy alive
+            departure = replace(departure, keep=())
+            move.unpinned.append(arena)
+        move.copies.append((arena, departure))
 
     def state_in(self, layer: TrainedLayer) -> None:
         """Copy a layer's state in, after the optimizer's last update. The caller holds `health.changed`."""
@@ -156,10 +211,14 @@ class Handover:
             arena, layer.planes = layer.arena, moving.device
             move.closing.append((arena, moving.arrival))
             self._place(layer, move.plan, step, after=moving.arrival)
+        for layer in move.visiting:
+            self._reads.wait_for(layer)
+            self._place(layer, move.plan, step)
         with self._lock:
-            self._move, self._departing = None, move.copies
-            self._run(partial(_clear_up, move.copies, move.closing))
-        return move.plan, len(move.leaving) + len(move.coming)
+            self._move = None
+            self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
+            self._run(partial(_clear_up, move.copies, move.closing, move.unpinned))
+        return move.plan, move.moved
 
     def await_copies(self) -> None:
         """Return once the planes that were handed over can be read. Call `finish` first."""
@@ -170,9 +229,15 @@ class Handover:
     def expose_state(self) -> None:
         """Unpin state planes, so that copies of any size can read and write them. The next handover is slower."""
         self.wait()
-        if self._move is not None:
-            for layer in self._move.coming:
-                layer.arena.unpin_state()
+        for layer in self._layers:
+            if isinstance(layer.planes, ArenaPlanes):
+                layer.planes.unpin_state()
+
+    def pin_visiting(self) -> None:
+        """Pin what `expose_state` has unpinned and visits need, before a forward."""
+        for layer in self._layers:
+            if layer.life.placement is VISIT:
+                layer.arena.pin_state(gently=False)
 
     def has_worked(self) -> bool:
         """Whether layers moved, or their memory was prepared or released, since the last call."""
@@ -201,18 +266,23 @@ class Handover:
     def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
         """Place the layer as planned from now on. Its updater waits for `after`, which moves its state.
 
-        The optimizer gives up the layers that the GPU updates, and their memory.
+        The optimizer gives up the layers that the GPU updates, and their memory unless their state stays there.
         """
         before, now = layer.life.placement, plan.placement(layer.lid)
         layer.life.place(now)
         if now.updates == "cpu":
-            self._link.post("optimizer", TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
+            banks = layer.arena.banks
+            message = TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step, banks=banks)
+            self._link.post("optimizer", message, after=after)
             return
         if before.updates == "cpu":
             layer.came = step
-        if before.updates == "cpu" or now.state == "host":
+        if before.state == "host":
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
-        if after is not None:
+        layer.source = None
+        if now is VISIT:
+            layer.returned = after or layer.returned
+        elif after is not None:
             self._transfers.land(after)
 
     def _run(self, task: Callable[[], None]) -> None:
@@ -234,18 +304,23 @@ class Handover:
         self._thread, self._worked = thread, True
 
 
-def _clear_up(copied: list[tuple[ArenaPlanes, Transfer]], closing: list[tuple[ArenaPlanes, Transfer]]) -> None:
-    for arena, departure in copied:
+def _clear_up(
+    copied: list[tuple[ArenaPlanes, Transfer]],
+    closing: list[tuple[ArenaPlanes, Transfer]],
+    unpinned: list[ArenaPlanes],
+) -> None:
+    for _, departure in copied:
         departure.synchronize()
+    for arena in unpinned:
         arena.unpin_state()
     for arena, arrival in closing:
         arrival.synchronize()
         arena.close()
 
 
-def _first_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
-    """The planes that do not begin as zeros: the weights, and the masters of float16 weights."""
-    copies = _weights_copies(layer, arena)
+def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> list[Copy]:
+    """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights."""
+    copies = _weights_copies(layer, arena) if now.updates == "cpu" else []
     for index, segment in enumerate(layer.segments):
         if segment.spec.dtype == "float16":
             master = arena.state("remainder")[index]

@@ -147,8 +147,8 @@ class Masters:
                 segment, remainder = layer.segments[index], layer.state("remainder")[index]
                 if remainder is not None:
                     (fit_remainder if keep_remainder else clear_remainder)(remainder, segment.weights)
-                if isinstance(layer.planes, ArenaPlanes):
-                    copies.append((layer.planes.weights[index], segment.weights))
+                if layer.life.placement.updates == "cpu":
+                    copies.append((layer.arena.weights[index], segment.weights))
         self._transfers.state_out(copies).synchronize()
         for parameter in parameters:
             parameter.note_all_writes()

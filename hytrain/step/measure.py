@@ -40,6 +40,7 @@ TRACKS: Final = {
     "exposed_s": ("compute", "waits for all-gather"),
     "backward_s": ("compute", "backward"),
     "gpu_update_s": ("compute", "update"),
+    "visit_s": ("visits", "visit"),
     "d2h_s": ("D2H", "D2H"),
     "h2d_s": ("H2D", "H2D"),
     "gather_s": ("all-gather", "all-gather"),

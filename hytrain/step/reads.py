@@ -199,8 +199,9 @@ class Reads:
             self._await_landing(layer)
         elif layer.landing is not None:
             self._transfers.land(layer.landing)  # the stream that waited before may be another one
-        if on_host and layer.landing is not None:
-            layer.landing.synchronize()
+        for ends in (layer.landing, layer.returned) if on_host else ():
+            if ends is not None:
+                ends.synchronize()
 
     def _await_landing(self, layer: TrainedLayer) -> None:
         self._health.wait_for(
@@ -241,7 +242,7 @@ class Reads:
         """
         step = self._health.life.step
         for layer, _ in parameter.places:
-            was_under_way = layer.life.placement.updates == "cpu" or layer.came == step
+            was_under_way = layer.life.placement.state == "host" or layer.came == step
             if was_under_way and layer.life.updated >= 0:
                 stale = _NOT_GATHERED if is_distributed(parameter.parameter) else _NOT_CALLED
                 self._health.abort(StaleReadError(stale.format(parameter.name)))

@@ -1,0 +1,126 @@
+"""The GPU updates state that is kept in host memory: the state visits it, piece by piece, through a ring of slots.
+
+    fetch      slot 0 │ slot 1 │ slot 2 │ slot 0 …      H2D, each slot after its last return
+    update             slot 0 │ slot 1 │ slot 2 │ …     on a stream of its own, once the gradients are there
+    return                     slot 0 │ slot 1 │ …      D2H
+
+The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
+way. On device "cpu" the slots are host memory too, and everything has finished on return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import Scalars
+from hytrain.memory.planes import DTYPES, update_on
+from hytrain.memory.transfer import Transfer, Transfers
+from hytrain.tensors import count_write
+from protocol.handles import ALIGN_ELEMENTS, plane_dtype
+from protocol.messages import Segment
+
+#: While one slot is updated, another is filled and a third is emptied.
+SLOTS: Final = 3
+#: At most so many elements in a slot, a multiple of `ALIGN_ELEMENTS`: 168 MB for bf16 weights.
+SLOT_NUMEL: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The update of one segment. `weights`, `grads` and each plane of `state`, on the host, have shape (numel,)."""
+
+    segment: Segment
+    weights: Tensor
+    grads: Tensor
+    state: Sequence[Tensor | None]
+    scalars: Scalars
+
+
+class Visits:
+    """The slots of one device. All layers share them, so `segments` are those of all layers."""
+
+    def __init__(self, transfers: Transfers, device: torch.device, segments: Sequence[Segment]) -> None:
+        self._transfers, self._device = transfers, device
+        largest = max(segment.numel for segment in segments)
+        self._numel = min(SLOT_NUMEL, -(-largest // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
+        remainders = {plane_dtype("remainder", segment) for segment in segments} - {None}
+        self._remainder_bytes = max((DTYPES[str(dtype)].itemsize for dtype in remainders), default=0)
+        self._slots: list[_Slot] = []
+        self._turn = 0
+
+    def prepare(self) -> None:
+        """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
+        if not self._slots:
+            self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
+
+    def update(
+        self, visits: Sequence[Visit], *, after: Transfer | None, host: Backend | None, verdict: Tensor | None
+    ) -> tuple[Transfer, Transfer]:
+        """Update a layer, once the current stream has made its gradients. Does not wait.
+
+        `after` is the last copy into the layer's state. Returns what ends when its weights are updated, and what ends
+        when its state is back. `host` and `verdict` are as in `update_on`.
+        """
+        transfers = self._transfers
+        visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
+        pieces = [(visit, start, self._next_slot()) for visit in visits for start in self._starts(visit)]
+        marks, returned = [], None
+        with transfers.visit([visit.grads for visit in visits] + ([] if verdict is None else [verdict])):
+            for visit, start, slot in pieces:
+                part = slice(start, min(start + self._numel, visit.grads.numel()))
+                away = [None if plane is None else plane[part] for plane in visit.state]
+                here = slot.planes(away)
+                pairs = [(h, a) for h, a in zip(here, away, strict=True) if h is not None and a is not None]
+                arrival = transfers.fetch(pairs, after=[each for each in (slot.returned, after) if each is not None])
+                transfers.land(arrival)
+                weights, grads = visit.weights.data[part], visit.grads[part]
+                update_on(visit.segment, weights, grads, here, visit.scalars, host, verdict)
+                slot.returned = returned = transfers.send_back([(a, h) for h, a in pairs])
+                after = None  # one stream fetches, in order
+                marks += [*arrival.span, *returned.span]
+            updated = transfers.so_far()
+        for visit in visits:
+            count_write(visit.weights)
+        assert returned is not None, "a layer has elements"
+        span = marks[0], marks[-1]
+        transfers.clock.recycle([*marks[1:-1], *updated.span])
+        return replace(updated, span=span), replace(returned, span=span)
+
+    def _starts(self, visit: Visit) -> Iterator[int]:
+        return iter(range(0, visit.grads.numel(), self._numel))
+
+    def _next_slot(self) -> _Slot:
+        """The slot whose turn it is. If its memory is new, it may have pending work of an earlier user."""
+        self.prepare()
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % SLOTS
+        if slot.returned is None:
+            slot.returned = self._transfers.so_far()
+        return slot
+
+    def close(self) -> None:
+        """Free the slots. No copy may be under way."""
+        self._slots.clear()
+
+
+class _Slot:
+    """Memory on the device for a piece of a segment's state. `returned`: the last copy out of it."""
+
+    def __init__(self, numel: int, remainder_bytes: int, device: torch.device) -> None:
+        self._planes = [
+            torch.empty(numel * width, dtype=torch.uint8, device=device) for width in (remainder_bytes, 4, 4)
+        ]
+        self.returned: Transfer | None = None
+
+    def planes(self, like: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """A plane for each of `like`, of the same dtype and length; None for None."""
+        return [
+            None if other is None else plane[: other.nbytes].view(other.dtype)
+            for plane, other in zip(self._planes, like, strict=True)
+        ]
