@@ -39,6 +39,7 @@ class Options:
     speculate: bool | None
     loss_scale: float | str | None
     overlap: bool
+    visit: float = 0.0
 
     @property
     def awaits_verdict(self) -> bool:
@@ -78,6 +79,7 @@ def check_options(*, k: float | str, **others: Any) -> Options:
 def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether an option is wrong by itself, what to say then)."""
     backwards, scale = o.grad_accumulation, o.loss_scale
+    yield not (_is_number(o.visit) and 0.0 <= o.visit <= 1.0), f"visit is {o.visit!r}: a fraction in [0, 1]"
     norm_fits = o.max_grad_norm is None or (_is_number(o.max_grad_norm) and o.max_grad_norm > 0)
     dtype_fits = o.gradient_dtype in (None, torch.bfloat16, torch.float32)
     count_fits = isinstance(backwards, int) and not isinstance(backwards, bool) and backwards >= 1
@@ -103,6 +105,10 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
 
 def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether options contradict each other, what to say then)."""
+    yield (
+        bool(o.visit) and (o.k is None or o.k + o.visit > 1.0),
+        f"visit is {o.visit!r} with k={'auto' if o.k is None else o.k}: give a number for k too, both 1 at most",
+    )
     yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
     yield (
         o.clip == "per_layer" and o.max_grad_norm is None,

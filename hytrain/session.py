@@ -249,6 +249,7 @@ class Session:
                 continues=continues,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
+                visit=options.visit,
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

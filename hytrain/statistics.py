@@ -15,6 +15,7 @@ class Statistics:
         stall_s: How many seconds forward waited for weights, as last measured.
         k: The fraction of the trained parameters that the GPU owns.
         gpu_layers: The IDs of the layers that the GPU owns.
+        visiting_layers: The IDs of the layers whose state visits the GPU.
         moved: The number of handovers since the start.
         moving: Whether handovers were running, or their memory was prepared or released; this can slow a step down.
     """
@@ -24,5 +25,6 @@ class Statistics:
     stall_s: float = 0.0
     k: float = 0.0
     gpu_layers: tuple[int, ...] = ()
+    visiting_layers: tuple[int, ...] = ()
     moved: int = 0
     moving: bool = False

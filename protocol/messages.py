@@ -40,6 +40,10 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def _require_banks(banks: tuple[int, ...]) -> None:
+    _require(set(banks) <= {0, 1}, f"banks {banks}, not 0 or 1")
+
+
 def _require_inbox(name: str) -> None:
     _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
 
@@ -129,7 +133,7 @@ class LayerTable(Message):
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
-    `k`: None means "auto".
+    `k`: None means "auto". `visit`: with a number for k, the fraction of the parameters whose state visits the GPU.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
@@ -151,6 +155,7 @@ class LayerTable(Message):
     threads: int | None = None
     rank: int = 0
     world: int = 1
+    visit: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -160,6 +165,7 @@ class LayerTable(Message):
         positions = sorted(layer.position for layer in self.layers)
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
+        _require(0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
@@ -284,7 +290,7 @@ class WeightsReady(Message):
 
     def __post_init__(self) -> None:
         _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
-        _require(set(self.banks) <= {0, 1}, f"banks {self.banks}, not 0 or 1")
+        _require_banks(self.banks)
 
 
 # ---------------------------------------------------------------- ownership
@@ -364,6 +370,9 @@ class TakeOver(Message):
     lid: int
     step: int
     banks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require_banks(self.banks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,9 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
-    fixed = [train(llama(dtype), tmp_path, k=k)[0] for k in (0.0, 0.3, 1.0, "auto")]
+    choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0, "auto")]
+    choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
+    fixed = [train(llama(dtype), tmp_path, **choice)[0] for choice in choices]
     random, moved = train(llama(dtype), tmp_path, policy="random")
     assert_same([*fixed, random])
     assert moved > 20

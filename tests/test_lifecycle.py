@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.model.lifecycle import TRANSITIONS, Command, Event, InvalidTransition, LayerLife, State
-from protocol.placement import CPU, GPU, PLACEMENTS, Placement
+from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, Placement
 
 TRIP = [
     (Event.FILLED, State.LEAVING, Command.COPY_GRADIENTS),
@@ -22,7 +22,7 @@ TRIP = [
 def life_in(state: State, placement: Placement = CPU, step: int = 5) -> LayerLife:
     """A layer whose update of `step` has come as far as `state`, or is over."""
     life = LayerLife(3, placement)
-    if placement is GPU:
+    if placement.updates == "gpu":
         assert life.on(Event.FILLED, step) is Command.UPDATE_ON_DEVICE
     for event, after, command in TRIP if placement is CPU else []:
         assert life.on(event, step) is command
@@ -35,7 +35,9 @@ def life_in(state: State, placement: Placement = CPU, step: int = 5) -> LayerLif
 
 
 @pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize(("placement", "state"), [*itertools.product([CPU], State), (GPU, State.CURRENT)])
+@pytest.mark.parametrize(
+    ("placement", "state"), [*itertools.product([CPU], State), (GPU, State.CURRENT), (VISIT, State.CURRENT)]
+)
 def test_the_table_is_all_there_is(placement: Placement, state: State, event: Event) -> None:
     life = life_in(state, placement)
     step = 6 if event is Event.FILLED else 5

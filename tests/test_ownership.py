@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
-from protocol.placement import PLACEMENTS, Placement, gpu_fraction
+from protocol.placement import CPU, GPU, VISIT, gpu_fraction
 
 ON_CPU = ("cpu",) * 3
 
@@ -53,26 +53,25 @@ def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
     assert book.due(5) == book.due(6) == plan()  # at 6 it was postponed
     book.settle()
     book.check()
-    assert book.due(6) is None and not book.holds and not book.allows(0, 0, "gpu")
+    assert book.due(6) is None and not book.holds and book.planned(0, 0) is None
 
 
-def test_another_placement_needs_no_more_than_its_row(book: PlanBook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLACEMENTS, "visit", Placement("visit", state="host", updates="gpu"))
+def test_a_visiting_layer_is_not_the_gpus(book: PlanBook) -> None:
     book.on_plan(replace(plan(), placements=("visit", "cpu", "gpu")))
-    assert [book.allows(0, lid, "gpu") for lid in range(3)] == [True, False, True]
+    assert [book.planned(0, lid) for lid in range(3)] == [VISIT, CPU, GPU]
     assert gpu_fraction(("visit", "cpu", "gpu"), [10, 20, 70]) == 0.7
 
 
 def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(book: PlanBook) -> None:
     book.on_plan(plan(0, gpu_lids=(0,)))
-    assert not book.allows(0, 0, "cpu") and not book.allows(0, 1, "gpu") and not book.allows(1, 1, "gpu")
+    assert book.planned(0, 0) is not CPU and book.planned(0, 1) is not GPU and book.planned(1, 1) is not GPU
     book.on_plan(plan(1, gpu_lids=(1,)))
-    assert book.allows(0, 0, "gpu") and book.allows(0, 1, "cpu")
-    assert book.allows(1, 1, "gpu") and book.allows(1, 0, "cpu")
+    assert book.planned(0, 0) is GPU and book.planned(0, 1) is CPU
+    assert book.planned(1, 1) is GPU and book.planned(1, 0) is CPU
     book.forget(0)
-    assert not book.allows(0, 0, "gpu") and book.allows(1, 1, "gpu")
+    assert book.planned(0, 0) is not GPU and book.planned(1, 1) is GPU
     book.forget(1)
-    assert not book.allows(1, 1, "gpu")
+    assert book.planned(1, 1) is not GPU
 
 
 def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> None:
@@ -100,7 +99,7 @@ def test_a_proposal_that_cannot_hold_is_refused(book: PlanBook, proposal: Plan, 
     if proposal.plan_id > 1:
         book.on_reassign(Reassign(plan_id=1))
     assert book.on_plan(proposal) == PlanAck(plan_id=proposal.plan_id, accepted=False, reason=reason)
-    assert not book.allows(2, 0, "gpu") and book.allows(1, 0, "gpu")
+    assert book.planned(2, 0) is not GPU and book.planned(1, 0) is GPU
     book.check()
 
 

@@ -33,7 +33,7 @@ def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0
     )
     queue = UpdateQueue(specs, tile_numel=tile_numel)
     for lid in range(len(layers)):
-        queue.take_over(lid)
+        queue.take_over(lid, (0,) * len(queue.layers[lid].segments))
     return queue
 
 
@@ -89,8 +89,9 @@ def gradient(lid: int, step: int, *counts: int) -> Callable[[UpdateQueue], None]
             "parameter group",
         ),
         (lambda queue: begin(queue, 3), r"StepBegin\(3\) after step 3"),
-        (lambda queue: queue.take_over(0), "layer 0, which is already owned"),
-        (lambda queue: queue.take_over(-1), "layer -1, which is unknown"),
+        (lambda queue: queue.take_over(0, (0,)), "layer 0, which is already owned"),
+        (lambda queue: queue.take_over(-1, (0,)), "layer -1, which is unknown"),
+        (lambda queue: queue.take_over(2, (0, 0)), "layer 2 with 2 banks"),
         (lambda queue: queue.give_up(1), "layer 1, which is being updated"),
         (lambda queue: queue.give_up(2), "layer 2, which is not owned"),
         (lambda queue: queue.learn_positions((0, 1)), "2 positions for 3 layers"),
@@ -177,8 +178,8 @@ def test_what_is_done_when_the_verdict_is_one_holds_in_the_other_bank() -> None:
     assert (work(queue)[0].source, queue.idle) == (1, True)
     judged(queue, 1)
     queue.give_up(1)
-    queue.take_over(1)
-    assert queue.banks[1] == (0,), "a layer that comes back begins with the first bank"
+    queue.take_over(1, (0,))
+    assert queue.banks[1] == (0,), "a layer that comes back begins with the banks that it is said to have"
 
 
 def test_a_norm_above_its_limit_ends_the_speculation_of_its_step_alone() -> None:

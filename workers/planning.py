@@ -25,7 +25,7 @@ from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
-from protocol.placement import CPU, GPU, PLACEMENTS, gpu_fraction
+from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, gpu_fraction
 from workers.effects import Command, Note, Send
 
 #: Steps that warm up. They are recorded, but the planner does not use their times.
@@ -250,7 +250,7 @@ class Planning:
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
     def _propose(self, gpu_lids: frozenset[int], step: int, reason: str, predicted_s: float | None) -> list[Command]:
-        placements = tuple(GPU.name if lid in gpu_lids else CPU.name for lid in range(len(self._facts)))
+        placements = self._placed(gpu_lids, step)
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -265,6 +265,16 @@ class Planning:
         self.reason = reason
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
+
+    def _placed(self, gpu_lids: frozenset[int], step: int) -> tuple[str, ...]:
+        """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
+        facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
+        if self.policy == "random":
+            visiting = planner.drawn_visits(facts, gpu_lids, step)
+        else:
+            visiting = planner.visiting_lids(facts, gpu_lids, self.table.visit if self.policy == "fixed" else 0.0)
+        names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
+        return tuple(names.get(lid, CPU.name) for lid in range(len(facts)))
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)

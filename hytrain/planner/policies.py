@@ -110,6 +110,24 @@ def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> 
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 
 
+def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
+    """The layers whose state visits the GPU: the first that it does not own, with at least this share of all."""
+    layers = sorted(layers, key=lambda layer: layer.position)
+    all_numel = sum(layer.numel for layer in layers)
+    left, lids = share * all_numel, set()
+    for layer in layers:
+        if layer.lid not in gpu_lids and left > 1e-9 * all_numel:
+            lids.add(layer.lid)
+            left -= layer.numel
+    return frozenset(lids)
+
+
+def drawn_visits(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:
+    """About half of the layers that the GPU does not own, drawn from the seed."""
+    lids = (layer.lid for layer in layers if layer.lid not in gpu_lids)
+    return frozenset(lid for lid in lids if mixed(seed, lid, -2) & 1)
+
+
 def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target:
     lids = ladder.rung(ladder.rung_for(k, profile))
     got, wanted = profile.k_of(lids), profile.k_of(prefix_for(k, profile))

@@ -24,7 +24,19 @@ FOLDER: Final = "traces"
 FILE: Final = "trace.json"
 ROLES: Final = ("trainer", "optimizer", "coordinator")
 #: In the viewer's order, from top to bottom.
-TRACKS: Final = ("step", "all-gather", "compute", "D2H", "waiting", "CPU update", "messages", "planes", "H2D", "plans")
+TRACKS: Final = (
+    "step",
+    "all-gather",
+    "compute",
+    "D2H",
+    "waiting",
+    "CPU update",
+    "messages",
+    "planes",
+    "H2D",
+    "visits",
+    "plans",
+)
 _log = logging.getLogger(__name__)
 
 LANES: Final = 1000

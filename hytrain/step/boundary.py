@@ -16,7 +16,7 @@ from hytrain.statistics import Statistics
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
 from protocol.messages import Plan, PlanApplied, Reassign, TrainerReport
-from protocol.placement import PLACEMENTS, gpu_fraction
+from protocol.placement import GPU, VISIT, gpu_fraction
 
 
 class Boundary:
@@ -54,7 +54,8 @@ class Boundary:
             step_s=now_s - self._stepped_s,
             stall_s=self._meter.stall_s,
             k=gpu_fraction(placements, self._numels),
-            gpu_layers=tuple(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu"),
+            gpu_layers=tuple(lid for lid, name in enumerate(placements) if name == GPU.name),
+            visiting_layers=tuple(lid for lid, name in enumerate(placements) if name == VISIT.name),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )

@@ -84,6 +84,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.session.transfers_for", OverHostMemory)
     return current
 

@@ -13,6 +13,7 @@ from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
+from hytrain.memory import visits
 
 STEPS = 50
 
@@ -20,6 +21,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
     "a part": {"k": 0.3},
     "all on the GPU": {"k": 1.0},
+    "some visit the GPU": {"k": 0.2, "visit": 0.4},
+    "all visit the GPU": {"k": 0.0, "visit": 1.0},
     "auto": {"k": "auto"},
     "moving": {"k": "auto", "policy": "random"},
 }
@@ -47,11 +50,13 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype) -> None:
+def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained_at_half(dtype)
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
     model = make(dtype)
     with adamw(model, **CHOICES[choice]) as opt:
         train_and_prepare(model, opt, STEPS)
+        assert bool(opt.statistics().visiting_layers) >= ("visit" in CHOICES[choice])
         if choice == "moving":
             assert opt.statistics().moved > 10
         assert differing(state(opt) | weights(model), expected) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from small_models import llama
 
 from hytrain.run import trace
 from protocol.address import Address
+from protocol.placement import PLACEMENTS
 
 STEPS = 16
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.
@@ -61,11 +62,11 @@ class Timeline(list[Event]):
                 found[event.args["step"], event.args["lid"]][kind].append(event)
         return found
 
-    def owners(self) -> Iterator[tuple[int, set[int]]]:
-        """From which step on the GPU owned which layers, as the coordinator heard it."""
+    def placements(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """From which step on layers were placed where, as the coordinator heard it."""
         for event in self:
             if event.process == "coordinator-0" and event.name.endswith("in effect"):
-                yield event.args["step"], {lid for lid, name in enumerate(event.args["placements"]) if name == "gpu"}
+                yield event.args["step"], tuple(event.args["placements"])
 
 
 def test_a_run_in_which_layers_change_owners_all_the_time(run_dir: Path) -> None:
@@ -84,22 +85,20 @@ def each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
     lives = timeline.lives()
     lids = {lid for _, lid in lives}
     assert lids == set(range(len(lids))) and len(lids) > 3
-    owned: set[int] = set()
-    plans = dict(timeline.owners())
+    plans, now = dict(timeline.placements()), tuple[str, ...]()
     assert len(plans) > 2, "layers changed owners"
-    by_owner = {"gpu": 0, "cpu": 0}
+    placed: Counter[str] = Counter()
     for step in range(STEPS):
-        owned = plans.get(step, owned)
+        now = plans.get(step, now)
         for lid in lids:
-            life = lives[step, lid]
-            if lid in owned:
-                assert LIFE[1] not in life and len(life["update"]) == 1, (step, lid)
-                by_owner["gpu"] += 1
-            else:
-                assert "update" not in life
+            life, where = lives[step, lid], now[lid]
+            placed[where] += 1
+            assert len(life["update"]) == (where == "gpu") and len(life["visit"]) == (where == "visit"), (step, lid)
+            if where == "cpu":
                 check_order(life, step, lid, lives[step + 1, lid].get("forward", []))
-                by_owner["cpu"] += 1
-    assert min(by_owner.values()) >= len(lids), by_owner
+            else:
+                assert LIFE[1] not in life, (step, lid)
+    assert all(placed[name] >= len(lids) / 2 for name in PLACEMENTS), placed
 
 
 def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward: list[Event]) -> None:
@@ -123,7 +122,7 @@ def all_three_processes_are_shown(timeline: Timeline) -> None:
     for event in timeline:
         shown[event.process].add(event.track.rstrip(" 0123456789"))
     assert shown == {
-        "trainer-0": {"step", "compute", "D2H", "H2D"},
+        "trainer-0": {"step", "compute", "D2H", "H2D", "visits"},
         "optimizer-0": {"waiting", "CPU update", "messages", "planes"},
         "coordinator-0": {"plans", "counter"},
     }
