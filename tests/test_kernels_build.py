@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,11 +73,52 @@ def test_late_builders_replace_a_library_in_use(
 ) -> None:
     library = build(source, environ)
     loaded = ctypes.CDLL(str(library))
-    monkeypatch.setattr(Path, "exists", lambda self: False)  # as it looked to builders that began earlier
+    monkeypatch.setattr(builder, "_is_whole", lambda library: False)  # as it looked to builders that began earlier
     with ThreadPoolExecutor(3) as pool:
         assert set(pool.map(lambda _: build(source, environ), range(3))) == {library}
     assert loaded.answer() == answer(library) == 42
     assert list(library.parent.iterdir()) == [library]
+
+
+def halve(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def flip_a_bit(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.unlink()  # others may have loaded it
+    library.write_bytes(content)
+
+
+def give_away(library: Path) -> None:
+    library.chmod(0o777)
+
+
+@pytest.mark.parametrize("damage", [halve, flip_a_bit, give_away])
+def test_what_may_not_be_loaded_is_built_anew(
+    damage: Callable[[Path], None], source: Path, environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    library = build(source, environ)
+    whole = library.read_bytes()
+    damage(library)
+    assert build(source, environ) == library and answer(library) == 42
+    assert library.read_bytes() == whole and library.stat().st_mode & 0o777 == 0o700
+    expected = "writable by everybody" if damage is give_away else "damaged"
+    assert caplog.messages == [f"built anew: {library} is {expected}"]
+
+
+def test_a_cache_of_others_is_refused(source: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build(source, environ).parent
+    folder.chmod(0o777)
+    with pytest.raises(BackendUnavailable, match="is writable by everybody, .*: set HYTRAIN_CACHE to a folder of"):
+        build(source, environ)
+    folder.chmod(0o700)
+    owner = folder.stat().st_uid
+    monkeypatch.setattr(builder, "ROOT", owner + 1)
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(BackendUnavailable, match=f"is writable by user {owner}, "):
+        build(source, environ)
 
 
 @pytest.mark.parametrize(

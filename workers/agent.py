@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Final
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hytrain.config import Cluster, joined_cluster
-from workers.process import EXIT_USAGE, exit_status, how_it_ended
+from workers.process import EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended
 
 #: How long ranks have to end once one has failed, before they are killed.
 SHUTDOWN_S: Final = 3
@@ -45,6 +46,8 @@ def main() -> int:
     """Run the ranks to their end, and return the exit status."""
     separator = sys.argv.index("--")
     flags, command = sys.argv[1:separator], sys.argv[separator + 1 :]
+    for number in FOR_PROGRAMS:
+        signal.signal(number, lambda *_: None)  # the launcher sends them to the ranks, which do not inherit this
     folder = joined_cluster()
     assert folder is not None, "the launcher names it"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning; the optimizers set their own

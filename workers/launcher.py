@@ -26,9 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Self
+
+import psutil
 
 from hytrain import __version__
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
@@ -39,7 +42,7 @@ from hytrain.run.seats import holder, seat_file
 from protocol.address import COORDINATOR, Address
 from protocol.channel import endpoint
 from workers import affinity, process, run_folder, torchrun
-from workers.process import EXIT_USAGE, Child
+from workers.process import EXIT_USAGE, FOR_PROGRAMS, Child
 from workers.tee import Tee
 from workers.torchrun import Job
 
@@ -265,6 +268,7 @@ class Supervisor:
         self._log_dir = self.run_dir / "logs"
         self._children: list[Child] = []
         self._signal: int | None = None
+        self._for_program: list[int] = []
         self._wake_read, self._wake_write = os.pipe()
         self.socket_dir = Path()
 
@@ -281,6 +285,8 @@ class Supervisor:
             _check_length(self.socket_dir, self._ranks)
             os.set_blocking(self._wake_write, False)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            for number in FOR_PROGRAMS:
+                signal.signal(number, self._on_signal_for_program)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                     signal.signal(number, self._on_signal)
@@ -336,6 +342,9 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
+    def _on_signal_for_program(self, number: int, frame: FrameType | None) -> None:
+        self._for_program.append(number)
+
     def supervise(self, command: Sequence[str], job: Job | None = None) -> int:
         """Run the trainer in the foreground, or torchrun's agent with a trainer for each rank; return its exit status.
 
@@ -366,9 +375,21 @@ class Supervisor:
                 continue
             if self._signal is not None:
                 return self._pass_on_signal(trainer, output)
+            if self._wake_read in readable:
+                self._pass_on_to_program(trainer)
+                continue
             ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
             if ended:
                 return self._ended(ended, trainer, output)
+
+    def _pass_on_to_program(self, trainer: Child) -> None:
+        """Pass on the signals that are the program's. Under torchrun's agent, each rank is a program."""
+        os.read(self._wake_read, select.PIPE_BUF)
+        while self._for_program and trainer.process.poll() is None:
+            number, agent = self._for_program.pop(0), psutil.Process(trainer.process.pid)
+            for program in agent.children() if trainer.name == AGENT else [agent]:
+                with suppress(psutil.NoSuchProcess):
+                    program.send_signal(number)
 
     def _ended(self, ended: list[Child], trainer: Child, output: Tee) -> int:
         """Report which process ended first. If the trainer failed, check whether a worker's death was the reason."""
@@ -405,7 +426,9 @@ class Supervisor:
         The parent has left if it is gone, closes our input or sends SIGTERM.
         """
         watched = {child.pidfd: child for child in self._children}
-        readable, _, _ = select.select([sys.stdin.fileno(), parent, self._wake_read, *watched], [], [])
+        waited = [sys.stdin.fileno(), parent, self._wake_read, *watched]
+        while (readable := select.select(waited, [], [])[0]) == [self._wake_read] and self._signal is None:
+            os.read(self._wake_read, select.PIPE_BUF)  # a signal that is the program's, sent to all processes
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:
             print(process.describe_end(ended[0]), file=sys.stderr)

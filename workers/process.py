@@ -28,6 +28,8 @@ from protocol.address import Address
 
 EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
+#: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
+FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -174,10 +176,14 @@ def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
 
 
 def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments, set up logging, and leave Ctrl-C to the trainer: workers exit after the launcher."""
+    """Parse the arguments, set up logging, and leave signals to the trainer: workers exit after the launcher.
+
+    A terminal sends Ctrl-C, and a batch system its warning, to every process of a run.
+    """
     arguments = parser.parse_args()
     worker_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *FOR_PROGRAMS):
+        signal.signal(number, signal.SIG_IGN)
     return arguments
 
 

@@ -32,9 +32,16 @@ if TYPE_CHECKING:
 
 EXIT_DIVERGED: Final = 1
 EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-#: Sent by batch systems, and by a terminal that closes.
-ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
+#: Sent by batch systems, some of them as a warning that the time is up, and by a terminal that closes.
+ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal told the trainer to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 def main() -> int:
@@ -56,8 +63,9 @@ def main() -> int:
             from hytrain.recipe.loop import train
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
-    except KeyboardInterrupt:
-        status, sentence = EXIT_INTERRUPTED, f"interrupted; {_way_on(arguments.run_dir)}"
+    except KeyboardInterrupt as interrupt:
+        by = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
+        status, sentence = 128 + by, f"interrupted; {_way_on(arguments.run_dir)}"
     except (Diverged, NonFiniteGradients) as error:
         status, sentence = EXIT_DIVERGED, f"{error}; {_way_on(arguments.run_dir)}"
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
@@ -84,7 +92,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Act as on Ctrl-C, once: a signal to all processes of a run arrives twice, the second time from the launcher."""
     for other in ENDINGS:
         signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    raise Ended(number)
 
 
 def _way_on(run_dir: Path) -> str:

@@ -4,19 +4,25 @@ The file's name has a hash of everything that determines its contents (source, c
 -march=native), so it is never stale. There is no lock: each process builds its own file and renames it, and replaces
 at most an equal library.
 
-    build(source)  ->  <cache>/hytrain/<stem>-<key>.so
+    build(source)  ->  <cache>/hytrain/<stem>-<key>.so       the library, then the SHA-256 of it
+
+A library runs with all rights of its user. So a file that is damaged, or that others may have written, is not loaded
+but built anew. The linker ignores what follows the library in its file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from hytrain.errors import BackendUnavailable
 
@@ -26,16 +32,22 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 
+#: Owners of libraries that may be loaded, besides the user: the system's administrator.
+ROOT: Final = 0
+
+_log = logging.getLogger(__name__)
+
 
 def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
     """The library built from `source` for this machine, or its copy in the cache.
 
     `environ` names the cache (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and the compiler (CXX).
-    Raises BackendUnavailable if there is no compiler, or if it fails.
+    Raises BackendUnavailable if there is no compiler, if it fails, or if others can write to the cache.
     """
     compiler = find_compiler(environ)
     library = cache_folder(environ) / f"{source.stem}-{_key(source, compiler)}.so"
-    if not library.exists():
+    _make_folder(library.parent)
+    if not _is_whole(library):
         _compile(compiler, source, library)
     return library
 
@@ -69,14 +81,54 @@ def _cpu() -> bytes:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]).encode()
 
 
+def _make_folder(folder: Path) -> None:
+    """Make the cache, for its user alone. Raises BackendUnavailable if it is there and others can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        whose = _writers(folder.stat())
+    except OSError as error:
+        raise _no_cache(folder, error) from error
+    if whose:
+        raise BackendUnavailable(
+            f"the cache {folder} is writable by {whose}, and compiled code in it would run with your rights: "
+            "set HYTRAIN_CACHE to a folder of yours"
+        )
+
+
+def _no_cache(folder: Path, error: OSError) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"cannot write to the cache {folder} ({error.strerror}): set HYTRAIN_CACHE to a folder of yours"
+    )
+
+
+def _writers(info: os.stat_result) -> str:
+    """Who else can write a file or folder; empty if nobody can."""
+    if info.st_uid not in (os.getuid(), ROOT):
+        return f"user {info.st_uid}"
+    return "everybody" if info.st_mode & stat.S_IWOTH else ""
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the library is there, nobody else can have written it, and its bytes are those that were built."""
+    try:
+        with library.open("rb") as file:
+            whose, content = _writers(os.fstat(file.fileno())), file.read()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _no_cache(library.parent, error) from error
+    size = hashlib.sha256().digest_size
+    is_damaged = hashlib.sha256(content[:-size]).digest() != content[-size:]
+    if whose or is_damaged:
+        _log.warning("built anew: %s is %s", library, f"writable by {whose}" if whose else "damaged")
+    return not (whose or is_damaged)
+
+
 def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=library.parent, prefix=f"{library.stem}.", suffix=".tmp")
     except OSError as error:
-        raise BackendUnavailable(
-            f"cannot write to the cache {library.parent} ({error.strerror}): set HYTRAIN_CACHE to a folder of yours"
-        ) from error
+        raise _no_cache(library.parent, error) from error
     os.close(descriptor)
     try:
         command = [*compiler, *FLAGS, str(source), "-o", temporary]
@@ -86,6 +138,10 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
                 f"{' '.join(compiler)} could not build {source.name}: repair it, or choose backend='torch'. "
                 f"It said:\n{result.stderr.strip()[-1000:]}"
             )
+        with open(temporary, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+            os.fchmod(file.fileno(), 0o700)
+            os.fsync(file.fileno())
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)

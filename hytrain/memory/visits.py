@@ -89,7 +89,7 @@ class Visits:
             count_write(visit.weights)
         assert returned is not None, "a layer has elements"
         span = marks[0], marks[-1]
-        transfers.clock.recycle([*marks[1:-1], *updated.span])
+        transfers.clock.recycle([*marks[1:-1], updated.span[0]])
         return replace(updated, span=span), replace(returned, span=span)
 
     def _starts(self, visit: Visit) -> Iterator[int]:

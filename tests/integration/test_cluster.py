@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -185,8 +186,18 @@ def test_one_run_after_another_in_one_folder(
     assert contents(folder)["metrics.jsonl"] == "a step\n" * 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGTERM, ("trainer", "launcher")),  # as `timeout` does; the launcher passes it on
+        (signal.SIGTERM, ("trainer",)),
+        (signal.SIGUSR1, ("launcher",)),
+        pytest.param(signal.SIGHUP, ("trainer", "launcher"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
+    number: signal.Signals, told: tuple[str, ...], tmp_path: Path
+) -> None:
     endless = {"steps": 100_000, "warmup_steps": 0, "checkpoint_every": 5}
     recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train=endless)
     options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.PIPE}
@@ -194,11 +205,29 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(number: signal.Signals, 
         while latest(tmp_path / "run") is None:
             assert launcher.poll() is None
             time.sleep(0.05)
-        roles_below(psutil.Process(launcher.pid))["trainer"].send_signal(number)
-        launcher.send_signal(number)  # as `timeout` does; the launcher passes it on
+        roles = {**roles_below(psutil.Process(launcher.pid)), "launcher": psutil.Process(launcher.pid)}
+        for role in told:
+            roles[role].send_signal(number)
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
     assert "hytrain: interrupted; --set train.resume=latest resumes from" in said
+
+
+@pytest.mark.parametrize("launched", [(CLUSTER,), (CLUSTER, "--nproc-per-node", "2"), ()], ids=len)
+@pytest.mark.parametrize("told", ["the first process", "all processes"])
+def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tuple[str | Path, ...]) -> None:
+    """Slurm's `--signal=USR1`: the program decides what it means, however many processes get it."""
+    ranks = 2 if "2" in launched else 1
+    with started(sys.executable, *launched, SCRIPTS / "warned.py", stderr=subprocess.PIPE) as first:
+        for _ in range(ranks):
+            read_until(first, "ready")
+        tree = psutil.Process(first.pid)
+        for process in [tree, *tree.children(recursive=True)] if told == "all processes" else [tree]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+        said, errors = first.communicate(timeout=60)
+    assert first.returncode == 0, errors
+    assert said.count("saved") == ranks
 
 
 @pytest.mark.slow
