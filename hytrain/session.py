@@ -212,7 +212,7 @@ class Session:
         memory, transfers = GpuMemory(self._device), transfers_for(self._device)
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
-        self._link = Link(cluster, rank=self._place.rank, timeout_s=ANSWER_TIMEOUT_S)
+        self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
         engine = self._engine = Engine(
             self.layers,
             self.parameters,

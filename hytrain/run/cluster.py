@@ -17,6 +17,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +32,10 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat, holder, seat_file
 
 STOP_TIMEOUT_S: Final = 5.0
+#: The launcher says within this time which of its processes died.
+OBITUARY_S: Final = 1.0
+#: The first line of what it says then.
+_OBITUARY: Final = re.compile(rb"^\S+ \(process \d+\) .*(?=\n)", re.MULTILINE)
 
 Place = TypeVar("Place", bound="PrivateCluster | Seat")
 
@@ -82,6 +87,23 @@ class PrivateCluster:
             line += chunk
         socket_dir: str = json.loads(line)["socket_dir"]
         return socket_dir
+
+    def first_death(self) -> str:
+        """How the first of the cluster's processes ended: the launcher says it before it ends, or was the first."""
+        said, deadline = b"", time.monotonic() + OBITUARY_S
+        assert self._launcher.stderr is not None
+        pipe = self._launcher.stderr.fileno()
+        while not _OBITUARY.search(said) and _becomes_readable(pipe, deadline - time.monotonic()):
+            if not (chunk := os.read(pipe, 4096)):
+                break
+            said += chunk
+        if found := _OBITUARY.search(said):
+            return found[0].decode()
+        status = self._launcher.poll()
+        how = (
+            f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+        )
+        return "" if status is None else f"the launcher (process {self._launcher.pid}) {how}, and the others with it"
 
     def close(self) -> None:
         """End the launcher and its processes, which go on while other ranks have seats. Nothing in a forked child."""

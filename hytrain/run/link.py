@@ -19,11 +19,12 @@ import threading
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
+from hytrain.run.cluster import PrivateCluster
 from hytrain.run.ownership import PlanBook
+from hytrain.run.seats import Seat
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handles import ArenaLayout
@@ -64,9 +65,11 @@ class _Job:
 class Link:
     """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, then `close`."""
 
-    def __init__(self, cluster: Cluster, *, rank: int, timeout_s: float) -> None:
-        """`rank` is the trainer's rank in this cluster, and that of its optimizer."""
-        self._cluster, self._timeout_s = cluster, timeout_s
+    def __init__(self, place: PrivateCluster | Seat, *, timeout_s: float) -> None:
+        """`place` is the trainer's place in its cluster."""
+        self._place, self._timeout_s = place, timeout_s
+        cluster, rank = place.cluster, place.rank
+        self._cluster = cluster
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # The name is unique: a second optimizer in this process must not receive messages meant for the first.
@@ -91,7 +94,7 @@ class Link:
             self._outboxes["coordinator"].send(self._handshake.hello())
             self._handshake.on_welcome(self._expect(Welcome))
         except PeerDied as death:
-            raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
+            raise self._worker_died(death) from None
 
     def agree(self, table: LayerTable, calibration: Calibration, book: PlanBook) -> Plan:
         """Send the layer table and the calibration, and agree in `book` on the first plan."""
@@ -107,8 +110,14 @@ class Link:
             self._outboxes["coordinator"].send(book.on_plan(plan))
             book.on_reassign(self._expect(Reassign))
         except PeerDied as death:
-            raise WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs") from None
+            raise self._worker_died(death) from None
         return plan
+
+    def _worker_died(self, noticed: PeerDied) -> WorkerDied:
+        """The error that says who died first, and how, where that can be found out."""
+        first = self._place.first_death()
+        first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
+        return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs")
 
     def _expect(self, kind: type[M]) -> M:
         """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
@@ -192,7 +201,7 @@ class Link:
                     listener.on_message(incoming.message)
         except PeerDied as death:
             if death.name != "stop":
-                listener.on_failure(WorkerDied(f"{death}; its log is in {self._cluster.run_dir}/logs"))
+                listener.on_failure(self._worker_died(death))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
 

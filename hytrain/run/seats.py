@@ -35,6 +35,10 @@ class Seat:
         os.pwrite(descriptor, f"{os.getpid()}".encode(), 0)
         return cls(cluster, rank, descriptor)
 
+    def first_death(self) -> str:
+        """The launcher tells the terminal, or the process that started it."""
+        return ""
+
     def close(self) -> None:
         os.ftruncate(self._descriptor, 0)
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may have the descriptor open

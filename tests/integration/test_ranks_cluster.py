@@ -30,7 +30,7 @@ def the_first_rank_leaves_first() -> tuple[str, int, tuple[int, ...], list[bool]
     """The place of this rank, and whether the cluster's processes live once the first rank, then all have left."""
     os.environ.pop(CLUSTER_VARIABLE, None)  # the run that the ranks of most tests join
     place = find_or_start(ClusterConfig.resolve(), Ranks.of_job())
-    link = Link(place.cluster, rank=place.rank, timeout_s=20.0)
+    link = Link(place, timeout_s=20.0)
     link.join()
     workers = [psutil.Process(pid) for pid in (*place.cluster.optimizer_pids, place.cluster.coordinator_pid)]
     launcher = psutil.Process(place.cluster.launcher_pid)
