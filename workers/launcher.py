@@ -10,7 +10,8 @@
     coordinator ─ READY ─▶ an optimizer per rank ─ READY ─▶ cluster.json ─▶ trainer
     one ends ─▶ the others are stopped ─▶ its exit status, its name, the end of its log
 
-Sockets are in a temporary folder, which is removed at the end.
+Sockets are in a temporary folder, which is removed at the end. Until then its files are touched now and then: systems
+remove from such folders what nobody has touched for days.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 SAME_END_S: Final = 0.5
 #: How often the seats are looked at once the process that started the cluster has left.
 SEAT_PERIOD_S: Final = 0.02
+#: How often the files of the socket folder are touched. Systems remove files that are older than some days.
+TOUCH_EVERY_S: Final = 3600.0
 HOME: Final = str(Path(__file__).resolve().parents[1])
 
 
@@ -370,7 +373,7 @@ class Supervisor:
     def _watch(self, trainer: Child, output: Tee) -> int:
         watched = {child.pidfd: child for child in self._children}
         while True:
-            readable, _, _ = select.select([*output.pipes, self._wake_read, *watched], [], [])
+            readable = self._wait([*output.pipes, self._wake_read, *watched])
             if output.pass_on(readable):
                 continue
             if self._signal is not None:
@@ -381,6 +384,15 @@ class Supervisor:
             ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
             if ended:
                 return self._ended(ended, trainer, output)
+
+    def _wait(self, descriptors: list[int]) -> list[int]:
+        """Those that are readable, once one is. Until then, keep the socket folder's files from looking abandoned."""
+        while not (readable := select.select(descriptors, [], [], TOUCH_EVERY_S)[0]):
+            for folder, _, names in os.walk(self.socket_dir):
+                for name in (".", *names):
+                    with suppress(FileNotFoundError):
+                        os.utime(Path(folder, name))
+        return readable
 
     def _pass_on_to_program(self, trainer: Child) -> None:
         """Pass on the signals that are the program's. Under torchrun's agent, each rank is a program."""
@@ -427,7 +439,7 @@ class Supervisor:
         """
         watched = {child.pidfd: child for child in self._children}
         waited = [sys.stdin.fileno(), parent, self._wake_read, *watched]
-        while (readable := select.select(waited, [], [])[0]) == [self._wake_read] and self._signal is None:
+        while (readable := self._wait(waited)) == [self._wake_read] and self._signal is None:
             os.read(self._wake_read, select.PIPE_BUF)  # a signal that is the program's, sent to all processes
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -228,6 +230,33 @@ def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tupl
         said, errors = first.communicate(timeout=60)
     assert first.returncode == 0, errors
     assert said.count("saved") == ranks
+
+
+def test_files_that_a_cleaner_would_remove_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "TOUCH_EVERY_S", 0.01)
+    supervisor = launcher.Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    supervisor.socket_dir = sockets = tmp_path / "sockets"
+    (sockets / "torchrun").mkdir(parents=True)
+    os.mkfifo(sockets / "torchrun" / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(sockets / "coordinator"))
+        old = [sockets, *sockets.rglob("*")]
+        for path in old:
+            os.utime(path, (0, 0))
+        readable, writable = os.pipe()
+
+        def end_when_all_are_touched() -> None:
+            while any(path.stat().st_mtime == 0 for path in old):
+                time.sleep(0.01)
+            os.write(writable, b"x")
+
+        thread = threading.Thread(target=end_when_all_are_touched)
+        thread.start()
+        assert supervisor._wait([readable]) == [readable]
+        thread.join()
+    supervisor._end()
+    os.close(readable)
+    os.close(writable)
 
 
 @pytest.mark.slow
