@@ -130,6 +130,10 @@ def hands_over_the_first_bank(real: Any, moves: Handover, layer: TrainedLayer) -
     real(moves, layer)
 
 
+def takes_over_the_first_bank(real: Any, queue: UpdateQueue, lid: int, banks: tuple[int, ...]) -> None:
+    real(queue, lid, (0,) * len(banks))
+
+
 def copies_unasked(real: Any, backward: Backward, draft: Any) -> m.Message:
     """The copy in follows right after GradReady, while the optimizer writes."""
     message: m.Message = real(backward, draft)
@@ -229,6 +233,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "undoes nothing": ([(UpdateQueue, "verdict", trusts_verdicts)], "I1"),
     "reads the first bank": ([(Backward, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
     "hands over the first bank": ([(Handover, "state_in", hands_over_the_first_bank)], "I1|I3"),
+    "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
     "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
     "copies weights unasked": (UNASKED, "I1|I2"),
     "hands over while updating": ([NO_PATIENCE], "handover to .pu while|started with"),
