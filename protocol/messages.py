@@ -216,6 +216,14 @@ class PlanesReady(Message):
         _require(self.lid >= 0 and self.nbytes > 0, "an arena needs a layer ID and a size")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanesRefused(Message):
+    """Optimizer to trainer, in place of `PlanesReady`: there is no memory or no descriptor for a layer's arena."""
+
+    lid: int
+    reason: str
+
+
 # ---------------------------------------------------------------- a step
 
 
@@ -354,7 +362,14 @@ class PlanApplied(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatePlanes(Message):
-    """Trainer to optimizer: create this layer's planes. The answer is a PlanesReady with the descriptor."""
+    """Trainer to optimizer: create a layer's planes. The answer is PlanesReady, or PlanesRefused."""
+
+    lid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasePlanes(Message):
+    """Trainer to optimizer: planes that it asked for, and may have, will not be used."""
 
     lid: int
 

@@ -21,12 +21,13 @@ from hytrain.memory.arena import (
     Mapping,
     allow_descriptors,
     receive_arena,
+    refuse_arena,
     send_arena,
 )
 from protocol.address import Address
 from protocol.codec import WireError, encode
 from protocol.handles import ArenaLayout, HandleError, layout
-from protocol.messages import Goodbye, Layer, Message, PlanesReady, Segment
+from protocol.messages import Goodbye, Layer, Message, PlanesReady, PlanesRefused, Segment
 
 TOKEN = "token"
 SENDER = Address("optimizer", 0)
@@ -214,6 +215,22 @@ def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
     assert open_descriptors() == before
     send_arena(here, arena, token=TOKEN, sender=SENDER)  # the connection goes on
     receive_arena(there, {4: LAYOUT}, token=TOKEN).close()
+
+
+def test_no_memory_there_and_no_descriptor_here_are_refusals(
+    arena: HostArena, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = connection
+    refuse_arena(here, 4, "Cannot allocate memory", token=TOKEN, sender=SENDER)
+    assert receive_arena(there, {4: LAYOUT}, token=TOKEN) == PlanesRefused(lid=4, reason="Cannot allocate memory")
+    send_arena(here, arena, token=TOKEN, sender=SENDER)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        refused = receive_arena(there, {4: LAYOUT}, token=TOKEN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(refused, PlanesRefused) and "no free descriptor" in refused.reason
 
 
 def test_descriptors_of_something_else_and_too_many_are_refused(

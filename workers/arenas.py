@@ -1,7 +1,8 @@
 """The optimizer process's memory: one arena for each layer that it owns or is about to own. `Session` calls it.
 
-    AllocatePlanes ─▶ request ─▶ touch_next, piece by piece ─▶ descriptor ─▶ trainer      in the order of requests
-    GiveUp ─▶ release
+    AllocatePlanes ─▶ request ─┬▶ touch_next, piece by piece ─▶ descriptor ─▶ trainer      in the order of requests
+                               └▶ no memory: a refusal ─▶ trainer
+    GiveUp, ReleasePlanes ─▶ release
 
 This process touches the memory first, so that its affinity decides on which NUMA node a page is placed. Touching takes
 long, so it is done in pieces, between which the optimizer continues its updates.
@@ -21,7 +22,7 @@ from typing import Final
 
 from hytrain.kernels.backend import Backend, Into
 from hytrain.kernels.scalars import Scalars
-from hytrain.memory.arena import HostArena, send_arena
+from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
@@ -105,10 +106,15 @@ class Arenas:
         return self._coming[0].layout.lid if self._coming else None
 
     def request(self, lid: int) -> None:
-        """Create the layer's planes. Raises `ValueError` if it is unknown or has them, `OSError` without memory."""
+        """Create the layer's planes, or refuse for want of memory. Raises `ValueError` if it is unknown or has them."""
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
             raise ValueError(f"planes requested for layer {lid}, which is unknown or already has them")
-        self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
+        try:
+            self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
+        except OSError as error:
+            with self._trainer_may_leave():
+                refuse_arena(self._connection, lid, str(error), token=self._token, sender=self._address)
+            return
         self._coming.append(arena)
 
     def touch_next(self) -> None:
@@ -122,8 +128,12 @@ class Arenas:
         self._touched_bytes = 0
         self._coming.popleft()
         self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer is leaving: its Goodbye follows
+        with self._trainer_may_leave():
             send_arena(self._connection, arena, token=self._token, sender=self._address)
+
+    def _trainer_may_leave(self) -> contextlib.suppress:
+        """It may be leaving: its Goodbye follows."""
+        return contextlib.suppress(BrokenPipeError, ConnectionResetError)
 
     def release(self, lid: int) -> None:
         """Free this process's hold on the layer's memory."""

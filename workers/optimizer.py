@@ -181,6 +181,11 @@ class Session:
                 self._working_on = lid
                 self._arenas.request(lid)
                 self._working_on = None
+            case m.ReleasePlanes(lid=lid):
+                if lid in self._queue.owned:
+                    raise OwnershipError(f"the planes of layer {lid} are in use")
+                if lid in self._arenas:  # or else they were refused
+                    self._arenas.release(lid)
             case m.TakeOver(lid=lid, banks=banks):
                 self._planned(message, "cpu")
                 self._queue.take_over(lid, banks)

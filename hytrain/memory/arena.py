@@ -23,7 +23,7 @@ from typing import Final
 from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle
-from protocol.messages import PlanesReady
+from protocol.messages import PlanesReady, PlanesRefused
 
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
@@ -129,18 +129,29 @@ def send_arena(connection: socket.socket, arena: HostArena, *, token: str, sende
     socket.send_fds(connection, [encode(message, token=token, sender=sender, seq=0)], [arena.descriptor])
 
 
-def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str) -> ArenaFile:
-    """The next announced arena, checked against the layer table.
+def refuse_arena(connection: socket.socket, lid: int, reason: str, *, token: str, sender: Address) -> None:
+    """Announce that there will be no arena for a layer."""
+    connection.send(encode(PlanesRefused(lid=lid, reason=reason), token=token, sender=sender, seq=0))
+
+
+def receive_arena(
+    connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str
+) -> ArenaFile | PlanesRefused:
+    """The next announced arena, checked against the layer table; or a refusal, also if no descriptor is free here.
 
     Raises `WireError` or `HandleError` if it does not fit the table, `EOFError` if the other side has gone.
     """
-    frame, descriptors, _, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
+    frame, descriptors, flags, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
     try:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)  # programs that the user's script starts must not keep the memory
         if not frame:
             raise EOFError("the optimizer closed the socket that descriptors travel over")
         message = decode(frame, token=token).message
+        if isinstance(message, PlanesReady) and flags & socket.MSG_CTRUNC and not descriptors:
+            message = PlanesRefused(lid=message.lid, reason="the trainer has no free descriptor: raise `ulimit -n`")
+        if isinstance(message, PlanesRefused) and not descriptors and message.lid in layouts:
+            return message
         if not isinstance(message, PlanesReady) or len(descriptors) != 1 or message.lid not in layouts:
             raise ValueError(f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors")
         expected = layouts[message.lid]

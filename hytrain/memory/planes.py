@@ -10,13 +10,14 @@ DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`. `Moving` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
@@ -37,11 +38,11 @@ class ArenaPlanes:
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
-        """Map and pin `grads` and `weights`. Raises `CapacityError` if they cannot be pinned."""
+        """Map and pin `grads` and `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
         self._file, self._transfers = file, transfers
         self._shared: Mapping | None = None
         try:
-            self._shared = file.map_shared()
+            self._shared = _mapped(file.map_shared)
             transfers.pin(self._shared.address, self._shared.nbytes, gently=gently)
         except BaseException:
             file.close()
@@ -64,7 +65,10 @@ class ArenaPlanes:
         return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
 
     def pin_state(self, *, gently: bool = True) -> None:
-        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed."""
+        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
+
+        Raises `CapacityError` if they cannot be mapped or pinned.
+        """
         if not self._state_is_pinned:
             self._transfers.pin(*self._state_range(), gently=gently)
             self._state_is_pinned = True
@@ -81,7 +85,7 @@ class ArenaPlanes:
     def _whole(self) -> Mapping:
         with self._mapping_all:
             if self._all is None:
-                self._all = self._file.map_all()
+                self._all = _mapped(self._file.map_all)
             return self._all
 
     def close(self) -> None:
@@ -103,6 +107,13 @@ class ArenaPlanes:
         check_handle(handle, self._file.layout)
         dtype = DTYPES[handle.dtype]
         return torch.frombuffer(mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
+
+
+def _mapped(make: Callable[[], Mapping]) -> Mapping:
+    try:
+        return make()
+    except OSError as error:
+        raise CapacityError(f"host memory cannot be mapped: {error}") from None
 
 
 class DevicePlanes:

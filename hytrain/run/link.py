@@ -29,7 +29,17 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
-from protocol.messages import Calibration, Failure, Goodbye, LayerTable, Message, Plan, Reassign, Welcome
+from protocol.messages import (
+    Calibration,
+    Failure,
+    Goodbye,
+    LayerTable,
+    Message,
+    Plan,
+    PlanesRefused,
+    Reassign,
+    Welcome,
+)
 
 CLOSE_TIMEOUT_S: Final = 5.0
 THREAD_PREFIX: Final = "hytrain-link-"
@@ -146,8 +156,11 @@ class Link:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
         self._jobs.put(_Job(to, what, after))
 
-    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile:
-        """The next arena from the optimizer. Raises `ClusterError` if none comes, or if it does not match."""
+    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | PlanesRefused:
+        """The next arena from the optimizer, or why there is none for a layer.
+
+        Raises `ClusterError` if nothing comes, or if it does not match.
+        """
         try:
             return receive_arena(self._arenas, layouts, token=self._cluster.token)
         except TimeoutError:

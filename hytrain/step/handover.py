@@ -14,6 +14,7 @@ boundary, with the weights, and the GPU in backward, after the CPU's last update
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,8 @@ from typing import Final
 
 import torch
 
-from hytrain.errors import ClusterError, HyTrainError
+from hytrain.errors import CapacityError, ClusterError, HyTrainError
+from hytrain.memory.arena import ArenaFile
 from hytrain.memory.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.memory.visits import Visits
@@ -30,10 +32,12 @@ from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
-from protocol.messages import AllocatePlanes, GiveUp, Plan, TakeOver
+from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import VISIT, Placement
 
 CLOSE_TIMEOUT_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -91,6 +95,7 @@ class Handover:
         # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
         self._worked = False
+        self._told: set[int] = set()  # layers that could not move
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
@@ -100,6 +105,8 @@ class Handover:
                 layer.planes = layer.device_planes()
                 self._place(layer, plan, step=0)
         for layer, arena in self._allocate(hosted):
+            if isinstance(arena, CapacityError):
+                raise arena
             layer.planes, now = arena, plan.placement(layer.lid)
             if now is VISIT:
                 arena.pin_state(gently=False)
@@ -118,18 +125,24 @@ class Handover:
             self._run(partial(self._prepare, move))
 
     def _prepare(self, move: _Move) -> None:
-        """If the GPU has no room for a layer, that layer and those after it stay where they are."""
+        """Layers for which there is no memory stay where they are, and after one on the GPU the others do so too."""
         self._prepare_visits(move)
-        for layer, arena in self._allocate(move.leaving, gently=True):
-            move.arenas[layer.lid] = arena
-            arena.pin_state()
+        for layer, arena in self._allocate(move.leaving, gently=True, pins_state=True):
+            if isinstance(arena, CapacityError):
+                self._stays(layer, arena)
+            else:
+                move.arenas[layer.lid] = arena
+        move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
         for index, layer in enumerate(move.coming):
             try:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
-            except torch.OutOfMemoryError:
+                layer.arena.pin_state()
+            except (torch.OutOfMemoryError, CapacityError) as error:
+                if isinstance(error, CapacityError):
+                    self._stays(layer, error)
+                move.devices.pop(layer.lid, None)
                 del move.coming[index:]
                 break
-            layer.arena.pin_state()
         move.prepared = True
 
     def _prepare_visits(self, move: _Move) -> None:
@@ -140,19 +153,49 @@ class Handover:
         except torch.OutOfMemoryError:
             move.leaving = [layer for layer in move.leaving if layer not in leaving]
             move.visiting.clear()
-        for layer in move.visiting:
-            layer.arena.pin_state()
+        for layer in list(move.visiting):
+            try:
+                layer.arena.pin_state()
+            except CapacityError as error:
+                self._stays(layer, error)
+                move.visiting.remove(layer)
+
+    def _stays(self, layer: TrainedLayer, error: CapacityError) -> None:
+        """Say, once per layer, why it cannot move. A plan may ask for it again and again."""
+        if layer.lid not in self._told:
+            self._told.add(layer.lid)
+            _log.warning("layer %s stays on the %s: %s", layer.name, layer.life.placement.name, error)
 
     def _allocate(
-        self, layers: list[TrainedLayer], *, gently: bool = False
-    ) -> Iterator[tuple[TrainedLayer, ArenaPlanes]]:
-        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned."""
+        self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
+    ) -> Iterator[tuple[TrainedLayer, ArenaPlanes | CapacityError]]:
+        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned, or if it cannot be."""
         awaited = {layer.lid: layer for layer in layers}
         for layer in layers:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
         while awaited:
-            file = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            yield awaited.pop(file.layout.lid), ArenaPlanes(file, self._transfers, gently=gently)
+            answer = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
+            if isinstance(answer, PlanesRefused):
+                layer = awaited.pop(answer.lid)
+                made: ArenaPlanes | CapacityError = CapacityError(f"no host memory for it: {answer.reason}")
+            else:
+                layer = awaited.pop(answer.layout.lid)
+                made = self._map(answer, gently=gently, pins_state=pins_state)
+            if isinstance(made, CapacityError):
+                self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
+            yield layer, made
+
+    def _map(self, file: ArenaFile, *, gently: bool, pins_state: bool) -> ArenaPlanes | CapacityError:
+        arena = None
+        try:
+            arena = ArenaPlanes(file, self._transfers, gently=gently)
+            if pins_state:
+                arena.pin_state()
+        except CapacityError as error:
+            if arena is not None:
+                arena.close()
+            return error
+        return arena
 
     @property
     def is_prepared(self) -> bool:

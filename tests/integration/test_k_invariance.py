@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from helpers import adamw, differing, same_bits, state, train, wait_for_coordinator, weights
+from helpers import adamw, differing, process, same_bits, state, train, wait_for_coordinator, weights
 from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
+from hytrain.errors import CapacityError
 from hytrain.memory import visits
+from hytrain.memory.transfer import HostTransfers
+from workers import monitor
 
 STEPS = 50
 
@@ -40,10 +47,10 @@ def trained_at_half(dtype: torch.dtype) -> dict[str, Tensor]:
         return state(opt) | weights(model)
 
 
-def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int) -> None:
+def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int, *loss: Any, start: int = 0) -> None:
     """Let every handover be prepared before the next step: how often layers move then hardly depends on the machine."""
-    for step in range(steps):
-        train(model, opt, [step])
+    for step in range(start, start + steps):
+        train(model, opt, [step], *loss)
         wait_for_coordinator(opt)
         opt._engine._handover.wait()
 
@@ -61,6 +68,50 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
             assert opt.statistics().moved > 10
         assert differing(state(opt) | weights(model), expected) == []
     assert any(name.startswith("remainder") for name in expected) is (dtype is torch.bfloat16)
+
+
+@contextmanager
+def no_descriptor(pid: int) -> Iterator[None]:
+    """The optimizer process cannot make an arena."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@contextmanager
+def no_pinned_memory(pid: int) -> Iterator[None]:
+    """The trainer cannot pin the arena that it got."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise CapacityError("no host memory for it: CUDA refused to pin it")
+
+    with mock.patch.object(HostTransfers, "pin", refuse):
+        yield
+
+
+@pytest.mark.usefixtures("own_run")
+@pytest.mark.parametrize("shortage", [no_descriptor, no_pinned_memory])
+def test_layers_for_which_the_host_has_no_memory_stay(
+    shortage: Callable[[int], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as it has some, they move."""
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(3), square_loss)
+        with shortage(process(opt, "optimizer").pid):
+            assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
+            train_and_prepare(model, opt, 40, square_loss, start=3)
+            assert opt.statistics().k == 1.0
+        said = [message for message in caplog.messages if "stays on the gpu: no host memory for it" in message]
+        assert len(said) == len(opt._session.layers), "each once"
+        train_and_prepare(model, opt, 40, square_loss, start=43)
+        assert opt.statistics().k == 0.0
+        moved = state(opt) | weights(model)
+    expected = perceptron()
+    with adamw(expected, k=0.5) as opt:
+        train(expected, opt, range(83), square_loss)
+        assert differing(moved, state(opt) | weights(expected)) == []
 
 
 def test_more_threads_and_other_cores_change_nothing() -> None:
