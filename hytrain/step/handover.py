@@ -138,8 +138,8 @@ class Handover:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
                 layer.arena.pin_state()
             except (torch.OutOfMemoryError, CapacityError) as error:
-                if isinstance(error, CapacityError):
-                    self._stays(layer, error)
+                is_full = isinstance(error, torch.OutOfMemoryError)
+                self._stays(layer, "no GPU memory for its state" if is_full else error)
                 move.devices.pop(layer.lid, None)
                 del move.coming[index:]
                 break
@@ -160,11 +160,11 @@ class Handover:
                 self._stays(layer, error)
                 move.visiting.remove(layer)
 
-    def _stays(self, layer: TrainedLayer, error: CapacityError) -> None:
+    def _stays(self, layer: TrainedLayer, why: object) -> None:
         """Say, once per layer, why it cannot move. A plan may ask for it again and again."""
         if layer.lid not in self._told:
             self._told.add(layer.lid)
-            _log.warning("layer %s stays on the %s: %s", layer.name, layer.life.placement.name, error)
+            _log.warning("layer %s stays on the %s: %s", layer.name, layer.life.placement.name, why)
 
     def _allocate(
         self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False

@@ -20,6 +20,7 @@ import hytrain
 from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.transfer import HostTransfers
+from hytrain.model.trained import TrainedLayer
 from workers import monitor
 
 STEPS = 50
@@ -90,23 +91,39 @@ def no_pinned_memory(pid: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_gpu_memory(pid: int) -> Iterator[None]:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with mock.patch.object(TrainedLayer, "device_planes", refuse):
+        yield
+
+
 @pytest.mark.usefixtures("own_run")
-@pytest.mark.parametrize("shortage", [no_descriptor, no_pinned_memory])
-def test_layers_for_which_the_host_has_no_memory_stay(
-    shortage: Callable[[int], AbstractContextManager[None]], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("shortage", "k", "said"),
+    [
+        (no_descriptor, 1.0, "stays on the gpu: no host memory for it: [Errno 24] Too many open files"),
+        (no_pinned_memory, 1.0, "stays on the gpu: no host memory for it: CUDA refused to pin it"),
+        (no_gpu_memory, 0.0, "stays on the cpu: no GPU memory for its state"),
+    ],
+)
+def test_layers_for_which_there_is_no_memory_stay(
+    shortage: Callable[[int], AbstractContextManager[None]], k: float, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As soon as it has some, they move."""
+    """As soon as there is some, they move."""
     model = perceptron()
-    with adamw(model, k=1.0) as opt:
+    with adamw(model, k=k) as opt:
         train(model, opt, range(3), square_loss)
         with shortage(process(opt, "optimizer").pid):
-            assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
+            assert monitor.main([str(opt.run_dir), "--set-k", str(1.0 - k)]) == 0
             train_and_prepare(model, opt, 40, square_loss, start=3)
-            assert opt.statistics().k == 1.0
-        said = [message for message in caplog.messages if "stays on the gpu: no host memory for it" in message]
-        assert len(said) == len(opt._session.layers), "each once"
+            assert opt.statistics().k == k
+        told = [message for message in caplog.messages if said in message]
+        assert told and len(told) == len(set(told)), "once for each layer"
         train_and_prepare(model, opt, 40, square_loss, start=43)
-        assert opt.statistics().k == 0.0
+        assert opt.statistics().k == 1.0 - k
         moved = state(opt) | weights(model)
     expected = perceptron()
     with adamw(expected, k=0.5) as opt:
