@@ -9,6 +9,7 @@ import math
 import numbers
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -70,7 +71,7 @@ def check_options(*, k: float | str, **others: Any) -> Options:
     if k != "auto" and (isinstance(k, str) or not (_is_number(k) and 0.0 <= k <= 1.0)):
         raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
     options = Options(k=None if isinstance(k, str) else float(k), **others)
-    for is_wrong, sentence in (*_wrong_values(options), *_wrong_combinations(options)):
+    for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
         if is_wrong:
             raise ConfigError(sentence)
     return options if options.k is None else replace(options, policy="fixed")

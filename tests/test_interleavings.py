@@ -236,7 +236,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
     "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
     "copies weights unasked": (UNASKED, "I1|I2"),
-    "hands over while updating": ([NO_PATIENCE], "handover to .pu while|started with"),
+    "hands over while updating": ([NO_PATIENCE], "handover to (.pu|visit) while|started with"),
     "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I2|I3|started with"),
     "reads state before the update": (TO_BEGIN, f"{LEFTOVERS}|I3: .* in the middle|I2: .* given up"),
     "updates before the state is there": ([(Streams, "land", lands_all_but("state"))], LEFTOVERS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,16 +109,19 @@ def test_what_may_not_be_loaded_is_built_anew(
     assert caplog.messages == [f"built anew: {library} is {expected}"]
 
 
-def test_a_cache_of_others_is_refused(source: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = build(source, environ).parent
+def test_a_cache_that_others_can_write_is_not_used(
+    source: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, owner = build(source, environ).parent, tmp_path.stat().st_uid
     folder.chmod(0o777)
-    with pytest.raises(BackendUnavailable, match="is writable by everybody, .*: set HYTRAIN_CACHE to a folder of"):
-        build(source, environ)
+    own = build(source, environ)
+    assert own.parent == tmp_path / f"hytrain-{owner}" and own.parent.stat().st_mode & 0o777 == 0o700
+    assert answer(own) == 42
     folder.chmod(0o700)
-    owner = folder.stat().st_uid
     monkeypatch.setattr(builder, "ROOT", owner + 1)
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(BackendUnavailable, match=f"is writable by user {owner}, "):
+    with pytest.raises(BackendUnavailable, match=f"is writable by user {owner}, too: set HYTRAIN_CACHE to a folder of"):
         build(source, environ)
 
 

@@ -272,6 +272,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._signal: int | None = None
         self._for_program: list[int] = []
+        self._touched_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
         self.socket_dir = Path()
 
@@ -376,27 +377,32 @@ class Supervisor:
             readable = self._wait([*output.pipes, self._wake_read, *watched])
             if output.pass_on(readable):
                 continue
+            if self._wake_read in readable:
+                os.read(self._wake_read, select.PIPE_BUF)  # first: a signal that comes now writes again
+                self._pass_on_to_program(trainer)
+                if self._signal is None:
+                    continue
             if self._signal is not None:
                 return self._pass_on_signal(trainer, output)
-            if self._wake_read in readable:
-                self._pass_on_to_program(trainer)
-                continue
             ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
             if ended:
                 return self._ended(ended, trainer, output)
 
     def _wait(self, descriptors: list[int]) -> list[int]:
         """Those that are readable, once one is. Until then, keep the socket folder's files from looking abandoned."""
-        while not (readable := select.select(descriptors, [], [], TOUCH_EVERY_S)[0]):
+        while True:
+            left_s = self._touched_s + TOUCH_EVERY_S - time.monotonic()
+            readable = select.select(descriptors, [], [], left_s)[0] if left_s > 0 else []
+            if readable:
+                return readable
+            self._touched_s = time.monotonic()
             for folder, _, names in os.walk(self.socket_dir):
                 for name in (".", *names):
                     with suppress(FileNotFoundError):
                         os.utime(Path(folder, name))
-        return readable
 
     def _pass_on_to_program(self, trainer: Child) -> None:
         """Pass on the signals that are the program's. Under torchrun's agent, each rank is a program."""
-        os.read(self._wake_read, select.PIPE_BUF)
         while self._for_program and trainer.process.poll() is None:
             number, agent = self._for_program.pop(0), psutil.Process(trainer.process.pid)
             for program in agent.children() if trainer.name == AGENT else [agent]:
@@ -439,8 +445,10 @@ class Supervisor:
         """
         watched = {child.pidfd: child for child in self._children}
         waited = [sys.stdin.fileno(), parent, self._wake_read, *watched]
-        while (readable := self._wait(waited)) == [self._wake_read] and self._signal is None:
-            os.read(self._wake_read, select.PIPE_BUF)  # a signal that is the program's, sent to all processes
+        while (readable := self._wait(waited)) == [self._wake_read]:
+            os.read(self._wake_read, select.PIPE_BUF)
+            if self._signal is not None:  # or else one that is the program's, sent to all processes
+                break
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:
             print(process.describe_end(ended[0]), file=sys.stderr)

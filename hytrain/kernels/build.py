@@ -6,8 +6,9 @@ at most an equal library.
 
     build(source)  ->  <cache>/hytrain/<stem>-<key>.so       the library, then the SHA-256 of it
 
-A library runs with all rights of its user. So a file that is damaged, or that others may have written, is not loaded
-but built anew. The linker ignores what follows the library in its file.
+A library runs with all rights of its user. So a file that is damaged, or that another user or everybody can write, is
+not loaded but built anew; a folder that they can write is not used. The linker ignores what follows the library in its
+file.
 """
 
 from __future__ import annotations
@@ -42,11 +43,10 @@ def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
     """The library built from `source` for this machine, or its copy in the cache.
 
     `environ` names the cache (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and the compiler (CXX).
-    Raises BackendUnavailable if there is no compiler, if it fails, or if others can write to the cache.
+    Raises BackendUnavailable if there is no compiler, or if it fails.
     """
     compiler = find_compiler(environ)
-    library = cache_folder(environ) / f"{source.stem}-{_key(source, compiler)}.so"
-    _make_folder(library.parent)
+    library = _own_folder(cache_folder(environ)) / f"{source.stem}-{_key(source, compiler)}.so"
     if not _is_whole(library):
         _compile(compiler, source, library)
     return library
@@ -81,18 +81,25 @@ def _cpu() -> bytes:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}) or [platform.processor()]).encode()
 
 
-def _make_folder(folder: Path) -> None:
-    """Make the cache, for its user alone. Raises BackendUnavailable if it is there and others can write to it."""
+def _own_folder(folder: Path) -> Path:
+    """Make the cache, for its user alone. If it is there and others can write it, a folder in the temporary one."""
+    whose = _make_folder(folder)
+    if not whose:
+        return folder
+    own = Path(tempfile.gettempdir()) / f"hytrain-{os.getuid()}"
+    _log.warning("the cache %s is writable by %s, so compiled kernels are in %s", folder, whose, own)
+    if whose := _make_folder(own):
+        raise BackendUnavailable(f"{own} is writable by {whose}, too: set HYTRAIN_CACHE to a folder of yours")
+    return own
+
+
+def _make_folder(folder: Path) -> str:
+    """Make a folder, unless it is there. Returns who else can write it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whose = _writers(folder.stat())
+        return _writers(folder.stat())
     except OSError as error:
         raise _no_cache(folder, error) from error
-    if whose:
-        raise BackendUnavailable(
-            f"the cache {folder} is writable by {whose}, and compiled code in it would run with your rights: "
-            "set HYTRAIN_CACHE to a folder of yours"
-        )
 
 
 def _no_cache(folder: Path, error: OSError) -> BackendUnavailable:
@@ -102,14 +109,14 @@ def _no_cache(folder: Path, error: OSError) -> BackendUnavailable:
 
 
 def _writers(info: os.stat_result) -> str:
-    """Who else can write a file or folder; empty if nobody can."""
+    """Which other user can write a file or folder, or "everybody"; empty if neither. Groups are trusted."""
     if info.st_uid not in (os.getuid(), ROOT):
         return f"user {info.st_uid}"
     return "everybody" if info.st_mode & stat.S_IWOTH else ""
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the library is there, nobody else can have written it, and its bytes are those that were built."""
+    """Whether the library is there, no other user can have written it, and its bytes are those that were built."""
     try:
         with library.open("rb") as file:
             whose, content = _writers(os.fstat(file.fileno())), file.read()
@@ -141,6 +148,7 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
         with open(temporary, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
             os.fchmod(file.fileno(), 0o700)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, library)
     finally:

@@ -50,6 +50,7 @@ class ArenaPlanes:
         self._all: Mapping | None = None
         self._mapping_all = threading.Lock()  # a handover maps on its own thread
         self._state_is_pinned = False
+        self._pinning = threading.Lock()  # the same
         layout = file.layout
         self.banks = (0,) * len(layout.handles["grads"])
         self.grads = self._views(self._shared, "grads")
@@ -69,14 +70,16 @@ class ArenaPlanes:
 
         Raises `CapacityError` if they cannot be mapped or pinned.
         """
-        if not self._state_is_pinned:
-            self._transfers.pin(*self._state_range(), gently=gently)
-            self._state_is_pinned = True
+        with self._pinning:
+            if not self._state_is_pinned:
+                self._transfers.pin(*self._state_range(), gently=gently)
+                self._state_is_pinned = True
 
     def unpin_state(self) -> None:
-        if self._state_is_pinned:
-            self._transfers.unpin(*self._state_range())
-            self._state_is_pinned = False
+        with self._pinning:
+            if self._state_is_pinned:
+                self._transfers.unpin(*self._state_range())
+                self._state_is_pinned = False
 
     def _state_range(self) -> tuple[int, int]:
         whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes

@@ -101,7 +101,8 @@ class Visits:
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
         if slot.returned is None:
-            slot.returned = self._transfers.so_far()
+            now = self._transfers.clock.mark()
+            slot.returned = Transfer(self._transfers.fence(), (now, now))
         return slot
 
     def close(self) -> None:

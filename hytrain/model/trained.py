@@ -135,7 +135,7 @@ class TrainedLayer:
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
-    from the CPU, or -1.
+    from the CPU or from visits, or -1.
     """
 
     lid: int

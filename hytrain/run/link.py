@@ -125,7 +125,10 @@ class Link:
 
     def _worker_died(self, noticed: PeerDied) -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
-        first = self._place.first_death()
+        try:
+            first = self._place.first_death()
+        except Exception:  # what was noticed must be told, whatever the launcher said
+            first = ""
         first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
         return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs")
 

@@ -41,7 +41,7 @@ from hytrain.step.scaling import LossScale
 from hytrain.step.verdict import Verdicts
 from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
 
-FAILURE_GRACE_S: Final = 1.0
+FAILURE_GRACE_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ class Handover:
         # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
         self._worked = False
-        self._told: set[int] = set()  # layers that could not move
+        self._told: set[int] = set()  # layers for which memory was short
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
@@ -108,10 +108,12 @@ class Handover:
             if isinstance(arena, CapacityError):
                 raise arena
             layer.planes, now = arena, plan.placement(layer.lid)
+            copied = self._transfers.state_out(_first_copies(layer, arena, now))
             if now is VISIT:
                 arena.pin_state(gently=False)
                 self._visits.prepare()
-            self._place(layer, plan, step=0, after=self._transfers.state_out(_first_copies(layer, arena, now)))
+                copied.synchronize()  # nobody else waits for it, and keeps its sources until then
+            self._place(layer, plan, step=0, after=copied)
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
@@ -161,10 +163,13 @@ class Handover:
                 move.visiting.remove(layer)
 
     def _stays(self, layer: TrainedLayer, why: object) -> None:
-        """Say, once per layer, why it cannot move. A plan may ask for it again and again."""
+        """Say why a layer cannot move. A plan may ask for it again and again."""
+        self._tell_once(layer, f"layer {layer.name} stays on the {layer.life.placement.name}: {why}")
+
+    def _tell_once(self, layer: TrainedLayer, sentence: str) -> None:
         if layer.lid not in self._told:
             self._told.add(layer.lid)
-            _log.warning("layer %s stays on the %s: %s", layer.name, layer.life.placement.name, why)
+            _log.warning(sentence)
 
     def _allocate(
         self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
@@ -280,7 +285,10 @@ class Handover:
         """Pin what `expose_state` has unpinned and visits need, before a forward."""
         for layer in self._layers:
             if layer.life.placement is VISIT:
-                layer.arena.pin_state(gently=False)
+                try:
+                    layer.arena.pin_state(gently=False)
+                except CapacityError as error:
+                    self._tell_once(layer, f"layer {layer.name} visits more slowly: {error}")
 
     def has_worked(self) -> bool:
         """Whether layers moved, or their memory was prepared or released, since the last call."""
@@ -318,13 +326,13 @@ class Handover:
             message = TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step, banks=banks)
             self._link.post("optimizer", message, after=after)
             return
-        if before.updates == "cpu":
+        if before.state == "host":
             layer.came = step
         if before.state == "host":
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
         layer.source = None
-        if now is VISIT:
-            layer.returned = after or layer.returned
+        if now is VISIT and after is not None:
+            layer.returned = replace(after, keep=())  # its sources are kept by `_Move.copies`
         elif after is not None:
             self._transfers.land(after)
 

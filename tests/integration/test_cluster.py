@@ -232,7 +232,10 @@ def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tupl
     assert said.count("saved") == ranks
 
 
-def test_files_that_a_cleaner_would_remove_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prints", [False, True])
+def test_files_that_a_cleaner_would_remove_are_touched(
+    prints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher, "TOUCH_EVERY_S", 0.01)
     supervisor = launcher.Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
     supervisor.socket_dir = sockets = tmp_path / "sockets"
@@ -251,8 +254,11 @@ def test_files_that_a_cleaner_would_remove_are_touched(tmp_path: Path, monkeypat
             os.write(writable, b"x")
 
         thread = threading.Thread(target=end_when_all_are_touched)
+        if prints:
+            os.write(writable, b"x")
         thread.start()
-        assert supervisor._wait([readable]) == [readable]
+        while supervisor._wait([readable]) == [readable] and thread.is_alive():
+            assert prints, "it has waited for the touch"
         thread.join()
     supervisor._end()
     os.close(readable)

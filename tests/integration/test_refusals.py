@@ -77,6 +77,9 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
 #: (options, the words that help)
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"k": 1.5}, r"k is 1\.5"),
+    ({"k": 0.5, "visit": "0.5"}, r"visit is '0\.5': a fraction"),
+    ({"visit": 0.5}, r"visit is 0\.5 with k=auto: give a number for k too"),
+    ({"k": 0.7, "visit": 0.5}, r"visit is 0\.5 with k=0\.7: .*both 1 at most"),
     ({"k": "half"}, '"auto"'),
     ({"k": True}, "k is True"),
     ({"policy": "fixed"}, 'policy="fixed" needs a k'),
