@@ -249,7 +249,8 @@ def test_files_that_a_cleaner_would_remove_are_touched(
         readable, writable = os.pipe()
 
         def end_when_all_are_touched() -> None:
-            while any(path.stat().st_mtime == 0 for path in old):
+            given_up_s = time.monotonic() + 20.0
+            while any(path.stat().st_mtime == 0 for path in old) and time.monotonic() < given_up_s:
                 time.sleep(0.01)
             os.write(writable, b"x")
 
@@ -260,6 +261,7 @@ def test_files_that_a_cleaner_would_remove_are_touched(
         while supervisor._wait([readable]) == [readable] and thread.is_alive():
             assert prints, "it has waited for the touch"
         thread.join()
+        assert all(path.stat().st_mtime > 0 for path in old)
     supervisor._end()
     os.close(readable)
     os.close(writable)
