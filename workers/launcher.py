@@ -404,10 +404,11 @@ class Supervisor:
     def _pass_on_to_program(self, trainer: Child) -> None:
         """Pass on the signals that are the program's. Under torchrun's agent, each rank is a program."""
         while self._for_program and trainer.process.poll() is None:
-            number, agent = self._for_program.pop(0), psutil.Process(trainer.process.pid)
-            for program in agent.children() if trainer.name == AGENT else [agent]:
-                with suppress(psutil.NoSuchProcess):
-                    program.send_signal(number)
+            number = self._for_program.pop(0)
+            with suppress(psutil.NoSuchProcess):
+                program = psutil.Process(trainer.process.pid)
+                for each in program.children() if trainer.name == AGENT else [program]:
+                    each.send_signal(number)
 
     def _ended(self, ended: list[Child], trainer: Child, output: Tee) -> int:
         """Report which process ended first. If the trainer failed, check whether a worker's death was the reason."""

@@ -110,9 +110,9 @@ class Handover:
             layer.planes, now = arena, plan.placement(layer.lid)
             copied = self._transfers.state_out(_first_copies(layer, arena, now))
             if now is VISIT:
+                copied.synchronize()  # nobody else waits for it, and keeps its sources until then
                 arena.pin_state(gently=False)
                 self._visits.prepare()
-                copied.synchronize()  # nobody else waits for it, and keeps its sources until then
             self._place(layer, plan, step=0, after=copied)
 
     def prepare(self, plan: Plan) -> None:
