@@ -35,6 +35,7 @@ class ClusterConfig(BaseModel):
     replan_every: int = Field(default=4, ge=1)  # steps between two decisions of the planner
     trace: bool = False  # whether the processes write the timeline, `trace.json`
     start_timeout_s: float = Field(default=120.0, gt=0)  # time limit for the start of each process
+    hang_timeout_s: float = Field(default=600.0, gt=0)  # how long a process may not answer before the run ends
 
     @classmethod
     def resolve(
@@ -79,6 +80,7 @@ class Cluster(BaseModel):
     coordinator_pid: int
     optimizer_pids: tuple[int, ...]  # by the rank in the cluster
     host_memory_limit: int | None = None
+    hang_timeout_s: float = 600.0
     trace: bool = False
 
     def write(self) -> None:

@@ -55,6 +55,8 @@ from protocol.handles import layout
 from protocol.messages import LayerTable, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
+#: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
+HANG_GRACE_S: Final = 15.0
 #: A log this many steps late is probably none of an earlier step, but of a loop that counts in another way.
 LATE_STEPS: Final = 100
 
@@ -228,6 +230,8 @@ class Session:
             counted=self._counted,
             is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
+            updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
+            hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
         )
         layers = tuple(layer.spec for layer in self.layers)
         try:

@@ -88,6 +88,9 @@ class RunHandshake:
         """Whether the process with this address has joined, over this connection."""
         return (hello := self._joined.get(address)) is not None and hello.inbox == connection
 
+    def is_ready(self, address: Address) -> bool:
+        return address in self._ready
+
     def detail(self, address: Address) -> str:
         """The `detail` of the process's Ready, or "starting" before it."""
         known = self._ready.get(address)

@@ -5,6 +5,7 @@
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
+    liveness    Ping -> Pong
     machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
 
@@ -509,17 +510,30 @@ class Log(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ping(Message):
+    """Coordinator to trainer and optimizer, once a second during training: answer on this connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong(Message):
+    """Trainer or optimizer to coordinator: the answer to Ping. `waits_for`: what training waits for; may be empty."""
+
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest(Message):
     """Monitor to coordinator: send the newest status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of the run, as shown to users."""
+    """One process of the run, as shown to users. `silent_s`: for how long it has not answered; 0 while it does."""
 
     address: Address
     pid: int
     detail: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,18 +16,18 @@ from protocol.address import Address
 #: The messages of each role. Those that several roles send are in each of their lines.
 BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
     "trainer": (
-        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Failure, m.Goodbye),
+        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure, m.Goodbye),
         *(m.LayerTable, m.PositionsLearned, m.StepBegin, m.GradReady, m.Verdict, m.TrainerReport, m.Log),
         *(m.PlanApplied, m.AllocatePlanes, m.ReleasePlanes, m.TakeOver, m.GiveUp),
         *(m.KeyRequest, m.Collect, m.ReportTo),
     ),
     "optimizer": (
-        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Failure),
+        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure),
         *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded),
     ),
     "coordinator": (
         *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode),
-        *(m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
+        *(m.Ping, m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
         m.Goodbye,  # in the place of a trainer that is gone
     ),
     "monitor": (m.StatusRequest, m.Command),

@@ -264,11 +264,11 @@ class Link:
 class Health(health.Health):
     """Waits give the turn back."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
+    def __init__(self, scheduler: Scheduler, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._scheduler = scheduler
 
-    def wait_for(self, happened: Callable[[], bool], what: str, timeout_s: float = 0.0) -> None:
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
         self._scheduler.wait_until(lambda: self.failure is not None or happened())
         self.check()
 

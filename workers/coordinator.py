@@ -3,14 +3,16 @@
     inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
                                                                                   └─▶ timeline, if there is one
 
-It sleeps until its inbox has a message, and exits when the launcher is gone. A trainer that is gone without a Goodbye
-leaves its place to another, as when torchrun starts failed ranks again.
+It sleeps until its inbox has a message or a second has passed, and exits when the launcher is gone. A trainer that is
+gone without a Goodbye leaves its place to another, as when torchrun starts failed ranks again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -19,6 +21,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
@@ -26,7 +30,8 @@ from protocol.channel import Incoming, Network, Outbox, PeerDied
 from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, Write
+from workers.heartbeats import BEAT_S
 from workers.metrics_file import MetricsFile
 from workers.nodes import Nodes
 from workers.process import begin_worker, read_token, say_ready, worker_parser
@@ -36,7 +41,7 @@ from workers.process import begin_worker, read_token, say_ready, worker_parser
 LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
 
-_log = rate_limited("coordinator")
+_log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dropped")
 
 
 def main() -> int:
@@ -45,6 +50,7 @@ def main() -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
+    parser.add_argument("--hang-timeout-s", type=float, required=True)
     arguments = begin_worker(parser)
     state = CoordinatorState(
         run_name=arguments.run_name,
@@ -53,6 +59,7 @@ def main() -> int:
         host=socket.gethostname(),
         replan_every=arguments.replan_every,
         ranks=arguments.ranks,
+        hang_timeout_s=arguments.hang_timeout_s,
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -125,9 +132,13 @@ class Coordinator:
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
+        beat_s = time.monotonic() + BEAT_S
         while True:
+            if time.monotonic() >= beat_s:
+                self._beat()
+                beat_s = time.monotonic() + BEAT_S
             try:
-                incoming = self._inbox.receive(None)
+                incoming = self._inbox.receive(max(beat_s - time.monotonic(), 0.0))
             except PeerDied as death:
                 self._inbox.unwatch(death.name)
                 if (trainer := self._trainers.pop(death.name, None)) is not None:
@@ -138,6 +149,14 @@ class Coordinator:
                 return 0
             if incoming is not None:
                 self._handle(incoming)
+
+    def _beat(self) -> None:
+        for address, outbox in self._outboxes.items():
+            while (answer := outbox.receive(0.0)) is not None:
+                if isinstance(answer, m.Pong):
+                    self._state.heartbeats.answered(address, answer)
+        for command in self._state.beat():
+            self._carry_out(command)
 
     def _finish(self) -> None:
         """Handle the messages that were sent before the end: the last records."""
@@ -157,7 +176,7 @@ class Coordinator:
                 self._lose(self._trainers.pop(incoming.sender), incoming.sender)
             else:
                 kind = type(incoming.message).__name__
-                _log.warning("dropped %s of %s over connection %s", kind, incoming.address, incoming.sender)
+                _dropped.warning("dropped %s of %s over connection %s", kind, incoming.address, incoming.sender)
             return
         for news in self._nodes.news():
             self._state.hear(news.message, news.sender)
@@ -166,7 +185,7 @@ class Coordinator:
         try:
             commands = self._state.handle(incoming.message, incoming.address, now_s)
         except HandshakeError as error:
-            _log.warning("refused %s: %s", incoming.address, error)
+            _dropped.warning("refused %s: %s", incoming.address, error)
             return
         if isinstance(incoming.message, m.Goodbye):
             self._disconnect(incoming.address)
@@ -215,6 +234,25 @@ class Coordinator:
                 self._nodes.publish(status)
             case Note(text):
                 _log.info("%s", text)
+            case Abort(worker, pid):
+                self._abort(worker, pid)
+
+    def _abort(self, worker: Address, pid: int) -> None:
+        """End a worker that has hung, and with it the run: an optimizer, or a trainer that the launcher has started.
+
+        A trainer that somebody has stopped, with Ctrl-Z or a debugger, may go on later.
+        """
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if worker.role == "trainer" and (
+                os.getppid() not in {parent.pid for parent in process.parents()}
+                or process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            ):
+                return
+            silent_s = self._state.heartbeats.silent_s(worker)
+            _log.error("%s (process %d) has not answered for %.0f s: it is ended", worker, pid, silent_s)
+            process.send_signal(signal.SIGABRT)  # its log gets its stack
+            process.resume()
 
 
 def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:

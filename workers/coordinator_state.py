@@ -8,22 +8,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
-from workers.effects import Answer, Command, Note, Publish, Send, Write
+from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Fleet, TrainerSeat
+from workers.heartbeats import Heartbeats
 
 
 class CoordinatorState:
     """The coordinator of one run: handshake, fleet, status. `host` is this machine's name, which has so many ranks."""
 
-    def __init__(self, *, run_name: str, run_dir: str, pid: int, host: str, replan_every: int, ranks: int) -> None:
+    def __init__(
+        self,
+        *,
+        run_name: str,
+        run_dir: str,
+        pid: int,
+        host: str,
+        replan_every: int,
+        ranks: int,
+        hang_timeout_s: float = math.inf,
+    ) -> None:
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self._handshake = RunHandshake(run_name=run_name, pid=pid, ranks=ranks)
         self.fleet = Fleet(replan_every=replan_every)
+        self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
 
     def admits(self, message: m.Message, sender: Address, connection: str) -> bool:
@@ -56,6 +69,14 @@ class CoordinatorState:
         if isinstance(message, m.SessionEnded):
             return self._on_end(seat, sender)
         return self._published(seat, seat.handle(message, sender))
+
+    def beat(self) -> list[Command]:
+        """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
+        ready = [seat.trainer for seat in self.fleet.taken if self._handshake.is_ready(seat.trainer)]
+        asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
+        news, hung = self.heartbeats.beat(asked)
+        ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]
+        return [*map(Note, news), *ends, *(Send(address, m.Ping()) for address in asked)]
 
     def hear(self, message: m.Message, sender: Address) -> None:
         """The coordinator of another machine of the job has sent the status of its ranks."""
@@ -131,7 +152,12 @@ class CoordinatorState:
     def _status(self) -> m.Status:
         """The run's processes, and the first trainer's layers and newest record."""
         processes = [
-            m.Process(address=address, pid=hello.pid, detail=self._handshake.detail(address))
+            m.Process(
+                address=address,
+                pid=hello.pid,
+                detail=self._handshake.detail(address),
+                silent_s=self.heartbeats.silent_s(address),
+            )
             for address, hello in self._handshake.joined.items()
         ]
         planning = self.fleet.shown.planning

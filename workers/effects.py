@@ -6,6 +6,7 @@ Write     a line to the metrics of the trainer of this rank
 Amend     numbers that belong to a line which was written
 Publish   a status to monitors
 Note      a line to the coordinator's log
+Abort     end this worker, which does not answer
 """
 
 from __future__ import annotations
@@ -50,4 +51,10 @@ class Note:
     text: str
 
 
-Command = Send | Answer | Write | Amend | Publish | Note
+@dataclass(frozen=True, slots=True)
+class Abort:
+    worker: Address
+    pid: int
+
+
+Command = Send | Answer | Write | Amend | Publish | Note | Abort

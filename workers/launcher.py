@@ -314,8 +314,9 @@ class Supervisor:
             sockets += ["--trace", str(self.run_dir)]
         place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
         sockets += ["--ranks", str(self._ranks)]
-        replan = ["--replan-every", str(self._config.replan_every)]
-        [coordinator] = self._start_workers({COORDINATOR: [*sockets, *place, *replan]})
+        place += ["--replan-every", str(self._config.replan_every)]
+        place += ["--hang-timeout-s", str(self._config.hang_timeout_s)]
+        [coordinator] = self._start_workers({COORDINATOR: [*sockets, *place]})
         cores = ["--cores", self._config.cores]
         cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
         optimizers = self._start_workers(
@@ -330,6 +331,7 @@ class Supervisor:
             coordinator_pid=coordinator.process.pid,
             optimizer_pids=tuple(optimizer.process.pid for optimizer in optimizers),
             host_memory_limit=self._config.host_memory_limit,
+            hang_timeout_s=self._config.hang_timeout_s,
             trace=self._config.trace,
         ).write()
 
@@ -462,7 +464,14 @@ class Supervisor:
         return 0
 
     def _end(self) -> None:
-        process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
+        killed = process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
+        for child in killed:
+            if child.name == str(COORDINATOR):
+                print(
+                    f"hytrain-cluster: {child.name} (process {child.process.pid}) hung and was killed: the last "
+                    f"records are missing in {self.run_dir}",
+                    file=sys.stderr,
+                )
         if self._config.trace:  # however the run ended
             try:
                 trace.merge(self.run_dir)

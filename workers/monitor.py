@@ -50,6 +50,8 @@ LOOK_S: Final = 0.5
 #: How long after a reply the feed may still bring statuses that were published before it.
 LAG_S: Final = 0.2
 ANSWER_S: Final = 10.0
+#: While a run is followed, a coordinator that has not replied for so long is shown as silent.
+SILENT_S: Final = 3.0
 REDRAW_S: Final = 0.25
 
 #: The settings that a command can change: name, value, effect.
@@ -228,6 +230,7 @@ class Attachment:
         address = Address("monitor", os.getpid())
         name = f"{address}-{secrets.token_hex(4)}"
         self._network = Network(run.socket_dir, token=run.token, address=address, name=name)
+        self._last: m.Status | None = None
         self._feed = self._network.subscriber()
         self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
 
@@ -243,10 +246,10 @@ class Attachment:
         """Whether the coordinator, and so the run, has ended."""
         return bool(select.select([self._coordinator], [], [], 0)[0])
 
-    def ask(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T | None:
+    def ask(self, question: m.StatusRequest | m.Command, kind: type[T], patience_s: float = ANSWER_S) -> T | None:
         """The coordinator's reply, or None if it is gone. Raises `ClusterTimeout` if it lives but does not reply."""
         self._outbox.send(question)
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             answer = self._outbox.receive(LOOK_S)
             if isinstance(answer, kind):
@@ -263,19 +266,36 @@ class Attachment:
         return answer
 
     def statuses(self) -> Iterator[m.Status]:
-        """The current status, then each new one, until the run ends. Asks again while the feed brings nothing."""
+        """The current status, then each new one, until the run ends. Asks again while the feed brings nothing.
+
+        If the coordinator does not reply, the last status says so.
+        """
         newest_s = 0.0
-        while (status := self.ask(m.StatusRequest(), m.Status)) is not None:
+        while (status := self._current()) is not None:
             # The reply may overtake statuses in the feed. Yield those first, except before the first reply.
             while 0.0 < newest_s < view.recorded_at_s(status) and (news := self._next(newest_s, LAG_S)) is not None:
                 newest_s = view.recorded_at_s(news)
                 yield news
             if view.recorded_at_s(status) >= newest_s:
                 newest_s = view.recorded_at_s(status)
+                self._last = status
                 yield status
             while (news := self._next(newest_s, LOOK_S)) is not None:
                 newest_s = view.recorded_at_s(news)
+                self._last = news
                 yield news
+
+    def _current(self) -> m.Status | None:
+        """The coordinator's reply, or the last status with how long it has not replied; None once it is gone."""
+        if self._last is None:
+            return self.ask(m.StatusRequest(), m.Status)
+        began_s = time.monotonic()
+        try:
+            return self.ask(m.StatusRequest(), m.Status, SILENT_S)
+        except ClusterTimeout:
+            first, *others = self._last.processes
+            first = replace(first, silent_s=first.silent_s + time.monotonic() - began_s)
+            return replace(self._last, processes=(first, *others))
 
     def _next(self, newest_s: float, timeout_s: float) -> m.Status | None:
         """The feed's next status with a newer record, or None after `timeout_s` seconds without a status."""
@@ -289,8 +309,12 @@ class Attachment:
 
 
 def _follow(attachment: Attachment, *, as_json: bool) -> None:
-    shown = "{}"  # the record before the first step
+    shown, silent = "{}", set[str]()  # the record before the first step, and who does not answer
     for status in attachment.statuses():
+        for process in status.processes:
+            if process.silent_s and str(process.address) not in silent and not as_json:
+                print(f"{process.address} (process {process.pid}) {view.silence(process)}", flush=True)
+        silent = {str(process.address) for process in status.processes if process.silent_s}
         if status.record != shown:
             shown = status.record
             print(view.record_json(status) if as_json else view.line(status), flush=True)

@@ -141,6 +141,7 @@ def _process_json(process: m.Process, usage: Usage | None) -> dict[str, Any]:
         "rank": process.address.rank,
         "pid": process.pid,
         "detail": process.detail,
+        "silent_s": process.silent_s,
         "alive": usage is not None,
     }
     return described if usage is None else described | asdict(usage)
@@ -325,11 +326,19 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
         else:
             use = [format_cores(usage.cores), f"{usage.cpu_share:.0%}", f"{usage.rss_bytes / 2**30:.2f} GiB"]
         what = process.detail
+        if process.silent_s:
+            rows.add_row(str(process.address), str(process.pid), *use, "", "", Text(silence(process), "bold red"))
+            continue
         if process.address.role == "optimizer" and (threads := record.get("threads")) is not None:
             what = f"{format_threads(threads)} {what}"  # from the record, since a command can change it
         load = _load(process.address.role, record)
         rows.add_row(str(process.address), str(process.pid), *use, *load, Text(what))
     return rows
+
+
+def silence(process: m.Process) -> str:
+    """What is said of a process that does not answer."""
+    return f"has not answered for {process.silent_s:.0f} s"
 
 
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:

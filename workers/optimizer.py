@@ -101,7 +101,8 @@ class Server:
         """Serve one trainer, from its layer table to its Goodbye. Before raising an error, send both a `Failure`."""
         incoming = self.inbox.receive(None)
         if incoming is None or not isinstance(incoming.message, m.LayerTable):
-            _log.warning("there is no trainer: dropped %s", incoming)
+            if incoming is None or not isinstance(incoming.message, m.Ping):  # which may cross a Goodbye
+                _log.warning("there is no trainer: dropped %s", incoming)
             return
         table, coordinator = incoming.message, self.coordinator
         self.inbox.admit(str(COORDINATOR), table.inbox)
@@ -161,6 +162,8 @@ class Session:
                 self._work()
             elif isinstance(incoming.message, m.Goodbye):
                 return
+            elif isinstance(incoming.message, m.Ping):
+                inbox.reply(incoming.sender, m.Pong())
             else:
                 self._handle(incoming.message)
 

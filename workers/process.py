@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import logging
 import os
 import select
@@ -146,20 +147,26 @@ def log_tail(log: Path) -> str:
     return f"\nthe end of {log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"\n({log} is empty)"
 
 
-def stop(children: Iterable[Child], *, grace_s: float) -> None:
-    """End all `children`. Workers exit when their `life` pipe closes, programs get SIGTERM; later, both are killed."""
-    children = list(children)
+def stop(children: Iterable[Child], *, grace_s: float) -> list[Child]:
+    """End all `children`. Workers exit when their `life` pipe closes, programs get SIGTERM; later, both are killed.
+
+    Those that somebody has stopped go on for it. Returns who had to be killed.
+    """
+    children, killed = list(children), []
     for child in children:
         if child.life is None and child.process.poll() is None:
             child.process.terminate()
         child.close()
+        child.process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + grace_s
     for child in children:
         # Popen.wait with a timeout polls every 50 ms; the descriptor becomes readable at once.
         if not select.select([child.pidfd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             child.process.kill()
+            killed.append(child)
         child.process.wait()
         os.close(child.pidfd)
+    return killed
 
 
 # ---------------------------------------------------------------- the worker's side
@@ -183,6 +190,7 @@ def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """
     arguments = parser.parse_args()
     worker_logging()
+    faulthandler.enable()  # the stack of a process that crashes, or is ended since it does not answer, is in its log
     for number in (signal.SIGINT, *FOR_PROGRAMS):
         signal.signal(number, signal.SIG_IGN)
     return arguments

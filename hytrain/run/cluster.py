@@ -110,10 +110,11 @@ class PrivateCluster:
         if os.getpid() != self._pid:
             return
         self._launcher.terminate()  # closing its input may not end it: a forked child may have it open too
-        for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
-            if pipe is not None:
-                pipe.close()
+        assert self._launcher.stdin and self._launcher.stdout and self._launcher.stderr
+        self._launcher.stdin.close()
+        self._launcher.stdout.close()
         if any(map(holder, self._seats)):
+            self._launcher.stderr.close()
             threading.Thread(target=self._launcher.wait, name="hytrain-reaper", daemon=True).start()
             return
         if self._launcher.returncode is None:
@@ -122,6 +123,10 @@ class PrivateCluster:
                 self._launcher.kill()
             os.close(pidfd)
         self._launcher.wait()
+        with self._launcher.stderr as pipe:
+            for line in pipe.read().decode(errors="replace").splitlines():
+                if line.startswith("hytrain-cluster: "):
+                    print(line, file=sys.stderr)
 
 
 def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:

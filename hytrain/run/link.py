@@ -16,6 +16,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from hytrain.run.cluster import PrivateCluster
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Inbox, Network, Outbox, PeerDied
+from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
 from protocol.messages import (
@@ -35,13 +36,18 @@ from protocol.messages import (
     Goodbye,
     LayerTable,
     Message,
+    Ping,
     Plan,
     PlanesRefused,
+    Pong,
     Reassign,
     Welcome,
 )
 
 CLOSE_TIMEOUT_S: Final = 5.0
+#: The coordinator is heard at least once a second. After this long without it, it is called silent.
+SILENCE_S: Final = 4.0
+LOOK_S: Final = 1.0
 THREAD_PREFIX: Final = "hytrain-link-"
 
 _log = logging.getLogger(__name__)
@@ -63,6 +69,11 @@ class Listener(Protocol):
     def on_message(self, message: Message) -> None: ...
 
     def on_failure(self, error: HyTrainError) -> None: ...
+
+    @property
+    def waits_for(self) -> str:
+        """What training waits for, in words; empty if it does not wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class Link:
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()
         self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._closed = self._is_ready = False
 
     def join(self) -> None:
         """Shake hands with the coordinator. Raises `ClusterError` if it or the optimizer is dead, or on a timeout."""
@@ -155,6 +166,7 @@ class Link:
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
         self.post("coordinator", self._handshake.ready(detail))
+        self._is_ready = True
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
@@ -201,18 +213,33 @@ class Link:
                 if job.after is not None:
                     job.after.synchronize()
                 message = listener.on_departure(job.what) if isinstance(job.what, Draft) else job.what
-                self._outboxes[job.to].send(message)
+                try:
+                    self._outboxes[job.to].send(message)
+                except PeerNotReading as full:
+                    if job.to != "coordinator":
+                        raise
+                    _log.warning("the coordinator does not read, so its records have gaps; training goes on: %s", full)
                 del job
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))
 
     def _receive_all(self, listener: Listener) -> None:
+        silence = _Silence()
         try:
             while True:
-                incoming = self._inbox.receive(None)
+                incoming = self._inbox.receive(LOOK_S)
+                if self._is_ready and silence.passes():
+                    pid = self._cluster.coordinator_pid
+                    _log.warning(
+                        "the coordinator (process %d) has not been heard for %.0f s; training goes on", pid, SILENCE_S
+                    )
                 if incoming is None:
                     continue
-                if isinstance(incoming.message, Failure):
+                if isinstance(incoming.message, Ping):
+                    if silence.ends():
+                        _log.warning("the coordinator is heard again")
+                    self._inbox.reply(incoming.sender, Pong(waits_for=listener.waits_for))
+                elif isinstance(incoming.message, Failure):
                     listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
                 else:
                     listener.on_message(incoming.message)
@@ -221,6 +248,28 @@ class Link:
                 listener.on_failure(self._worker_died(death))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
+
+
+class _Silence:
+    """For how long the coordinator has not been heard, without the time in which this process itself was stopped."""
+
+    def __init__(self) -> None:
+        self._looked_s, self._quiet_s, self._told = time.monotonic(), 0.0, False
+
+    def passes(self) -> bool:
+        """Time has passed. Whether it has been silent for so long that it is to be told; True only once."""
+        now_s = time.monotonic()
+        self._quiet_s += min(now_s - self._looked_s, LOOK_S)
+        self._looked_s = now_s
+        if self._told or self._quiet_s < SILENCE_S:
+            return False
+        self._told = True
+        return True
+
+    def ends(self) -> bool:
+        """It is heard. Whether its silence had been told."""
+        told, self._quiet_s, self._told = self._told, 0.0, False
+        return told
 
 
 def describe_failure(sender: Address, failure: Failure) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Set
 from typing import Final
 
@@ -66,11 +67,13 @@ class Engine:
         counted: Set[int],
         is_stage: bool = False,
         trace: TraceWriter | None = None,
+        updater: str = "the optimizer process",
+        hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._steps_before = 0
         self._renew: Callable[[], bool] = lambda: False
-        self._health = Health()
+        self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         self._verdicts = Verdicts(
@@ -221,6 +224,10 @@ class Engine:
 
     def on_failure(self, error: HyTrainError) -> None:
         self._health.fail(error)
+
+    @property
+    def waits_for(self) -> str:
+        return self._health.waits_for
 
     @property
     def statistics(self) -> Statistics:

@@ -7,20 +7,22 @@ failure every call raises it: training must not continue on half an update (I8).
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
 from hytrain.step.life import Event, State, StepLife
-
-UPDATE_TIMEOUT_S: Final = 600.0
 
 
 class Health:
     """The step's life, the first failure, and the condition that announces changes of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, updater: str = "the optimizer process", timeout_s: float = math.inf) -> None:
+        """`updater`: the process that is waited for, by its name. `timeout_s`: for how long."""
+        self._updater, self._timeout_s = updater, timeout_s
+        self.waits_for = ""  # what the user's thread is waiting for, in words
         self.life = StepLife()
         self.changed = threading.Condition()
         self.failure: HyTrainError | None = None
@@ -70,10 +72,16 @@ class Health:
         """Fail in a forked child. No other thread is left to notify or unlock the old condition."""
         self.changed, self.failure = threading.Condition(), error
 
-    def wait_for(self, happened: Callable[[], bool], what: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:
-        """Sleep until `happened` is true. Raises a failure as soon as there is one, or `ClusterTimeout` in the end."""
+    def wait_for(self, happened: Callable[[], bool], what: str) -> None:
+        """Sleep until `happened` is true. Raises a failure as soon as there is one, and `ClusterTimeout` in the end.
+
+        A timeout is a failure, too: nothing is waited for twice.
+        """
+        self.waits_for = what
         with self.changed:
-            done = self.changed.wait_for(lambda: self.failure is not None or happened(), timeout_s)
-        self.check()
+            limit_s = min(self._timeout_s, threading.TIMEOUT_MAX)
+            done = self.changed.wait_for(lambda: self.failure is not None or happened(), limit_s)
+        self.waits_for = ""
         if not done:
-            raise ClusterTimeout(f"{what} did not happen within {timeout_s:.0f} s")
+            self.fail(ClusterTimeout(f"{self._updater} has not finished {what} in {self._timeout_s:.0f} s"))
+        self.check()

@@ -184,9 +184,9 @@ def on_waiting(patch: pytest.MonkeyPatch, act: Callable[[str], None]) -> None:
     """Call `act` with what is waited for, before each wait for an update."""
     wait_for = Health.wait_for
 
-    def told(self: Health, happened: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def told(self: Health, happened: Callable[[], bool], what: str) -> None:
         act(what)
-        wait_for(self, happened, what, timeout_s)
+        wait_for(self, happened, what)
 
     patch.setattr(Health, "wait_for", told)
 

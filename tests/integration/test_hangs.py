@@ -1,0 +1,135 @@
+"""A process hangs: the log and the monitor name it, what can go on goes on, and the rest ends once, with its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import adamw, process, train
+from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, roles_below, run, started, write_recipe
+from small_models import perceptron, square_loss
+
+import hytrain
+from hytrain.errors import WorkerDied
+from workers.process import start_program, stop
+
+pytestmark = pytest.mark.usefixtures("own_run")
+MONITOR = ROOT / "bin" / "hytrain-monitor"
+SOON_S = 60.0
+
+
+def read_until_log(log: Path, pattern: str) -> str:
+    """What the log says, as soon as it says that."""
+    ends_s = time.monotonic() + SOON_S
+    while (found := re.search(pattern, log.read_text())) is None:
+        assert time.monotonic() < ends_s, log.read_text()
+        time.sleep(0.05)
+    return found[0]
+
+
+def silent(opt: hytrain.AdamW) -> dict[str, float]:
+    """Which processes the monitor shows as silent."""
+    shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
+    assert shown.returncode == 0, shown.stderr
+    return {known["role"]: known["silent_s"] for known in json.loads(shown.stdout)["processes"] if known["silent_s"]}
+
+
+def test_a_stopped_optimizer_is_named_and_may_go_on() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        log, optimizer = opt.run_dir / "logs" / "coordinator-0.log", process(opt, "optimizer")
+        optimizer.suspend()
+        read_until_log(log, "optimizer-0 has not answered for 4 s")
+        assert [*silent(opt)] == ["optimizer"]
+        optimizer.resume()
+        read_until_log(log, "optimizer-0 answers again")
+        assert silent(opt) == {}
+        train(model, opt, range(3, 6), square_loss)
+
+
+def test_an_optimizer_that_hangs_ends_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYTRAIN_HANG_TIMEOUT_S", "5")
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        logs, optimizer = opt.run_dir / "logs", process(opt, "optimizer")
+        optimizer.suspend()
+        with pytest.raises(WorkerDied, match=rf"optimizer-0 \(process {optimizer.pid}\) was killed by SIGABRT"):
+            train(model, opt, range(3, 6), square_loss)
+        said = (logs / "coordinator-0.log").read_text()
+        assert "trainer-0 waits for the update of layer" in said
+        assert f"optimizer-0 (process {optimizer.pid}) has not answered for 5 s: it is ended" in said
+        assert "workers/optimizer.py" in (logs / "optimizer-0.log").read_text(), "where it was"
+        with pytest.raises(WorkerDied):
+            opt.synchronize()
+
+
+def test_a_coordinator_that_hangs_ends_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    """It is stopped in the middle, and still stopped when the trainer has ended."""
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 30, "warmup_steps": 0})
+    with started(sys.executable, CLUSTER, recipe, env=environment(HYTRAIN_RUN_DIR=None)) as launcher:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.stat().st_size:
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        roles_below(psutil.Process(launcher.pid))["coordinator"].suspend()
+        assert launcher.wait(SOON_S) == 0
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 31)]
+
+
+def test_a_stopped_coordinator_is_told_to_the_trainer_and_by_the_monitor(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "steps").open("w") as output,
+        started(sys.executable, SCRIPTS / "endless.py", stdout=output, stderr=subprocess.PIPE) as first,
+    ):
+        read_until_log(tmp_path / "steps", "step 5")
+        [launcher] = [each for each in psutil.Process(first.pid).children() if "workers.launcher" in each.cmdline()]
+        coordinator = roles_below(launcher)["coordinator"]
+        with started(sys.executable, MONITOR, "--follow") as monitor:
+            read_until(monitor, "step")
+            coordinator.suspend()
+            said = read_until(monitor, f"coordinator-0 (process {coordinator.pid}) has not answered for")
+            coordinator.resume()
+            read_until(monitor, "step")
+            monitor.terminate()
+        assert first.stderr is not None and said
+        assert f"the coordinator (process {coordinator.pid}) has not been heard" in first.stderr.readline()
+        assert "the coordinator is heard again" in first.stderr.readline()
+        first.send_signal(signal.SIGKILL)
+
+
+def test_a_stopped_trainer_is_named_and_never_ended(tmp_path: Path) -> None:
+    environ = environment(HYTRAIN_HANG_TIMEOUT_S="1")
+    with started(sys.executable, CLUSTER, "--run-dir", tmp_path / "run", SCRIPTS / "endless.py", env=environ) as first:
+        read_until(first, "step 5")
+        trainer = roles_below(psutil.Process(first.pid))["endless"]
+        trainer.suspend()
+        log = tmp_path / "run" / "logs" / "coordinator-0.log"
+        read_until_log(log, "trainer-0 has not answered for 4 s")
+        trainer.resume()
+        read_until_log(log, "trainer-0 answers again")
+        read_until(first, "step")
+        first.terminate()
+        first.wait(SOON_S)
+
+
+def test_who_had_to_be_killed_is_known(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    children = []
+    for code in (deaf, "print(flush=True); input()"):
+        reading, writing = os.pipe()
+        command = [sys.executable, "-c", code]
+        children.append(start_program("it", command, log=tmp_path, environment={}, stdout=writing, stderr=os.dup(2)))
+        os.read(reading, 1)
+        os.close(reading)
+    children[0].process.send_signal(signal.SIGSTOP)
+    assert stop(children, grace_s=0.2) == children[:1]
