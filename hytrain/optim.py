@@ -17,6 +17,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from hytrain.model.parts import Parts
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.run.ranks import Ranks
+from hytrain.saver import Saver
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
@@ -176,6 +178,7 @@ class AdamW(torch.optim.Optimizer):
             _replace(self._model, self.param_groups)
         check_same(ranks, options)
         me = weakref.ref(self)
+        self._saver = Saver()
         self._session = Session(
             self._model,
             options,
@@ -385,13 +388,31 @@ class AdamW(torch.optim.Optimizer):
         Raises `SavingError` if it cannot be written: the disk is full, for example. Then the old state is there, and
         training can go on.
         """
+        self._write(folder, "opt.save()")(Ranks.of_job())
+
+    def async_save(self, folder: str | Path) -> Future[None]:
+        """Like `save`, but return as soon as the state of this step is in the files, and train on meanwhile.
+
+        The system has the files in memory then. A thread of this process waits for the disk, computes the checksums,
+        and makes the state the folder's current one. Then the future is done, or has the `SavingError`, which is also
+        logged. The next save waits for it, and so does `close`.
+
+        The name and the meaning are those of `torch.distributed.checkpoint.async_save`. Model weights are not part of
+        it: save them before the next step.
+        """
+        finish = self._write(folder, "opt.async_save()")
+        return self._saver.start(finish, f"the optimizer's state in {folder}")
+
+    def _write(self, folder: str | Path, asked: str) -> Callable[[Ranks], None]:
+        """Write the state into files, and return what makes them the folder's state."""
         from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
 
+        self._saver.wait()
         engine = self._engine
         engine.import_written()
-        engine.before_load("opt.save()")
+        engine.before_load(asked)
         engine.expose_state()
-        state_folder.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
+        return state_folder.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
@@ -402,6 +423,7 @@ class AdamW(torch.optim.Optimizer):
         """
         from hytrain import state_folder
 
+        self._saver.wait()
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
         steps = state_folder.load(
@@ -477,6 +499,7 @@ class AdamW(torch.optim.Optimizer):
             NonFiniteGradients: The last step's gradients were not finite, with `on_nonfinite="raise"`. Everything is
                 closed.
         """
+        self._saver.close()
         self._close()
 
 

@@ -17,6 +17,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -39,6 +40,7 @@ from hytrain.memory.planes import STATE_PLANES
 from hytrain.model.trained import TrainedParameter
 from hytrain.run.ranks import Ranks
 from hytrain.saving import Resting, clean, gather, hyper, plane_dtypes, scatter
+from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
 from hytrain.tensors import distributed, local, part_of, shaped
 
@@ -75,10 +77,12 @@ def save(
     *,
     steps: int,
     loss_scale: LossScale | None = None,
-) -> None:
-    """Write the state after `steps` steps into `folder`, which is created. A state that is there is replaced.
+) -> Callable[[Ranks], None]:
+    """Write the state after `steps` steps into `folder`, which is created, and return what makes it the current one.
 
-    Raises `SavingError` on all ranks if it cannot be written. Then the state that was there is whole.
+    All ranks call that, too, perhaps on another thread: it waits for the disk, and reads no state. Until it has
+    returned, a state that was there before is in force. Both raise `SavingError` on all ranks if something cannot be
+    written. Then the state that was there is whole.
     """
     ranks = Ranks.of_job()
     step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
@@ -94,33 +98,46 @@ def save(
     current, free = ranks.gather(slots)[0]
     arrays = _trained(parameters) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
-    writer = HuggingFaceStorageWriter(str(free), file_of, save_distributed=True)
+    writer = ShardWriter(free, ranks.rank, file_of, {name: array.dtype for name, array in arrays.items()})
+    index = {
+        "format": FORMAT,
+        "steps": steps,
+        "param_groups": [hyper(group) for group in groups],
+        "step_of": step_of,
+        "resting": rested,
+        "loss_scale": None if loss_scale is None else loss_scale.state(),
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the writer's threads have streams of their own
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
         if ranks.rank == 0:
-            index = {
-                "format": FORMAT,
-                "steps": steps,
-                "param_groups": [hyper(group) for group in groups],
-                "step_of": step_of,
-                "resting": rested,
-                "loss_scale": None if loss_scale is None else loss_scale.state(),
-            }
-            (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's numbers are not JSON's
             yield free / INDEX
 
+    @contextmanager
+    def or_removed() -> Iterator[None]:
+        try:
+            yield
+        except SavingError:
+            if ranks.rank == 0 and not _is_current(free):
+                shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
+            raise
+
+    def finish(ranks: Ranks) -> None:
+        with or_removed():
+            manifest.seal(folder, written(), ranks)
+        if ranks.rank == 0:
+            shutil.rmtree(current, ignore_errors=True)
+
     call = partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays))
-    try:
+    with or_removed():
         with manifest.writing(folder):
             _run(ranks, call)
-        manifest.seal(folder, written(), ranks)
-    except SavingError:
-        if ranks.rank == 0 and not _is_current(free):
-            shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
-        raise
-    if ranks.rank == 0:
-        shutil.rmtree(current, ignore_errors=True)
+        with ranks.together(), manifest.writing(folder):
+            if ranks.rank == 0:
+                (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's numbers are not JSON's
+    return finish
 
 
 def load(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -23,11 +23,15 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's `rank` of `world`, and `node`, the ranks on this machine in ascending order."""
+    """This process's `rank` of `world`, and `node`, the ranks on this machine in ascending order.
+
+    `group`: what torch's collectives use; None is the default group.
+    """
 
     rank: int = 0
     world: int = 1
     node: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of_job(cls) -> Self:
@@ -39,6 +43,10 @@ class Ranks:
         dist.all_gather_object(world, here)
         return cls(dist.get_rank(), len(world), tuple(rank for rank, place in enumerate(world) if place == here))
 
+    def apart(self) -> Self:
+        """The same ranks over a group of their own, for the collectives of another thread. Host memory only."""
+        return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo"))
+
     @property
     def leads_node(self) -> bool:
         """Whether this is the first rank of its machine."""
@@ -49,7 +57,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     @contextmanager

@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -360,6 +361,75 @@ def test_a_save_that_cannot_be_written_goes_and_the_old_state_stays(tmp_path: Pa
         opt.load(folder)
         assert differing(state(opt), before) == []
         opt.save(folder)
+
+
+@contextmanager
+def held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No checksums are written until the event is set, as on a slow disk."""
+    on, seal = threading.Event(), manifest.seal
+
+    def late(*arguments: Any) -> None:
+        assert on.wait(60.0)
+        seal(*arguments)
+
+    with patch.context() as patched:
+        patched.setattr(manifest, "seal", late)
+        yield on
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_training_goes_on_while_a_state_is_saved(k: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of the step is saved, whatever is trained meanwhile; until then, the old one is in force."""
+    model, folder = perceptron(dtype=torch.bfloat16), tmp_path / "state"
+    with adamw(model, k=k) as opt, held_back(monkeypatch) as disk:
+        train(model, opt, range(2), square_loss)
+        disk.set()
+        opt.save(folder)
+        disk.clear()
+        old = state(opt)
+        train(model, opt, range(2, 4), square_loss)
+        new = state(opt)
+        saved = opt.async_save(folder)
+        train(model, opt, range(4, 6), square_loss)
+        assert not saved.done()
+        shutil.copytree(folder, tmp_path / "meanwhile")
+        disk.set()
+        saved.result()
+        for found, expected in ((tmp_path / "meanwhile", old), (folder, new)):
+            opt.load(found)
+            assert differing(state(opt), expected) == []
+
+
+def test_saves_do_not_overtake_each_other_and_closing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = perceptron(), tmp_path / "state"
+    with held_back(monkeypatch) as disk:
+        with adamw(model) as opt:
+            train(model, opt, range(2), square_loss)
+            first = opt.async_save(folder)
+            threading.Timer(0.1, disk.set).start()
+            second = opt.async_save(folder)
+            assert first.done()
+            disk.clear()
+            threading.Timer(0.1, disk.set).start()
+        assert second.done() and second.exception() is None
+    with adamw(perceptron()) as opt:
+        opt.load(folder)
+
+
+def test_a_save_that_fails_behind_the_training_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, folder = perceptron(), tmp_path / "state"
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(folder)
+        before = state(opt)
+        train(model, opt, range(2, 4), square_loss)
+        (folder / ".SHA256SUMS.partial").mkdir()  # so that nothing can be written there
+        saved = opt.async_save(folder)
+        train(model, opt, range(4, 6), square_loss)
+        assert isinstance(saved.exception(), SavingError)
+        assert f"the optimizer's state in {folder} was not saved" in caplog.text
+        opt.load(folder)
+        assert differing(state(opt), before) == []
 
 
 def test_a_recipe_goes_on_without_a_checkpoint_that_cannot_be_written(

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from sharded_models import Decoder, for_this_rank, fused, next_token_loss
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor
 import hytrain
 from hytrain import manifest
 from hytrain.errors import ConfigError, SavingError
+from hytrain.shard_writer import ShardWriter
 
 #: By rank.
 K = {"k": (0.0, 1.0, 0.5, 0.0)}
@@ -120,12 +120,12 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
     with adamw(model, **for_this_rank(K)) as opt:
         train(model, opt, range(3))
         saved = whole(model, opt)
-        opt.save(folder / "own")
+        saving = [opt.async_save(folder / "own")]
         dcp_save(model, opt, folder / "sharded")
         dcp_save(model, opt, folder / "full", full_state_dict=True)
         weights, state = get_state_dict(model, opt)
         tree, has_trained = {"model": weights, "optimizer": state}, threading.Event()
-        saving = [
+        saving += [
             dcp.async_save(tree, planner=Late(has_trained), process_group=dist.new_group(), **where)
             for where in (
                 {"checkpoint_id": folder / "async"},
@@ -341,7 +341,7 @@ def try_all(folder: Path) -> list[tuple[type, str]]:
         train(model, opt, range(2, 4))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+                patch.setattr(ShardWriter, "write_data", fail)
             errors.append(said(lambda: opt.save(folder / "whole")))
         opt.load(folder / "whole")
         assert opt.state_dict()["state"][0]["step"] == 2, "the old state is still there"

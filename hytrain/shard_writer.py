@@ -1,0 +1,107 @@
+"""Writes a rank's shards as safetensors files, which `HuggingFaceStorageReader` reads, from where the arrays lie.
+
+    plan of torch.distributed.checkpoint ─▶ header ─▶ file ◀─ pieces of the arrays, in the order of the plan
+
+torch's `HuggingFaceStorageWriter` makes the same files from two copies of all their arrays in memory, and waits for the
+disk after each. Here nothing is copied but what is on the GPU, in pieces; several files are written at once; and
+nobody waits for the disk. `state_folder` does that later, for all files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+#: As safetensors calls them.
+DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}
+#: How many files are written at once. Each takes as much memory as a piece, for what is on the GPU.
+WRITERS: Final = 4
+PIECE_BYTES: Final = 64 << 20
+#: How the reader knows which part of an array a shard is.
+OFFSETS: Final = "DCP_SHARDING_INFO"
+VERSION: Final = ("DCP_VERSION", "1.0")
+ALIGNMENT: Final = 8
+
+
+class ShardWriter(StorageWriter):
+    """Writes arrays of one rank into `folder`: of which array `file_of` knows the file's number, `dtypes` its dtype."""
+
+    def __init__(self, folder: Path, rank: int, file_of: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> None:
+        self._folder, self._rank, self._file_of, self._dtypes = folder, rank, file_of, dtypes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            files.setdefault(self._file_of[item.index.fqn], []).append(item)
+        last = max(self._file_of.values(), default=1)
+        with ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
+            for written in [
+                pool.submit(self._write, f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{last:05d}", items, planner)
+                for number, items in files.items()
+            ]:
+                written.result()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> None:
+        with (self._folder / f"{name}.safetensors").open("wb", buffering=0) as file:
+            for piece in (self._header(items), *(_pieces(items, planner))):
+                left = memoryview(piece)
+                while left:  # a single write takes at most 2 GiB
+                    left = left[file.write(left) :]
+
+    def _header(self, items: list[WriteItem]) -> bytes:
+        described: dict[str, Any] = {}
+        offsets, end = {}, 0
+        for item in items:
+            name = item.index.fqn
+            assert item.tensor_data is not None, "all that is saved are tensors"
+            offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+            shape, dtype = list(item.tensor_data.chunk.sizes), self._dtypes[name]
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            described[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        described["__metadata__"] = {OFFSETS: json.dumps(offsets), VERSION[0]: VERSION[1], "format": "pt"}
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    # What torch's interface has besides.
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _pieces(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Any]:
+    """The bytes of the arrays: views of what is in host memory, copies of what is on the GPU, a piece at a time."""
+    for item in items:
+        values = planner.resolve_data(item)
+        assert isinstance(values, Tensor)
+        if values.numel():
+            flat = values.detach().reshape(-1).view(torch.uint8)
+            for piece in flat.split(PIECE_BYTES):
+                yield piece.cpu().numpy()
