@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, WorkerDied
@@ -30,6 +31,8 @@ EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
 #: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
 FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
+#: Signals that end a run, in its program's own time.
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -54,6 +57,13 @@ class Child:
             if descriptor is not None:
                 os.close(descriptor)
         self.ready = self.life = None
+
+
+def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have this process's signals of `ENDINGS` handled. Under nohup, SIGHUP stays ignored."""
+    for number in ENDINGS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]) -> Child:
@@ -178,11 +188,12 @@ def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
 def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the arguments, set up logging, and leave signals to the trainer: workers exit after the launcher.
 
-    A terminal sends Ctrl-C, and a batch system its warning, to every process of a run.
+    A terminal sends Ctrl-C, and a batch system its warning and its SIGTERM, to every process of a run. The trainer
+    needs the others to save what it has trained.
     """
     arguments = parser.parse_args()
     worker_logging()
-    for number in (signal.SIGINT, *FOR_PROGRAMS):
+    for number in (*ENDINGS, *FOR_PROGRAMS):
         signal.signal(number, signal.SIG_IGN)
     return arguments
 
