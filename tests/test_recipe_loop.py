@@ -285,6 +285,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(runs: Runs) -> N
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
     with pytest.raises(ConfigError, match="no checkpoint in"):
         runs.train("run", "train.resume=latest")
+    assert runs.train("new", "train.resume=auto", "train.stop_at=2").step == 2
+    assert runs.train("new", "train.resume=auto", "train.stop_at=4").step == 4
+    assert [step for step, _ in runs.optimizers[-1].records] == [3, 4]
     with pytest.raises(ConfigError, match="is not a checkpoint"):
         runs.train("run", f"train.resume={runs.folder}")
     runs.train("run")
@@ -464,7 +467,7 @@ def test_a_diverged_run_stops_and_keeps_the_last_good_checkpoint(
     monkeypatch.setattr(Ending, "listen", lambda self: None)
     train = loop.train
     monkeypatch.setattr(loop, "train", lambda *args, **named: train(*args, runs.optimizer, **named))
-    assert trainer.main() == 1
+    assert trainer.main() == 3
     said, records = capsys.readouterr(), runs.optimizers[0].records
     step, numbers = records[-1]
     assert re.search(rf"training has diverged: the (loss of|weights after) step {step} ", said.err), said.err

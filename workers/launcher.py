@@ -29,9 +29,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict
 
 import psutil
 
@@ -39,13 +40,15 @@ from hytrain import __version__
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
+from hytrain.memory import host
 from hytrain.recipe import saved
 from hytrain.run import trace
 from hytrain.run.seats import holder, seat_file
 from protocol.address import COORDINATOR, Address
 from protocol.channel import endpoint
 from workers import affinity, process, run_folder, time_limit, torchrun
-from workers.process import EXIT_USAGE, FOR_PROGRAMS, Child
+from workers.attempts import DELIBERATE, EXIT_DIVERGED, Attempts
+from workers.process import EXIT_USAGE, FOR_PROGRAMS, RESTARTS, Child
 from workers.tee import Tee
 from workers.time_limit import EXIT_AGAIN
 from workers.torchrun import Job
@@ -155,12 +158,13 @@ def _run_program(command: Sequence[str], name: str, arguments: argparse.Namespac
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} is for recipes: a Python program has its own settings")
     config, job = ClusterConfig.resolve(flags=_flags(arguments)), torchrun.job(arguments)
+    restarts = torchrun.restarts(arguments)
     end_s = time_limit.end_s(arguments.save_before, arguments.time_limit)
     if config.run_dir is not None:
         own = _claim(Path(config.run_dir).resolve(), job)
         config = config.model_copy(update={"run_dir": str(own)})
     with Supervisor(config, default_name=name, ranks=job.ranks if job else 1) as supervisor:
-        return supervisor.supervise([sys.executable, *command], job, end_s=end_s)
+        return supervisor.supervise([sys.executable, *command], job, end_s=end_s, restarts=restarts)
 
 
 def _init(arguments: Sequence[str]) -> int:
@@ -203,20 +207,20 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
 
         print(estimate(recipe, world or 1).render())
         return 0
-    end_s = time_limit.end_s(arguments.save_before, arguments.time_limit)
+    end_s, restarts = time_limit.end_s(arguments.save_before, arguments.time_limit), torchrun.restarts(arguments)
     config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
     if (own := _claim(folder, job)) != folder:
         config = config.model_copy(update={"run_dir": str(own)})
-        return _supervise_recipe(recipe, config, folder, own / "recipe.yaml", job, end_s)
+        return _supervise_recipe(recipe, config, folder, own / "recipe.yaml", job, end_s, restarts)
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         print(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now", file=sys.stderr)
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
-        status = _supervise_recipe(recipe, config, folder, resolved, job, end_s)
+        status = _supervise_recipe(recipe, config, folder, resolved, job, end_s, restarts)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
             print(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}", file=sys.stderr)
@@ -234,7 +238,13 @@ def _claim(folder: Path, job: Job | None) -> Path:
 
 
 def _supervise_recipe(
-    recipe: Recipe, config: ClusterConfig, folder: Path, resolved: Path, job: Job | None, end_s: float | None
+    recipe: Recipe,
+    config: ClusterConfig,
+    folder: Path,
+    resolved: Path,
+    job: Job | None,
+    end_s: float | None,
+    restarts: int,
 ) -> int:
     """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
     from hytrain.recipe import config as recipes
@@ -244,7 +254,7 @@ def _supervise_recipe(
         command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(folder)]
         if sys.stderr.isatty():
             command.append("--terminal")
-        return supervisor.supervise(command, job, end_s=end_s, recipe_in=folder)
+        return supervisor.supervise(command, job, end_s=end_s, restarts=restarts, recipe_in=folder)
 
 
 def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
@@ -272,6 +282,22 @@ def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:
         return supervisor.attend(parent_fd)
 
 
+class Reached(TypedDict):
+    """Where a run has got to."""
+
+    step: int
+    checkpoints: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an attempt ended. `dead` is the process that has failed, if any; `was_asked`: after it was asked to end."""
+
+    status: int
+    dead: Child | None = None
+    was_asked: bool = False
+
+
 class Supervisor:
     """The processes of one run on this machine, from their start to their end: so many ranks, an optimizer for each."""
 
@@ -292,6 +318,7 @@ class Supervisor:
         self._touched_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
         self.socket_dir = Path()
+        self._oom_kills = 0
 
     def __enter__(self) -> Self:
         """Start coordinator and optimizers. If one does not become ready, stops all and raises `ClusterError`."""
@@ -299,11 +326,7 @@ class Supervisor:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(run_folder.unwritable(self.run_dir, error)) from None
-        if self._config.trace:
-            trace.clear(self.run_dir)
-        self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
         try:
-            _check_length(self.socket_dir, self._ranks)
             os.set_blocking(self._wake_write, False)
             signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
             for number in FOR_PROGRAMS:
@@ -319,6 +342,11 @@ class Supervisor:
         self._end()
 
     def _start(self) -> None:
+        if self._config.trace:
+            trace.clear(self.run_dir)
+        self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
+        _check_length(self.socket_dir, self._ranks)
+        self._oom_kills = host.oom_kills()
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
@@ -374,16 +402,72 @@ class Supervisor:
         job: Job | None = None,
         *,
         end_s: float | None = None,
+        restarts: int = 0,
         recipe_in: Path | None = None,
     ) -> int:
         """Run the trainer in the foreground, or torchrun's agent with a trainer for each rank; return its exit status.
 
-        Its output goes to the terminal and to its log. `end_s` is when it is to end, by the monotonic clock. If it is a
-        recipe's, `recipe_in` is the folder with its checkpoints.
+        Its output goes to the terminal and to its log. `end_s` is when it is to end, by the monotonic clock. If a
+        process fails, all are started again, up to `restarts` times. If it is a recipe's, `recipe_in` is the folder
+        with its checkpoints.
         """
         self._end_s, self._recipe_in = math.inf if end_s is None else end_s, recipe_in
         self._progress = run_folder.progress(self.run_dir)
-        environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1"}
+        counts = {"TORCHELASTIC_RESTART_COUNT": "0", RESTARTS: "0"} if restarts else {}
+        attempts = Attempts(restarts, **self._reached())
+        while True:
+            again = ["--again"] if recipe_in and run_folder.progress(self.run_dir) != self._progress else []
+            end = self._attempt([*command, *again], job, counts)
+            if end.dead is None:
+                return end.status
+            refusal = self._report(end, attempts)
+            if refusal is not None or end.was_asked:
+                return end.status
+            self._stop()
+            if self._signal is not None:
+                return 128 + self._signal
+            self._start()
+            counts = dict.fromkeys(counts, str(attempts.number - 1))
+
+    def _reached(self) -> Reached:
+        return {"step": run_folder.last_step(self.run_dir), "checkpoints": run_folder.progress(self.run_dir)[1]}
+
+    def _report(self, end: End, attempts: Attempts) -> str | None:
+        """Say which process has ended the attempt, and what follows. Returns why there is no further attempt."""
+        assert end.dead is not None
+        reached, is_recipe = self._reached(), self._recipe_in is not None
+        killed = end.status == 128 + signal.SIGKILL
+        out_of_memory = killed and host.oom_kills() > self._oom_kills
+        refusal = attempts.refusal(end.status, **reached, is_recipe=is_recipe, out_of_memory=out_of_memory)
+        at = f" after step {reached['step']}" if reached["step"] else ""
+        how = f"{process.first_words(end.dead)}{at}"
+        if end.dead.name == AGENT and end.dead.process.returncode >= 0:
+            how = f"ranks have failed{at}"  # which ones, it has said
+        is_worker = end.dead.life is not None
+        if out_of_memory:
+            how += f": the kernel has killed a process for want of memory; {host.sizes()}"
+        if refusal is None:
+            whence = saved.latest(self._recipe_in) if self._recipe_in is not None else None
+            goes_on = f" from {whence}" if whence else " from the start" if is_recipe else ""
+            print(
+                f"\nhytrain-cluster: {how}; attempt {attempts.number} of {attempts.most} begins{goes_on}; "
+                f"its log is {end.dead.log}",
+                file=sys.stderr,
+            )
+            return None
+        if end.dead.name != AGENT or end.dead.process.returncode < 0 or out_of_memory:
+            log = process.log_tail(end.dead.log) if is_worker else f"; its log is {end.dead.log}"
+            print(f"\nhytrain-cluster: {how}{log}", file=sys.stderr)
+        if end.status not in DELIBERATE and not end.was_asked:
+            if attempts.most > 1:
+                print(f"hytrain-cluster: no further attempt: {refusal}", file=sys.stderr)
+            if self._recipe_in is not None and end.status != EXIT_DIVERGED:
+                print(f"hytrain-cluster: {saved.way_on(self._recipe_in)}", file=sys.stderr)
+        return refusal
+
+    def _attempt(self, command: Sequence[str], job: Job | None, counts: dict[str, str]) -> End:
+        """Run the trainer, or the agent, until one of the processes has ended."""
+        environment = {**_environment(), CLUSTER_VARIABLE: str(self.socket_dir), "PYTHONUNBUFFERED": "1", **counts}
         name, output = "trainer-0" if job is None else AGENT, Tee()
         try:
             if job is not None:
@@ -400,8 +484,8 @@ class Supervisor:
         finally:
             output.close()
 
-    def _watch(self, trainer: Child, output: Tee) -> int:
-        """Until one of the processes has ended, or a second signal has come; return the exit status."""
+    def _watch(self, trainer: Child, output: Tee) -> End:
+        """Until one of the processes has ended, or a second signal has come."""
         watched = {child.pidfd: child for child in self._children}
         asked: int | None = None  # the exit status of a run that ends because it was asked to
         while True:
@@ -409,7 +493,7 @@ class Supervisor:
             if self._wake_read in readable:
                 os.read(self._wake_read, select.PIPE_BUF)  # first: a signal that comes now writes again
             if self._again:
-                return self._end_now(trainer, output)
+                return End(self._end_now(trainer, output))
             for status, number in self._wishes(trainer):
                 asked = asked or status
                 self._tell(trainer, number)
@@ -465,29 +549,24 @@ class Supervisor:
                     with suppress(FileNotFoundError):
                         os.utime(Path(folder, name))
 
-    def _ended(self, ended: list[Child], trainer: Child, output: Tee, asked: int | None) -> int:
-        """Report which process ended first. If the trainer failed, check whether a worker's death was the reason.
+    def _ended(self, ended: list[Child], trainer: Child, output: Tee, asked: int | None) -> End:
+        """Which process ended first. If the trainer failed, check whether a worker's death was the reason.
 
         `asked` is the exit status if the trainer has ended because it was asked to.
         """
         if asked is not None and ended == [trainer]:
             output.drain()
-            return self._status_of_asked(trainer.exit_status(), asked)
-        if ended == [trainer] and (status := trainer.exit_status()) != 0:
+            return End(self._status_of_asked(trainer.exit_status(), asked))
+        if ended == [trainer] and trainer.exit_status() != 0:
             workers = {child.pidfd: child for child in self._children if child is not trainer}
             readable, _, _ = select.select([*workers], [], [], SAME_END_S)
             ended += [workers[pidfd] for pidfd in readable]
         output.drain()
         dead = [child for child in ended if child is not trainer]
         if dead and not (trainer in ended and trainer.exit_status() == 0):
-            print(f"\nhytrain-cluster: {process.describe_end(dead[0])}", file=sys.stderr)
-            return dead[0].exit_status() or 1
+            return End(dead[0].exit_status() or 1, dead[0], asked is not None)
         status = trainer.exit_status()
-        reported = trainer.name == AGENT and trainer.process.returncode >= 0  # which ranks failed
-        if status not in (0, EXIT_USAGE) and not reported:
-            how = process.describe_end(trainer).splitlines()[0]
-            print(f"hytrain-cluster: {how}; its log is {trainer.log}", file=sys.stderr)
-        return status
+        return End(status, trainer if status not in (0, EXIT_USAGE) else None)
 
     def _status_of_asked(self, status: int, asked: int) -> int:
         """The exit status of a run that was asked to end, and whose trainer has ended with `status`."""
@@ -534,17 +613,23 @@ class Supervisor:
             gone = bool(select.select([*watched], [], [], SEAT_PERIOD_S)[0])
         return 0
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
+        """End the processes of an attempt, and remove what they have shared."""
         process.stop(reversed(self._children), grace_s=STOP_GRACE_S)
+        self._children = []
         if self._config.trace:  # however the run ended
             try:
                 trace.merge(self.run_dir)
             except OSError as error:
                 print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
+        if self.socket_dir != Path():
+            shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+    def _end(self) -> None:
+        self._stop()
         signal.set_wakeup_fd(-1)
         os.close(self._wake_read)
         os.close(self._wake_write)
-        shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
 def _send(trainer: Child, number: int) -> None:

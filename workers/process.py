@@ -31,6 +31,8 @@ EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
 #: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
 FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
+#: How often the launcher has started a program again. As TORCHELASTIC_RESTART_COUNT, torchrun would begin anew with it.
+RESTARTS: Final = "HYTRAIN_RESTART_COUNT"
 #: Signals that end a run, in its program's own time.
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
@@ -129,8 +131,12 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
 
 def describe_end(child: Child) -> str:
     """A text with the child's name, its exit status or signal, and the end of its log."""
-    how = how_it_ended(child.process.wait())
-    return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
+    return f"{first_words(child)}{log_tail(child.log)}"
+
+
+def first_words(child: Child) -> str:
+    """Which process has ended, and how."""
+    return f"{child.name} (process {child.process.pid}) {how_it_ended(child.process.wait())}"
 
 
 def how_it_ended(returncode: int) -> str:

@@ -1,8 +1,9 @@
 """The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
 
 The launcher starts it, or a user's own program in its place. It builds what the recipe says, trains, and prints a
-summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 1. A signal
-ends it after a step, with a checkpoint, or at once if nothing is trained yet.
+summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 3. A signal
+ends it after a step, with a checkpoint, or at once if nothing is trained yet. Started again after a failure, it goes on
+from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from hytrain.config import Launch, torchrun
+from hytrain.config import Launch, joined_cluster, torchrun
 from hytrain.errors import (
     BackendUnavailable,
     CapacityError,
@@ -26,13 +27,12 @@ from hytrain.extras import needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.saved import way_on
-from workers.process import worker_logging
+from hytrain.run.seats import seat_file
+from workers.attempts import EXIT_DIVERGED
+from workers.process import EXIT_USAGE, worker_logging
 
 if TYPE_CHECKING:
     from hytrain.recipe.parallel import Voices
-
-EXIT_DIVERGED: Final = 1
-EXIT_USAGE: Final = 2
 
 
 def main() -> int:
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
+    parser.add_argument("--again", action="store_true", help="go on from the newest checkpoint, if there is one")
     arguments = parser.parse_args()
     worker_logging()
     launch = torchrun()
@@ -48,7 +49,8 @@ def main() -> int:
     ending = Ending()
     ending.listen()
     try:
-        recipe = config.load(arguments.recipe)
+        again = arguments.again or _was_here(launch)
+        recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
         with needed("a recipe", "hytrain[recipe]"):
             from hytrain.recipe.loop import train
 
@@ -75,6 +77,12 @@ def _join(launch: Launch) -> Voices:
     if launch.rank:
         logging.getLogger().setLevel(logging.ERROR)
     return parallel.start(launch)
+
+
+def _was_here(launch: Launch | None) -> bool:
+    """Whether torchrun has started this rank again, after one that had joined the same processes."""
+    folder = joined_cluster()
+    return launch is not None and folder is not None and seat_file(folder, launch.local_rank).exists()
 
 
 if __name__ == "__main__":

@@ -184,7 +184,9 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     resume = recipe.train.resume
     if resume is None:
         return None
-    folder = latest(run_dir) if resume == Path("latest") else resume
+    folder = latest(run_dir) if resume in (Path("latest"), Path("auto")) else resume
+    if folder is None and resume == Path("auto"):
+        return None
     if folder is None:
         raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
     if not (folder / STATE_FILE).is_file():

@@ -156,7 +156,7 @@ def test_one_run_after_another_in_one_folder(
     def start(*overrides: str, steps: int = 0) -> tuple[int, str]:
         """The command's status and sentence, where its processes make so many steps: without one they refuse."""
 
-        def supervise(recipe: object, config: object, folder: Path, resolved: Path, job: object) -> int:
+        def supervise(recipe: object, config: object, folder: Path, resolved: Path, *how: object) -> int:
             resolved.write_text(f"a recipe of {steps} steps")
             if steps:
                 with (folder / "metrics.jsonl").open("a") as metrics:

@@ -18,10 +18,14 @@ from helpers import bits
 from programs import CLUSTER, SCRIPTS, cluster, environment, read_until, roles_below, started, write_recipe
 from safetensors.torch import load_file
 
+from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError
+from hytrain.memory import host
 from hytrain.recipe.saved import latest
 from workers import time_limit
-from workers.launcher import COPY_S, STOP_GRACE_S
+from workers.attempts import Attempts
+from workers.launcher import COPY_S, STOP_GRACE_S, End, Supervisor
+from workers.process import Child
 
 pytestmark = pytest.mark.usefixtures("own_run")
 STEPS = 40
@@ -162,6 +166,78 @@ def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
             read_until(launcher, start)
         end_by_two_signals(launcher)
         assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
+
+
+def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) -> None:
+    """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = (recipe_in(tmp_path / name, checkpoint_every=10) for name in ("whole", "parts"))
+    assert cluster(whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
+    with begin(parts, "--max-restarts", "2") as launcher:
+        killed = []
+        for step in (4, 16):
+            wait_for_step(launcher, step)
+            optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
+            killed.append(f"optimizer-0 (process {optimizer.pid}) was killed by SIGKILL after step ")
+            optimizer.kill()
+        _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    run_dir = tmp_path / "parts" / "run"
+    assert re.search(rf"{re.escape(killed[1])}\d+; attempt 3 of 3 begins from {run_dir}/checkpoints/step-10; ", said)
+    assert results(run_dir) == results(tmp_path / "whole" / "run")
+    assert (run_dir / "metrics-replaced.jsonl").read_text()
+
+
+@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+def test_a_program_is_started_again_until_it_succeeds_or_has_failed_too_often(options: tuple[str, ...]) -> None:
+    command = (*options, "--max-restarts", "2", SCRIPTS / "fails.py")
+    ran = cluster(*command, "2", "7")
+    assert ran.returncode == 0, ran.stderr
+    assert {*ran.stdout.splitlines()} == {"start 0", "start 1", "start 2"}
+    assert re.findall(r"; attempt (. of .) begins; ", ran.stderr) == ["2 of 3", "3 of 3"]
+    ran = cluster(*command, "9", "7")
+    assert ran.returncode == 7 and "no further attempt: this was attempt 3 of 3" in ran.stderr
+    named = r"rank . \(process \d+\)" if options else r"trainer-0 \(process \d+\)"
+    assert len(re.findall(rf"hytrain-cluster: {named} ended with exit status 7", ran.stderr)) >= 3
+
+
+def test_bad_input_is_not_tried_again() -> None:
+    ran = cluster("--max-restarts", "2", SCRIPTS / "fails.py", "9", "2")
+    assert ran.returncode == 2 and ran.stdout.split() == ["start", "0"]
+
+
+def test_memory_that_has_run_out_is_named_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel counts whom it has killed."""
+    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    monkeypatch.setattr(host, "sizes", lambda: "the machine has 4.0 GiB")
+    for kills, refusal in ((7, None), (8, "it would run out of memory again")):
+        supervisor._oom_kills = 7
+        monkeypatch.setattr(host, "oom_kills", lambda kills=kills: kills)
+        with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as killed:
+            killed.kill()
+            killed.wait()
+        end = End(128 + signal.SIGKILL, Child("optimizer-0", killed, -1, tmp_path / "log", None, None))
+        assert supervisor._report(end, Attempts(3, step=0, checkpoints=frozenset())) == refusal
+        named = f"optimizer-0 (process {killed.pid}) was killed by SIGKILL"
+        reason = ": the kernel has killed a process for want of memory; the machine has 4.0 GiB" if refusal else ""
+        assert f"{named}{reason}; " in capsys.readouterr().err
+    supervisor._end()
+
+
+def test_attempts_that_reach_nothing_new_are_the_last() -> None:
+    attempts = Attempts(9, step=10, checkpoints=frozenset())
+
+    def refusal(step: int, *checkpoints: str, status: int = 1, is_recipe: bool = True) -> str | None:
+        return attempts.refusal(status, step=step, checkpoints={*checkpoints}, is_recipe=is_recipe, out_of_memory=False)
+
+    assert [refusal(10), refusal(12), refusal(12), refusal(12, "step-11"), refusal(12, "step-11")] == [None] * 5
+    assert refusal(11) == "2 attempts in a row have reached no new step and no new checkpoint"
+    assert refusal(11, is_recipe=False) is None and refusal(13, status=3, is_recipe=False) is None
+    for status in (0, 2, 3, 75, 130, 138, 143):
+        assert refusal(99, status=status) == "it has ended by itself"
 
 
 @pytest.mark.parametrize(
