@@ -61,6 +61,9 @@ def main() -> int:
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
     rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
     options = parser.parse_args([*flags, *rank])
+    if options.max_restarts:
+        # Ranks that start again would find the addresses of dead ones in the store that torchrun keeps (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         run.run(options)
     except ChildFailedError as error:
