@@ -1,7 +1,8 @@
 """Settings of a run's processes. A flag overrides the environment, the environment a file, a file the default.
 
 No other module of HyTrain reads environment variables. HyTrain's own begin with HYTRAIN_, because other libraries claim
-general names: accelerate starts NCCL if it sees LOCAL_RANK. torchrun's are read for recipes and for the machines' link.
+general names: accelerate starts NCCL if it sees LOCAL_RANK. torchrun's are read for recipes and for the machines' link,
+Slurm's for the end of the job.
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ def joined_cluster() -> str | None:
 def master_address() -> str | None:
     """The address of the machine with rank 0, as torchrun or the user has set it for torch.distributed, or None."""
     return os.environ.get("MASTER_ADDR")
+
+
+def job_end() -> float | None:
+    """When the batch job of this process ends, in seconds since 1970, as Slurm has set it, or None."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() else None
 
 
 class Launch(NamedTuple):

@@ -59,3 +59,25 @@ def test_machine_and_groups_both_bound_it(
     group(tree, "", V2, limit, 400)
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     assert host_memory.available_bytes() == available
+
+
+def test_kills_and_sizes_are_those_of_the_group_or_of_the_machine(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "MACHINE", tree / "vmstat")
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=8 << 30))
+    assert (host_memory.oom_kills(), host_memory.sizes()) == (0, "the machine has 8.0 GiB")
+    (tree / "vmstat").write_text("nr_free_pages 7\noom_kill 4\n")
+    assert host_memory.oom_kills() == 4
+    for line, names, files in (
+        ("0::/a/b", V2, ("memory.events", "memory.peak")),
+        ("5:memory:/a/b", V1, ("memory.oom_control", "memory.max_usage_in_bytes")),
+    ):
+        (tree / "membership").write_text(line + "\n")
+        top = "memory/a" if names is V1 else "a"
+        group(tree, f"{top}/b", names, "max", 700)
+        group(tree, top, names, str(3 << 30), 900)
+        (tree / "groups" / top / "b" / files[0]).write_text("low 0\noom_kill 2\n")
+        (tree / "groups" / top / "b" / files[1]).write_text(f"{1 << 30}\n")
+        (tree / "groups" / top / files[1]).write_text(f"{2 << 30}\n")
+        assert host_memory.oom_kills() == 2
+        used = "the control group's limit is 3.0 GiB, and the control group has used at most 1.0 GiB"
+        assert host_memory.sizes() == used

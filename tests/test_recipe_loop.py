@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,11 +29,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hytrain import manifest
-from hytrain.errors import ConfigError, MissingPackage
+from hytrain.errors import ConfigError, MissingPackage, SavingError
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.divergence import Divergence
+from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History
 from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process
@@ -106,10 +108,10 @@ class Runs:
         self.recipe_file.write_text(yaml.safe_dump(tree))
         self.optimizers: list[StandIn] = []
 
-    def train(self, name: str, *overrides: str) -> report.Summary:
+    def train(self, name: str, *overrides: str, ending: Ending | None = None) -> report.Summary:
         (self.folder / name).mkdir(exist_ok=True)
         recipe = config.load(self.recipe_file, overrides)
-        return loop.train(recipe, self.folder / name, self.optimizer, terminal=False)
+        return loop.train(recipe, self.folder / name, self.optimizer, terminal=False, ending=ending)
 
     def optimizer(self, model: nn.Module, recipe: Recipe) -> StandIn:
         self.optimizers.append(StandIn(model, recipe))
@@ -283,6 +285,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(runs: Runs) -> N
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
     with pytest.raises(ConfigError, match="no checkpoint in"):
         runs.train("run", "train.resume=latest")
+    assert runs.train("new", "train.resume=auto", "train.stop_at=2").step == 2
+    assert runs.train("new", "train.resume=auto", "train.stop_at=4").step == 4
+    assert [step for step, _ in runs.optimizers[-1].records] == [3, 4]
     with pytest.raises(ConfigError, match="is not a checkpoint"):
         runs.train("run", f"train.resume={runs.folder}")
     runs.train("run")
@@ -360,9 +365,10 @@ def test_numbers_are_read_from_the_gpu_without_waiting() -> None:
 def test_an_interrupted_recipe_says_how_to_go_on(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupt(*arguments: Any, ending: Ending, **options: Any) -> None:
+        ending.on_signal(signal.SIGINT)
 
+    monkeypatch.setattr(Ending, "listen", lambda self: None)
     folder = runs.folder / "run"
     monkeypatch.setattr(sys, "argv", ["trainer", str(runs.recipe_file), "--run-dir", str(folder)])
     for said in (
@@ -375,6 +381,51 @@ def test_an_interrupted_recipe_says_how_to_go_on(
         error = capsys.readouterr().err
         assert said in error and "Traceback" not in error
         runs.train("run", "train.steps=4")
+
+
+def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step; in a save, which is then the last; in a step whose checkpoint cannot be saved; in the last step."""
+    folders, save = runs.folder / "run" / "checkpoints", StandIn.save
+
+    def train(*overrides: str, within: str, at: int, fails: bool = False) -> str:
+        """The sentence of a run that two signals tell to end, in this method of its optimizer, after `at` records."""
+        ending = Ending()
+        act = getattr(StandIn, within)
+
+        def told(self: StandIn, *arguments: Any) -> Any:
+            if len(self.records) >= at:
+                ending.on_signal(signal.SIGTERM)
+                ending.on_signal(signal.SIGTERM)
+            return act(self, *arguments)
+
+        def save_or_fail(self: StandIn, folder: Path) -> None:
+            if fails:
+                raise SavingError("no room")
+            save(self, folder)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "save", save_or_fail)
+            patch.setattr(StandIn, within, told)
+            try:
+                runs.train("run", *overrides, ending=ending)
+            except Ended as ended:
+                assert ended.number == signal.SIGTERM
+                return ended.how
+        return f"trained, told by {ending.number}"
+
+    assert train(within="scale", at=2) == "ended after step 4, and saved a checkpoint"
+    assert [path.name for path in folders.glob("step-*")] == ["step-4"]
+    resume = "train.resume=latest"
+    assert (
+        train(resume, "train.checkpoint_every=3", within="save", at=0) == "ended after step 6, and saved a checkpoint"
+    )
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-6"
+    unsaved = "without a checkpoint of this step: no room"
+    assert train(resume, within="scale", at=0, fails=True) == f"ended after step 7, {unsaved}"
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-6"
+    diverging = ("train.lr=1e30", "train.on_divergence=continue")
+    assert train(*diverging, within="scale", at=3).endswith("of this step: its weights are not finite")
+    assert train(within="scale", at=10) == f"trained, told by {signal.SIGTERM}"
 
 
 def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,9 +464,10 @@ def test_a_diverged_run_stops_and_keeps_the_last_good_checkpoint(
     resolved = folder / "recipe.yaml"
     resolved.write_text(config.dump(config.load(runs.recipe_file, options[1::2])))
     monkeypatch.setattr(sys, "argv", ["trainer", str(resolved), "--run-dir", str(folder)])
+    monkeypatch.setattr(Ending, "listen", lambda self: None)
     train = loop.train
     monkeypatch.setattr(loop, "train", lambda *args, **named: train(*args, runs.optimizer, **named))
-    assert trainer.main() == 1
+    assert trainer.main() == 3
     said, records = capsys.readouterr(), runs.optimizers[0].records
     step, numbers = records[-1]
     assert re.search(rf"training has diverged: the (loss of|weights after) step {step} ", said.err), said.err

@@ -26,12 +26,15 @@ def test_options_are_passed_on_under_torchruns_names() -> None:
     assert job("--nproc_per_node=2", "--master_port=29611") == Job(
         2, 2, ("--nproc-per-node=2", "--master-port=29611"), ""
     )
-    assert job("--max-restarts", "3") == Job(1, 1, ("--max-restarts=3", "--nproc-per-node=1", "--standalone"), "")
+    assert job("--max-restarts", "3") is None, "the launcher starts everything again"
+    assert job("--max-restarts", "3", "--nproc-per-node", "2") == Job(2, 2, ("--nproc-per-node=2", "--standalone"), "")
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=node7:29500", "--rdzv-id=42")
     several = job("--nnodes=1:4", "--nproc-per-node=8", *meeting)
     assert several == Job(8, None, ("--nnodes=1:4", "--nproc-per-node=8", *meeting), "42@node7:29500")
     fixed = job("--nnodes=2", "--nproc-per-node=3", "--master-addr=node7")
     assert fixed is not None and (fixed.world, fixed.meeting) == (6, "@node7:")
+    again = job("--nnodes=2", "--master-addr=node7", "--max-restarts=3")
+    assert again is not None and "--max-restarts=3" in again.flags
     known = agent.run.get_args_parser().parse_args([*several.flags, "--standalone", "program"])
     assert (known.nnodes, known.nproc_per_node, known.rdzv_id) == ("1:4", "8", "42")
 

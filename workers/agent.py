@@ -2,6 +2,7 @@
 
     launcher ─▶ agent ─▶ workers.rank ─▶ COMMAND, as rank 0 │ 1 │ …
     a rank fails ─▶ torchrun ends the others ─▶ which ranks failed and how, and the exit status of the first
+    a signal ─▶ torchrun passes it on ─▶ the ranks end in their own time, unless the launcher loses patience
 
 The launcher starts it in the trainer's place.
 """
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Final
 
 from torch.distributed import run
@@ -21,10 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hytrain.config import Cluster, joined_cluster
-from workers.process import EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended
+from workers.process import ENDINGS, EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended, on_endings
 
-#: How long ranks have to end once one has failed, before they are killed.
-SHUTDOWN_S: Final = 3
+#: How long ranks have to end after a signal: they may be saving. The launcher kills all when a second one comes.
+SHUTDOWN_S: Final = 10**9
 _AGENT_LOG: Final = "torch.distributed.elastic.agent.server.api"
 PROCESSES_LOG: Final = "torch.distributed.elastic.multiprocessing.api"
 
@@ -48,19 +50,20 @@ def main() -> int:
     flags, command = sys.argv[1:separator], sys.argv[separator + 1 :]
     for number in FOR_PROGRAMS:
         signal.signal(number, lambda *_: None)  # the launcher sends them to the ranks, which do not inherit this
+    on_endings(_end)
     folder = joined_cluster()
     assert folder is not None, "the launcher names it"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning; the optimizers set their own
     logging.getLogger(_AGENT_LOG).setLevel(logging.ERROR)
     logging.getLogger(PROCESSES_LOG).addFilter(ended := Ended())
     parser = run.get_args_parser()
+    parser.set_defaults(signals_to_handle="SIGQUIT")  # torchrun would take a copy of the first signal for a second one
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
     rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
     options = parser.parse_args([*flags, *rank])
-    if options.standalone and options.max_restarts:
+    if options.max_restarts:
         # Ranks that start again would find the addresses of dead ones in the store that torchrun keeps (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        options.local_addr = options.local_addr or "127.0.0.1"
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -72,6 +75,13 @@ def main() -> int:
         print(f"hytrain-cluster: the machines did not meet: {error.__cause__ or error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Have torchrun pass the signal on, once: a batch system sends one to every process, and so does the launcher."""
+    for each in ENDINGS:
+        signal.signal(each, signal.SIG_IGN)
+    raise SignalException(f"signal {number}", sigval=signal.Signals(number))
 
 
 def report(run_dir: str, failures: Mapping[int, ProcessFailure]) -> int:

@@ -19,9 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, WorkerDied
@@ -31,6 +32,10 @@ EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
 #: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
 FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
+#: How often the launcher has started a program again. As TORCHELASTIC_RESTART_COUNT, torchrun would begin anew with it.
+RESTARTS: Final = "HYTRAIN_RESTART_COUNT"
+#: Signals that end a run, in its program's own time.
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -55,6 +60,13 @@ class Child:
             if descriptor is not None:
                 os.close(descriptor)
         self.ready = self.life = None
+
+
+def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have this process's signals of `ENDINGS` handled. Under nohup, SIGHUP stays ignored."""
+    for number in ENDINGS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]) -> Child:
@@ -120,8 +132,12 @@ def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> s
 
 def describe_end(child: Child) -> str:
     """A text with the child's name, its exit status or signal, and the end of its log."""
-    how = how_it_ended(child.process.wait())
-    return f"{child.name} (process {child.process.pid}) {how}{log_tail(child.log)}"
+    return f"{first_words(child)}{log_tail(child.log)}"
+
+
+def first_words(child: Child) -> str:
+    """Which process has ended, and how."""
+    return f"{child.name} (process {child.process.pid}) {how_it_ended(child.process.wait())}"
 
 
 def how_it_ended(returncode: int) -> str:
@@ -186,12 +202,13 @@ def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
 def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the arguments, set up logging, and leave signals to the trainer: workers exit after the launcher.
 
-    A terminal sends Ctrl-C, and a batch system its warning, to every process of a run.
+    A terminal sends Ctrl-C, and a batch system its warning and its SIGTERM, to every process of a run. The trainer
+    needs the others to save what it has trained.
     """
     arguments = parser.parse_args()
     worker_logging()
     faulthandler.enable()  # the stack of a process that crashes, or is ended since it does not answer, is in its log
-    for number in (signal.SIGINT, *FOR_PROGRAMS):
+    for number in (*ENDINGS, *FOR_PROGRAMS):
         signal.signal(number, signal.SIG_IGN)
     return arguments
 

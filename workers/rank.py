@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from workers.process import end_with_parent
+from workers.process import RESTARTS, end_with_parent
 from workers.tee import rank_pipes
 
 
@@ -24,6 +24,8 @@ def main() -> None:
         descriptor = os.open(pipe, os.O_WRONLY)
         os.dup2(descriptor, target)
         os.close(descriptor)
+    if (count := os.environ.get(RESTARTS)) is not None:  # the launcher has started torchrun again, too
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = count
     os.execv(command[0], command)
 
 

@@ -241,6 +241,11 @@ def _last_records(metrics: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
+def last_step(folder: Path) -> int:
+    """The step of a run's last record, or 0."""
+    return next((record["step"] for record in _last_records(folder / "metrics.jsonl") if "step" in record), 0)
+
+
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier run's files to a new folder next to it; return its path, or None if there was no run."""
     left = [path for pattern in CONTENTS for path in folder.glob(pattern)]

@@ -22,7 +22,7 @@ OPTIONS: Final = {
     "master-addr": ("HOST", "the first machine, without a backend"),
     "master-port": ("PORT", "a free port on the first machine, without a backend"),
     "local-addr": ("HOST", "this machine's own address"),
-    "max-restarts": ("N", "how often failed ranks are started again"),
+    "max-restarts": ("N", "how often a run that has failed is started again"),
     "monitor-interval": ("SECONDS", "how often the ranks are looked at"),
 }
 #: Without one of these, the ranks are on this machine alone and meet at a port that is free.
@@ -57,11 +57,13 @@ def job(arguments: argparse.Namespace) -> Job | None:
     """
     given = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
+    nodes, meeting = given.get("nnodes", "1"), ""
+    if _most_nodes(nodes) == 1:
+        given.pop("max-restarts", None)  # the launcher does it
     if not given:
         return None
     ranks = _ranks(given.get("nproc-per-node", "1"))
     flags = {**given, "nproc-per-node": ranks}
-    nodes, meeting = given.get("nnodes", "1"), ""
     if _most_nodes(nodes) > 1:
         meeting = _meeting(nodes, given)
     elif not any(name in given for name in _MEETING):
@@ -69,6 +71,17 @@ def job(arguments: argparse.Namespace) -> Job | None:
     words = tuple(f"--{name}" if value is None else f"--{name}={value}" for name, value in flags.items())
     world = None if ":" in nodes else ranks * int(nodes)
     return Job(ranks, world, words, meeting)
+
+
+def restarts(arguments: argparse.Namespace) -> int:
+    """How often the launcher starts a failed run again: on several machines never, as torchrun does.
+
+    Raises `ConfigError` for a number that is none.
+    """
+    text = arguments.max_restarts or "0"
+    if not text.isdecimal():
+        raise ConfigError(f"--max-restarts {text}: a number of times")
+    return int(text) if _most_nodes(arguments.nnodes or "1") == 1 else 0
 
 
 def _most_nodes(text: str) -> int:

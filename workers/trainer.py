@@ -1,20 +1,20 @@
 """The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
 
 The launcher starts it, or a user's own program in its place. It builds what the recipe says, trains, and prints a
-summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 1.
+summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 3. A signal
+ends it after a step, with a checkpoint, or at once if nothing is trained yet. Started again after a failure, it goes on
+from the newest checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from hytrain.config import Launch, torchrun
+from hytrain.config import Launch, joined_cluster, torchrun
 from hytrain.errors import (
     BackendUnavailable,
     CapacityError,
@@ -25,23 +25,14 @@ from hytrain.errors import (
 )
 from hytrain.extras import needed
 from hytrain.recipe import config
-from workers.process import worker_logging
+from hytrain.recipe.ending import Ended, Ending
+from hytrain.recipe.saved import way_on
+from hytrain.run.seats import seat_file
+from workers.attempts import EXIT_DIVERGED
+from workers.process import EXIT_USAGE, worker_logging
 
 if TYPE_CHECKING:
     from hytrain.recipe.parallel import Voices
-
-EXIT_DIVERGED: Final = 1
-EXIT_USAGE: Final = 2
-#: Sent by batch systems, some of them as a warning that the time is up, and by a terminal that closes.
-ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Ended(KeyboardInterrupt):
-    """A signal told the trainer to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
 
 
 def main() -> int:
@@ -50,24 +41,24 @@ def main() -> int:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
+    parser.add_argument("--again", action="store_true", help="go on from the newest checkpoint, if there is one")
     arguments = parser.parse_args()
     worker_logging()
     launch = torchrun()
     voices = None if launch is None or launch.world == 1 else _join(launch)
-    for number in ENDINGS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as set by nohup
-            signal.signal(number, _interrupt)
+    ending = Ending()
+    ending.listen()
     try:
-        recipe = config.load(arguments.recipe)
+        again = arguments.again or _was_here(launch)
+        recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
         with needed("a recipe", "hytrain[recipe]"):
             from hytrain.recipe.loop import train
 
-        summary = train(recipe, arguments.run_dir, terminal=arguments.terminal)
-    except KeyboardInterrupt as interrupt:
-        by = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
-        status, sentence = 128 + by, f"interrupted; {_way_on(arguments.run_dir)}"
+        summary = train(recipe, arguments.run_dir, terminal=arguments.terminal, ending=ending)
+    except Ended as ended:
+        status, sentence = 128 + ended.number, f"{ended.how}; {way_on(arguments.run_dir)}"
     except (Diverged, NonFiniteGradients) as error:
-        status, sentence = EXIT_DIVERGED, f"{error}; {_way_on(arguments.run_dir)}"
+        status, sentence = EXIT_DIVERGED, f"{error}; {way_on(arguments.run_dir)}"
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
         status, sentence = EXIT_USAGE, str(error)
     else:
@@ -88,20 +79,10 @@ def _join(launch: Launch) -> Voices:
     return parallel.start(launch)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Act as on Ctrl-C, once: a signal to all processes of a run arrives twice, the second time from the launcher."""
-    for other in ENDINGS:
-        signal.signal(other, signal.SIG_IGN)
-    raise Ended(number)
-
-
-def _way_on(run_dir: Path) -> str:
-    from hytrain.recipe.checkpoint import latest
-
-    checkpoint = latest(run_dir)
-    if checkpoint is None:
-        return "there is no checkpoint to resume from: train.checkpoint_every=N saves one every N steps"
-    return f"--set train.resume=latest resumes from {checkpoint}"
+def _was_here(launch: Launch | None) -> bool:
+    """Whether torchrun has started this rank again, after one that had joined the same processes."""
+    folder = joined_cluster()
+    return launch is not None and folder is not None and seat_file(folder, launch.local_rank).exists()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import psutil
 
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 GROUPS: Final = Path("/sys/fs/cgroup")
+MACHINE: Final = Path("/proc/vmstat")
+_PEAKS: Final = {"memory.max": "memory.peak", "memory.limit_in_bytes": "memory.max_usage_in_bytes"}
 
 
 def available_bytes() -> int:
@@ -33,6 +35,28 @@ def left_in_groups() -> int | None:
         ),
         default=None,
     )
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory, in this process's group or else on the machine."""
+    for group, limit_name, _ in _groups():
+        events = group / ("memory.events" if limit_name == "memory.max" else "memory.oom_control")
+        if (count := _named(events, "oom_kill")) is not None:
+            return count
+    return _named(MACHINE, "oom_kill") or 0
+
+
+def sizes() -> str:
+    """How much memory there is, and how much was used at most, as far as that is measured."""
+    limits, peaks = list[int](), list[int]()
+    for group, limit_name, _ in _groups():
+        limit, peak = _number(group / limit_name), _number(group / _PEAKS[limit_name])
+        limits += [] if limit is None else [limit]
+        peaks += [] if peak is None else [peak]
+    total = int(psutil.virtual_memory().total)
+    whose = "the control group's limit is" if min(limits, default=total) < total else "the machine has"
+    used = f", and the control group has used at most {peaks[0] / 2**30:.1f} GiB" if peaks else ""
+    return f"{whose} {min([total, *limits]) / 2**30:.1f} GiB{used}"
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
@@ -55,8 +79,14 @@ def _groups() -> Iterator[tuple[Path, str, str]]:
 
 def _cached(group: Path) -> int:
     """Cached file bytes. In cgroup v1, the number that includes child groups is `total_inactive_file`."""
-    sizes = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
-    return int(sizes.get("total_inactive_file") or sizes.get("inactive_file") or 0)
+    statistics = group / "memory.stat"
+    return _named(statistics, "total_inactive_file") or _named(statistics, "inactive_file") or 0
+
+
+def _named(path: Path, name: str) -> int | None:
+    """A number of a file with one name and number per line."""
+    numbers = dict(line.split(" ", 1) for line in _text(path).splitlines() if " " in line)
+    return int(numbers[name]) if name in numbers else None
 
 
 def _number(path: Path) -> int | None:

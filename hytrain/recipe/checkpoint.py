@@ -19,7 +19,6 @@ import base64
 import json
 import logging
 import random
-import re
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,14 +40,12 @@ from hytrain.errors import ConfigError, SavingError
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
+from hytrain.recipe.saved import HISTORY, STATE_FILE, folder_of, history, latest
 from hytrain.recipe.tokenizer import TextTokenizer
 
-STATE_FILE = "trainer_state.json"
 OPTIMIZER_FOLDER = "optimizer"
-HISTORY = "history"
 WEIGHTS = "model{suffix}.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
-STEP = re.compile(r"step-(\d+)")
 #: The keys of `STATE_FILE`, in which the model's part of the recipe has `COMPARED`.
 KEYS = ("step", "random", "recipe")
 COMPARED = ("config", "dtype")
@@ -71,7 +68,7 @@ def save(
     optimizer's state; rank 0 does everything else. Raises `SavingError` on all ranks if it cannot be written; then
     nothing is left of it.
     """
-    final = _folder(run_dir) / f"step-{step}"
+    final = folder_of(run_dir) / f"step-{step}"
     partial = final.with_name(f".{final.name}.partial")
     try:
         job.decided(lambda: _make_room(partial))
@@ -152,39 +149,34 @@ def _publish(
             tokenizer.save(partial)
         (partial / STATE_FILE).write_text(json.dumps(state))
         manifest.seal(partial, manifest.files_in(partial))
-        history = [folder for folder in _history(run_dir) if folder != final]
+        before = [folder for folder in history(run_dir) if folder != final]
         if final.exists():  # abandoned, so nobody's latest
             shutil.rmtree(final)
         partial.rename(final)
         manifest.sync(final.parent)
-        _note(run_dir, [*history, final])
-    own = [folder for folder in [*history, final] if folder.parent == final.parent]
+        _note(run_dir, [*before, final])
+    own = [folder for folder in [*before, final] if folder.parent == final.parent]
     for folder in own[: -(keep_last or len(own))]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(run_dir: Path, resumed: Path | None) -> None:
     """Lets the history end with the checkpoint that the run starts from, and logs which others that abandons."""
-    before = _history(run_dir)
+    before = history(run_dir)
     if resumed is None:
-        history = []
+        after = []
     else:
         resumed = resumed.resolve()
-        history = before[: before.index(resumed) + 1] if resumed in before else [resumed]
-    if abandoned := [folder.name for folder in before if folder not in history]:
+        after = before[: before.index(resumed) + 1] if resumed in before else [resumed]
+    if abandoned := [folder.name for folder in before if folder not in after]:
         _log.warning(
             "this run starts from %s and abandons %s: train.resume=latest does not find them any more, and the steps "
             "that are saved again replace them",
             "nothing" if resumed is None else resumed.name,
             ", ".join(abandoned),
         )
-    if history != before:
-        _note(run_dir, history)
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The newest checkpoint in the history of a run's folder, or None."""
-    return next((folder for folder in reversed(_history(run_dir)) if (folder / STATE_FILE).is_file()), None)
+    if after != before:
+        _note(run_dir, after)
 
 
 def find(run_dir: Path, recipe: Recipe) -> Path | None:
@@ -192,7 +184,9 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     resume = recipe.train.resume
     if resume is None:
         return None
-    folder = latest(run_dir) if resume == Path("latest") else resume
+    folder = latest(run_dir) if resume in (Path("latest"), Path("auto")) else resume
+    if folder is None and resume == Path("auto"):
+        return None
     if folder is None:
         raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
     if not (folder / STATE_FILE).is_file():
@@ -223,25 +217,10 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
     return step
 
 
-def _folder(run_dir: Path) -> Path:
-    return run_dir.resolve() / "checkpoints"
-
-
-def _history(run_dir: Path) -> list[Path]:
-    """The folders of this run's history that exist, the newest last; without a record, all by their steps."""
-    own = _folder(run_dir)
-    try:
-        folders = [own / line for line in (own / HISTORY).read_text().splitlines()]
-    except FileNotFoundError:
-        steps = {int(match[1]): path for path in own.glob("step-*") if (match := STEP.fullmatch(path.name))}
-        folders = [steps[step] for step in sorted(steps)]
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def _note(run_dir: Path, history: list[Path]) -> None:
-    own = _folder(run_dir)
+def _note(run_dir: Path, folders: list[Path]) -> None:
+    own = folder_of(run_dir)
     own.mkdir(parents=True, exist_ok=True)
-    lines = [folder.name if folder.parent == own else str(folder) for folder in history]
+    lines = [folder.name if folder.parent == own else str(folder) for folder in folders]
     manifest.replace(own / HISTORY, "".join(f"{line}\n" for line in lines))
 
 

@@ -28,7 +28,7 @@ from hytrain.errors import ConfigError
 Tree = dict[str, Any]
 
 NEAR = 0.75  # similarity of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`
-PATH_WORDS = ("latest", "chatml")  # in the place of a path
+PATH_WORDS = ("latest", "auto", "chatml")  # in the place of a path
 INPUT_PATHS = (
     ("model", "path"),
     ("tokenizer", "path"),
@@ -194,7 +194,7 @@ class Train(Section):
     checkpoint_every: Positive | None = None  # the end of the run is always saved
     keep_last: Positive | None = None  # keep only this many of the run's checkpoints
     stop_at: Positive | None = None  # end early, with the learning rates of the whole run
-    resume: Path | None = None  # "latest" for this run's newest checkpoint, or a checkpoint's folder
+    resume: Path | None = None  # "latest" for the run's newest checkpoint, "auto" if there is one, or a folder
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")

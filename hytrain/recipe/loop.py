@@ -2,7 +2,7 @@
 
     assemble ─▶ optimizer ─▶ (resume) ─▶ steps ─▶ last validation, checkpoint, curve, sample ─▶ Summary
 
-It is an ordinary PyTorch loop.
+It is an ordinary PyTorch loop. A signal ends it after a step, with a checkpoint (`ending`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
+from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
 from hytrain.recipe.parallel import Job
@@ -29,14 +30,19 @@ from hytrain.run.ranks import Ranks
 
 
 def train(
-    recipe: Recipe, run_dir: Path, optimizer_factory: Factory | None = None, terminal: bool | None = None
+    recipe: Recipe,
+    run_dir: Path,
+    optimizer_factory: Factory | None = None,
+    terminal: bool | None = None,
+    ending: Ending | None = None,
 ) -> Summary:
     """Trains the recipe in the existing folder `run_dir`, draws the curve, writes the sample, returns the summary.
 
     `terminal` chooses between a progress bar and plain lines; by default, stderr decides.
-    Raises ConfigError, before anything is started, if the recipe asks for something impossible, and Diverged if the
-    training diverges with `train.on_divergence: stop`.
+    Raises ConfigError, before anything is started, if the recipe asks for something impossible, Diverged if the
+    training diverges with `train.on_divergence: stop`, and Ended if `ending` has heard of a signal.
     """
+    ending = ending or Ending()
     resumed = Job(Ranks.of_job()).decided(lambda: checkpoint.find(run_dir, recipe))
     task = assemble(recipe, resumed)
     factors(task.recipe.train)  # refuses options that do not fit
@@ -51,7 +57,8 @@ def train(
     kept = recipe if job.speaks else recipe.model_copy(update={"run": recipe.run.model_copy(update={"log_to": ()})})
     with Progress(start, end, bar, job.speaks) as progress, trackers(kept, run_dir, start) as writes:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)
-        validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end))
+        with ending.after_a_step():
+            validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end), ending)
     cost, curve = task.cost, run_dir / "loss.png"
     if job.speaks:
         report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
@@ -74,11 +81,17 @@ def train(
 
 
 def run_steps(
-    task: Task, opt: TrainingOptimizer, journal: Journal, progress: Progress, run_dir: Path, steps: range
+    task: Task,
+    opt: TrainingOptimizer,
+    journal: Journal,
+    progress: Progress,
+    run_dir: Path,
+    steps: range,
+    ending: Ending,
 ) -> tuple[Validation | None, Path | None]:
     """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
 
-    Raises Diverged.
+    Raises Diverged, and Ended on all ranks after the same step: each hears of the others' wishes with their losses.
     """
     model, plan, divergence, job = task.model, task.recipe.train, journal.divergence, task.job
     schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
@@ -95,9 +108,13 @@ def run_steps(
         opt.step()
         opt.zero_grad()
         schedule.step()
-        journal.note(step + 1, job.mean(loss), lr, batch.tokens.numel() - batch.padding)
+        loss, wishes = job.mean(loss, bool(ending.number))
+        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes)
 
-        evaluates, saves = due(plan.eval_every, step, steps), due(plan.checkpoint_every, step, steps)
+        last = step + 1 == steps.stop
+        ends = not last and (bool(ending.number) if wishes is None else journal.wishes)
+        evaluates, saves = due(plan.eval_every, step, steps), ends or due(plan.checkpoint_every, step, steps)
+        why = "its weights are not finite"
         if saves:
             opt.synchronize()
             saves = divergence.look_at_weights(step + 1, model, job)
@@ -115,9 +132,15 @@ def run_steps(
             try:
                 saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
             except SavingError as error:
-                if step + 1 == steps.stop:
+                if last:
                     raise
-                progress.say(f"step {step + 1}: no checkpoint, and training goes on: {error}")
+                why = str(error)
+                if not ends:
+                    progress.say(f"step {step + 1}: no checkpoint, and training goes on: {error}")
+            ends = ends or (not last and job.anywhere(bool(ending.number)))  # meanwhile
+        if ends:
+            result = "and saved a checkpoint" if saved else f"without a checkpoint of this step: {why}"
+            raise Ended(max(job.ranks.gather(ending.number)), f"ended after step {step + 1}, {result}")
         journal.restart_clock()
     return validation, saved
 

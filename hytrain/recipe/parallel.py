@@ -111,9 +111,14 @@ class Job:
                     dist.all_reduce(number, group=self.mesh.get_group(name))
         return number
 
-    def mean(self, number: Tensor) -> Tensor:
-        """The mean over the data ranks, in place of the tensor that is given."""
-        return number if self.mesh is None else self.total(number).div_(self.data_ranks)
+    def mean(self, number: Tensor, wish: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The mean over the data ranks, and, in the same collective, how many ranks have a wish; None on one rank."""
+        if self.mesh is None:
+            return number, None
+        total, wishes = self.total(torch.stack([number, number.new_full((), float(wish))])).unbind()
+        if self.mesh["tensor"].size() > 1:
+            dist.all_reduce(wishes, group=self.mesh.get_group("tensor"))
+        return total / self.data_ranks, wishes
 
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor, in host memory, in place of the one that is given."""
@@ -124,6 +129,10 @@ class Job:
     def everywhere(self, fact: bool) -> bool:
         """Whether this is so on all ranks."""
         return all(self.ranks.gather(fact))
+
+    def anywhere(self, fact: bool) -> bool:
+        """Whether this is so on any rank."""
+        return any(self.ranks.gather(fact))
 
     @contextmanager
     def together(self) -> Iterator[None]:

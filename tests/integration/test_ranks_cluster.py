@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 import torch.distributed as dist
 from programs import CLUSTER, SCRIPTS, read_until, run, started
 from ranks import RankGroup
@@ -100,7 +99,6 @@ def test_a_killed_rank_ends_all_and_is_named(run_dir: Path) -> None:
         assert named in launcher.stderr.read()
 
 
-@pytest.mark.slow  # torchrun itself may take minutes to bring ranks together again
 def test_a_killed_rank_is_started_again(run_dir: Path) -> None:
     """The first time, the last rank kills itself."""
     command = (sys.executable, CLUSTER, "--nproc-per-node", "2", "--max-restarts", "1", SHARDED, "0", "--fail")

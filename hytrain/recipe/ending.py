@@ -1,0 +1,55 @@
+"""How a signal ends a recipe's run: at once, or, while steps are trained, after a step and with a checkpoint.
+
+    signal ─▶ Ending ─ nothing is trained yet ─▶ Ended
+                  └─── in the loop's steps ────▶ `number` ─▶ loop: all ranks end the same step and save it ─▶ Ended
+
+Only the first signal counts. A batch system sends one to each process, and the launcher passes it on; the launcher
+alone can tell a second one from such copies, and kills this process then. `workers.trainer` makes the `Ending`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+#: Sent by batch systems, some of them as a warning that the time is up, by a terminal that closes, and by Ctrl-C.
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal told the run to end. `how` begins the sentence about it."""
+
+    def __init__(self, number: int, how: str = "interrupted") -> None:
+        super().__init__(how)
+        self.number, self.how = number, how
+
+
+class Ending:
+    """`number` is the signal after which the run is to end, or 0."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._waits = False
+
+    def listen(self) -> None:
+        """From now on, signals come here. nohup's choice stays."""
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler. Raises Ended unless steps are trained, or a signal came before."""
+        if self.number == 0:
+            self.number = number
+            if not self._waits:
+                raise Ended(number)
+
+    @contextmanager
+    def after_a_step(self) -> Iterator[None]:
+        """In this block, the loop asks for `number`, and signals do nothing else."""
+        self._waits = True
+        yield
+        self._waits = False

@@ -1,0 +1,45 @@
+"""Which checkpoints a run has, read without torch: the launcher says what a run can go on from.
+
+    run/checkpoints/step-600/trainer_state.json     written last: with it, a folder is a checkpoint
+    run/checkpoints/history                         the folders that this run went through, the newest last
+
+`checkpoint` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+STATE_FILE: Final = "trainer_state.json"
+HISTORY: Final = "history"
+STEP: Final = re.compile(r"step-(\d+)")
+
+
+def folder_of(run_dir: Path) -> Path:
+    return run_dir.resolve() / "checkpoints"
+
+
+def history(run_dir: Path) -> list[Path]:
+    """The folders of this run's history that exist, the newest last; without a record, all by their steps."""
+    own = folder_of(run_dir)
+    try:
+        folders = [own / line for line in (own / HISTORY).read_text().splitlines()]
+    except FileNotFoundError:
+        steps = {int(match[1]): path for path in own.glob("step-*") if (match := STEP.fullmatch(path.name))}
+        folders = [steps[step] for step in sorted(steps)]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest checkpoint in the history of a run's folder, or None."""
+    return next((folder for folder in reversed(history(run_dir)) if (folder / STATE_FILE).is_file()), None)
+
+
+def way_on(run_dir: Path) -> str:
+    """How to resume the run, for the end of a sentence."""
+    checkpoint = latest(run_dir)
+    if checkpoint is None:
+        return "there is no checkpoint to resume from: train.checkpoint_every=N saves one every N steps"
+    return f"--set train.resume=latest resumes from {checkpoint}"

@@ -1,0 +1,271 @@
+"""How runs end that are told to: a signal, a second one, a time limit; and that a resumed run does not show it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from helpers import bits
+from programs import CLUSTER, SCRIPTS, cluster, environment, read_until, roles_below, started, write_recipe
+from safetensors.torch import load_file
+
+from hytrain.config import ClusterConfig
+from hytrain.errors import ConfigError
+from hytrain.memory import host
+from hytrain.recipe.saved import latest
+from workers import time_limit
+from workers.attempts import Attempts
+from workers.launcher import COPY_S, STOP_GRACE_S, End, Supervisor
+from workers.process import Child
+
+pytestmark = pytest.mark.usefixtures("own_run")
+STEPS = 40
+RANKS = ("--nproc-per-node", "2")
+ENDED = re.compile(
+    r"hytrain: ended after step (\d+), and saved a checkpoint; --set train.resume=latest resumes from (\S+)"
+)
+
+
+def recipe_in(folder: Path, **train: Any) -> Path:
+    """One whose run's folder is `run`, with so many steps that it does not end before it is told to."""
+    return write_recipe(
+        folder,
+        run={"dir": str(folder), "name": "run"},
+        model={
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32,
+            }
+        },
+        train={"steps": STEPS, **train},
+    )
+
+
+def begin(recipe: Path, *options: str) -> Any:
+    return started(
+        sys.executable, CLUSTER, *options, recipe, env=environment(HYTRAIN_RUN_DIR=None), stderr=subprocess.PIPE
+    )
+
+
+def wait_for_step(launcher: subprocess.Popen[str], step: int) -> None:
+    """Until the run's progress says so."""
+    assert launcher.stderr is not None
+    for line in launcher.stderr:
+        if line.startswith(f"step {step}/"):
+            return
+    raise AssertionError("the run has ended before")
+
+
+def results(run_dir: Path) -> dict[str, Any]:
+    """The bits of weights and optimizer state in the last checkpoint, and the losses of all steps."""
+    last = run_dir / "checkpoints" / f"step-{STEPS}"
+    files = [last / "model.safetensors", *last.glob("optimizer/**/*.safetensors")]
+    assert len(files) > 1
+    tensors = {f"{file.relative_to(last)} {name}": bits(one) for file in files for name, one in load_file(file).items()}
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    numbers = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {**numbers, "losses": [record["loss"] for record in records]}
+
+
+@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Every process gets it, as from a batch system. The resumed run is the one that nobody has disturbed."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "parts")
+    assert cluster(*options, whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
+    with begin(parts, *options) as launcher:
+        wait_for_step(launcher, 6)
+        tree = psutil.Process(launcher.pid)
+        for process in [tree, tree, *tree.children(recursive=True)]:  # twice, as from `timeout`
+            process.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, said
+    [(step, folder)] = ENDED.findall(said)
+    run_dir = tmp_path / "parts" / "run"
+    assert 6 <= int(step) < STEPS and folder == str(run_dir / "checkpoints" / f"step-{step}")
+    assert [path.name for path in (run_dir / "checkpoints").glob("*step*")] == [f"step-{step}"]
+    again = cluster(*options, parts, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
+    assert again.returncode == 0, again.stderr
+    assert results(run_dir) == results(tmp_path / "whole" / "run")
+
+
+def end_by_two_signals(launcher: subprocess.Popen[str]) -> None:
+    """The first alone does not end it."""
+    launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(2 * COPY_S)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(60)
+
+
+def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
+    """Here the first would never end it, since the step has to wait for a process that is stopped."""
+    with begin(recipe_in(tmp_path, checkpoint_every=5)) as launcher:
+        wait_for_step(launcher, 8)
+        roles_below(psutil.Process(launcher.pid))["optimizer"].suspend()
+        end_by_two_signals(launcher)
+        said = launcher.stderr.read()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert re.search(
+        r"a second signal has ended the run at once; --set train.resume=latest resumes from \S+step-\d+", said
+    )
+
+
+def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
+    """It has to have trained by then, which takes longer on a busy machine."""
+    for limit_s in (20, 60, 180):
+        job = environment(HYTRAIN_RUN_DIR=None, SLURM_JOB_END_TIME=str(int(time.time()) + 3600 + limit_s))
+        recipe = recipe_in(tmp_path, steps=1_000_000)
+        ran = cluster("--save-before", "1h", recipe, env=job)
+        if "ended after step" in ran.stderr:
+            break
+    assert ran.returncode == 75, ran.stderr
+    [(_, folder)] = ENDED.findall(ran.stderr)
+    assert latest(tmp_path / "run") == Path(folder)
+
+
+@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+def test_a_program_has_the_time_that_it_takes(options: tuple[str, ...]) -> None:
+    with started(sys.executable, CLUSTER, *options, SCRIPTS / "saves.py", str(STOP_GRACE_S + 1)) as launcher:
+        for _ in range(2 if options else 1):
+            read_until(launcher, "ready")
+        launcher.send_signal(signal.SIGTERM)
+        said, _ = launcher.communicate(timeout=60)
+    assert "saved" in said and launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_a_recipe_that_has_no_time_is_not_to_be_started_again(tmp_path: Path) -> None:
+    ran = cluster("--time-limit", "1s", recipe_in(tmp_path), env=environment(HYTRAIN_RUN_DIR=None))
+    assert ran.returncode == 1 and "hytrain-cluster: nothing was trained in this time" in ran.stderr
+
+
+def test_a_program_s_time_is_up() -> None:
+    ran = cluster("--time-limit", "1s", SCRIPTS / "saves.py", "1")
+    assert ran.returncode == 75 and "hytrain-cluster: the time is up" in ran.stderr
+
+
+def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
+    with started(sys.executable, CLUSTER, *RANKS, SCRIPTS / "saves.py", "60") as launcher:
+        for start in ("ready", "ready"):
+            read_until(launcher, start)
+        end_by_two_signals(launcher)
+        assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
+
+
+def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) -> None:
+    """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = (recipe_in(tmp_path / name, checkpoint_every=10) for name in ("whole", "parts"))
+    assert cluster(whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
+    with begin(parts, "--max-restarts", "2") as launcher:
+        killed = []
+        for step in (4, 16):
+            wait_for_step(launcher, step)
+            optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
+            killed.append(f"optimizer-0 (process {optimizer.pid}) was killed by SIGKILL after step ")
+            optimizer.kill()
+        _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    run_dir = tmp_path / "parts" / "run"
+    assert re.search(rf"{re.escape(killed[1])}\d+; attempt 3 of 3 begins from {run_dir}/checkpoints/step-10; ", said)
+    assert results(run_dir) == results(tmp_path / "whole" / "run")
+    assert (run_dir / "metrics-replaced.jsonl").read_text()
+
+
+@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+def test_a_program_is_started_again_until_it_succeeds_or_has_failed_too_often(options: tuple[str, ...]) -> None:
+    command = (*options, "--max-restarts", "2", SCRIPTS / "fails.py")
+    ran = cluster(*command, "2", "7")
+    assert ran.returncode == 0, ran.stderr
+    assert {*ran.stdout.splitlines()} == {"start 0", "start 1", "start 2"}
+    assert re.findall(r"; attempt (. of .) begins; ", ran.stderr) == ["2 of 3", "3 of 3"]
+    ran = cluster(*command, "9", "7")
+    assert ran.returncode == 7 and "no further attempt: this was attempt 3 of 3" in ran.stderr
+    named = r"rank . \(process \d+\)" if options else r"trainer-0 \(process \d+\)"
+    assert len(re.findall(rf"hytrain-cluster: {named} ended with exit status 7", ran.stderr)) >= 3
+
+
+def test_bad_input_is_not_tried_again() -> None:
+    ran = cluster("--max-restarts", "2", SCRIPTS / "fails.py", "9", "2")
+    assert ran.returncode == 2 and ran.stdout.split() == ["start", "0"]
+
+
+def test_memory_that_has_run_out_is_named_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel counts whom it has killed."""
+    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    monkeypatch.setattr(host, "sizes", lambda: "the machine has 4.0 GiB")
+    for kills, refusal in ((7, None), (8, "it would run out of memory again")):
+        supervisor._oom_kills = 7
+        monkeypatch.setattr(host, "oom_kills", lambda kills=kills: kills)
+        with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as killed:
+            killed.kill()
+            killed.wait()
+        end = End(128 + signal.SIGKILL, Child("optimizer-0", killed, -1, tmp_path / "log", None, None))
+        assert supervisor._report(end, Attempts(3, step=0, checkpoints=frozenset())) == refusal
+        named = f"optimizer-0 (process {killed.pid}) was killed by SIGKILL"
+        reason = ": the kernel has killed a process for want of memory; the machine has 4.0 GiB" if refusal else ""
+        assert f"{named}{reason}; " in capsys.readouterr().err
+    supervisor._end()
+
+
+def test_attempts_that_reach_nothing_new_are_the_last() -> None:
+    attempts = Attempts(9, step=10, checkpoints=frozenset())
+
+    def refusal(step: int, *checkpoints: str, status: int = 1, is_recipe: bool = True) -> str | None:
+        return attempts.refusal(status, step=step, checkpoints={*checkpoints}, is_recipe=is_recipe, out_of_memory=False)
+
+    assert [refusal(10), refusal(12), refusal(12), refusal(12, "step-11"), refusal(12, "step-11")] == [None] * 5
+    assert refusal(11) == "2 attempts in a row have reached no new step and no new checkpoint"
+    assert refusal(11, is_recipe=False) is None and refusal(13, status=3, is_recipe=False) is None
+    for status in (0, 2, 3, 75, 130, 138, 143):
+        assert refusal(99, status=status) == "it has ended by itself"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "job_end", "left"),
+    [
+        ((None, None), None, None),
+        ((None, "1d2h3m4s"), None, 93784),
+        (("5m", "1h"), None, 3300),
+        (("5m", None), 3600, 3300),
+        (("90s", "1h"), 1000, 910),
+        (("1h", "50m"), None, "--save-before 1h: the job ends in 3000 s"),
+        (("5m", None), None, "--save-before 5m: when does the job end?"),
+        (("5", "1h"), None, "--save-before 5: a time such as 90s, 5m or 11h30m"),
+        ((None, ""), None, "--time-limit : a time such as"),
+    ],
+)
+def test_times(
+    arguments: tuple[str | None, str | None],
+    job_end: int | None,
+    left: float | str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(time=lambda: 5000.0, monotonic=lambda: 70.0))
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    if job_end is not None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(5000 + job_end))
+    if isinstance(left, str):
+        with pytest.raises(ConfigError, match=re.escape(left)):
+            time_limit.end_s(*arguments)
+    else:
+        assert time_limit.end_s(*arguments) == (None if left is None else 70 + left)
