@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from hytrain.run.ranks import Ranks
 
 _log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -17,22 +21,22 @@ class Saver:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._ranks: Ranks | None = None
-        self._latest: Future[None] | None = None
+        self._latest: Future[Any] | None = None
 
-    def start(self, finish: Callable[[Ranks], None], what: str) -> Future[None]:
+    def start(self, finish: Callable[[Ranks], T], what: str) -> Future[T]:
         """Call `finish` on the thread. If that fails, it is logged, too, for those who drop the future."""
         self._pool = self._pool or ThreadPoolExecutor(1, "hytrain-saver")
         ranks = self._ranks = self._ranks or Ranks.of_job().apart()
 
-        def run() -> None:
+        def run() -> T:
             try:
-                finish(ranks)
+                return finish(ranks)
             except Exception as error:
                 _log.error("%s was not saved: %s", what, error)
                 raise
 
-        self._latest = self._pool.submit(run)
-        return self._latest
+        future = self._latest = self._pool.submit(run)
+        return future
 
     def wait(self) -> None:
         """Return once nothing is being finished, however that ended."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,12 @@ class StandIn(torch.optim.AdamW):
     def statistics(self) -> Statistics:
         return Statistics()
 
-    def save(self, folder: Path) -> None:
+    def async_save(self, folder: Path) -> Future[None]:
         folder.mkdir()
         torch.save(self.state_dict(), folder / "state.pt")
+        saved = Future[None]()
+        saved.set_result(None)
+        return saved
 
     def load(self, folder: Path) -> None:
         self.load_state_dict(torch.load(folder / "state.pt"))
@@ -215,11 +219,28 @@ def test_interrupted_checkpoint_does_not_count(runs: Runs, monkeypatch: pytest.M
     runs.train("run", "train.stop_at=4")
     folders = runs.folder / "run" / "checkpoints"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr(StandIn, "save", break_off)
+        patch.setattr(StandIn, "async_save", break_off)
         runs.train("run", "train.resume=latest", "train.stop_at=8")
     assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
     runs.train("run", "train.resume=latest", "train.stop_at=8")
     assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
+
+
+def test_a_checkpoint_counts_from_its_rename_on(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens right after it."""
+    runs.train("run", "train.stop_at=4")
+    folders, sync = runs.folder / "run" / "checkpoints", manifest.sync
+
+    def killed(folder: Path) -> None:
+        sync(folder)
+        if (folders / "step-8").exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(manifest, "sync", killed)
+        runs.train("run", "train.resume=latest", "train.stop_at=8")
+    assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
+    runs.train("run", "train.resume=latest", "train.stop_at=9")
 
 
 def test_latest_follows_the_run_s_own_history(
@@ -232,7 +253,7 @@ def test_latest_follows_the_run_s_own_history(
     folders = runs.folder / "run" / "checkpoints"
     back = f"train.resume={folders}/step-4"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(StandIn, "save", break_off)
+        patch.setattr(StandIn, "async_save", break_off)
         runs.train("run", back)
     assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
     assert [line for line in caplog.messages if "abandons step-8, step-12:" in line]
@@ -385,7 +406,7 @@ def test_an_interrupted_recipe_says_how_to_go_on(
 
 def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step; in a save, which is then the last; in a step whose checkpoint cannot be saved; in the last step."""
-    folders, save = runs.folder / "run" / "checkpoints", StandIn.save
+    folders, save = runs.folder / "run" / "checkpoints", StandIn.async_save
 
     def train(*overrides: str, within: str, at: int, fails: bool = False) -> str:
         """The sentence of a run that two signals tell to end, in this method of its optimizer, after `at` records."""
@@ -398,13 +419,13 @@ def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatc
                 ending.on_signal(signal.SIGTERM)
             return act(self, *arguments)
 
-        def save_or_fail(self: StandIn, folder: Path) -> None:
+        def save_or_fail(self: StandIn, folder: Path) -> Future[None]:
             if fails:
                 raise SavingError("no room")
-            save(self, folder)
+            return save(self, folder)
 
         with monkeypatch.context() as patch:
-            patch.setattr(StandIn, "save", save_or_fail)
+            patch.setattr(StandIn, "async_save", save_or_fail)
             patch.setattr(StandIn, within, told)
             try:
                 runs.train("run", *overrides, ending=ending)
@@ -416,9 +437,8 @@ def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatc
     assert train(within="scale", at=2) == "ended after step 4, and saved a checkpoint"
     assert [path.name for path in folders.glob("step-*")] == ["step-4"]
     resume = "train.resume=latest"
-    assert (
-        train(resume, "train.checkpoint_every=3", within="save", at=0) == "ended after step 6, and saved a checkpoint"
-    )
+    within_a_save = train(resume, "train.checkpoint_every=3", within="async_save", at=0)
+    assert within_a_save == "ended after step 6, and saved a checkpoint"
     assert checkpoint.latest(runs.folder / "run") == folders / "step-6"
     unsaved = "without a checkpoint of this step: no room"
     assert train(resume, within="scale", at=0, fails=True) == f"ended after step 7, {unsaved}"

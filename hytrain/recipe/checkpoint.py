@@ -8,7 +8,7 @@
     run/checkpoints/history                                 the folders that this run went through, the newest last
 
 A folder is written under a temporary name, synced to disk and renamed, so a folder with its final name is complete.
-What cannot be written is removed.
+Training goes on while the disk is waited for. What cannot be written is removed.
 `latest` is the last of the history. A run that resumes from an earlier checkpoint drops the later ones from it.
 The loop calls `begin` and `save`; at the start of a resumed run it calls `find` and `restore`.
 """
@@ -20,7 +20,9 @@ import json
 import logging
 import random
 import shutil
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.saved import HISTORY, STATE_FILE, folder_of, history, latest
 from hytrain.recipe.tokenizer import TextTokenizer
+from hytrain.run.ranks import Ranks
+from hytrain.saver import Saver
 
 OPTIMIZER_FOLDER = "optimizer"
 WEIGHTS = "model{suffix}.safetensors"
@@ -61,28 +65,43 @@ def save(
     opt: TrainingOptimizer,
     recipe: Recipe,
     job: Job,
-) -> Path:
-    """Writes the checkpoint after `step` finished steps, makes it the latest and returns its folder.
+    saver: Saver,
+) -> Future[Path]:
+    """Writes the checkpoint after `step` finished steps. When this returns, training may go on.
 
-    With `train.keep_last`, the oldest of this run's history are removed. All ranks call it and write their parts of the
-    optimizer's state; rank 0 does everything else. Raises `SavingError` on all ranks if it cannot be written; then
-    nothing is left of it.
+    Then `saver` waits for the disk, and makes it the latest; the future has its folder. With `train.keep_last`, the
+    oldest of this run's history are removed. All ranks call it and write their parts of the optimizer's state; rank 0
+    does everything else. What cannot be written is a `SavingError` on all ranks, raised or in the future; then nothing
+    is left of it.
     """
+    saver.wait()
     final = folder_of(run_dir) / f"step-{step}"
     partial = final.with_name(f".{final.name}.partial")
     try:
         job.decided(lambda: _make_room(partial))
         opt.synchronize()
         export(model, partial, job)
-        opt.save(partial / OPTIMIZER_FOLDER)
+        optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = job.ranks.gather(_random_state())
         state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
-        job.decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train.keep_last))
     except SavingError:
         if job.speaks:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return final
+
+    def finish(ranks: Ranks) -> Path:
+        try:
+            with ranks.together():
+                optimizer.result()
+            keep_last = recipe.train.keep_last
+            replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, tokenizer, state, keep_last))
+        except SavingError:
+            if job.speaks:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return final
+
+    return saver.start(finish, f"training goes on, but the checkpoint of step {step}")
 
 
 def export(model: Any, folder: Path, job: Job) -> None:
@@ -152,9 +171,9 @@ def _publish(
         before = [folder for folder in history(run_dir) if folder != final]
         if final.exists():  # abandoned, so nobody's latest
             shutil.rmtree(final)
+        _note(run_dir, [*before, final])  # first: a history may name what is not there, but must not lack what is
         partial.rename(final)
         manifest.sync(final.parent)
-        _note(run_dir, [*before, final])
     own = [folder for folder in [*before, final] if folder.parent == final.parent]
     for folder in own[: -(keep_last or len(own))]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ It is an ordinary PyTorch loop. A signal ends it after a step, with a checkpoint
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +28,7 @@ from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.trackers import trackers
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
+from hytrain.saver import Saver
 
 
 def train(
@@ -57,8 +59,8 @@ def train(
     kept = recipe if job.speaks else recipe.model_copy(update={"run": recipe.run.model_copy(update={"log_to": ()})})
     with Progress(start, end, bar, job.speaks) as progress, trackers(kept, run_dir, start) as writes:
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)
-        with ending.after_a_step():
-            validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end), ending)
+        with ending.after_a_step(), closing(Saver()) as saver:
+            validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end), ending, saver)
     cost, curve = task.cost, run_dir / "loss.png"
     if job.speaks:
         report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
@@ -88,6 +90,7 @@ def run_steps(
     run_dir: Path,
     steps: range,
     ending: Ending,
+    saver: Saver,
 ) -> tuple[Validation | None, Path | None]:
     """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
 
@@ -130,14 +133,15 @@ def run_steps(
         saved = None
         if saves:
             try:
-                saved = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job)
+                saving = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job, saver)
+                ends = ends or (not last and job.anywhere(bool(ending.number)))  # meanwhile
+                saved = saving.result() if last or ends else None
             except SavingError as error:
                 if last:
                     raise
                 why = str(error)
                 if not ends:
                     progress.say(f"step {step + 1}: no checkpoint, and training goes on: {error}")
-            ends = ends or (not last and job.anywhere(bool(ending.number)))  # meanwhile
         if ends:
             result = "and saved a checkpoint" if saved else f"without a checkpoint of this step: {why}"
             raise Ended(max(job.ranks.gather(ending.number)), f"ended after step {step + 1}, {result}")
