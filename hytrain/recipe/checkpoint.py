@@ -20,8 +20,9 @@ import json
 import logging
 import random
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,31 +78,33 @@ def save(
     saver.wait()
     final = folder_of(run_dir) / f"step-{step}"
     partial = final.with_name(f".{final.name}.partial")
-    try:
+    with _removed_if_unwritable(partial, job):
         job.decided(lambda: _make_room(partial))
         opt.synchronize()
         export(model, partial, job)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = job.ranks.gather(_random_state())
-        state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
-    except SavingError:
-        if job.speaks:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
 
     def finish(ranks: Ranks) -> Path:
-        try:
+        with _removed_if_unwritable(partial, job):
             with ranks.together():
                 optimizer.result()
             keep_last = recipe.train.keep_last
             replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, tokenizer, state, keep_last))
-        except SavingError:
-            if job.speaks:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
         return final
 
     return saver.start(finish, f"training goes on, but the checkpoint of step {step}")
+
+
+@contextmanager
+def _removed_if_unwritable(partial: Path, job: Job) -> Iterator[None]:
+    try:
+        yield
+    except SavingError:
+        if job.speaks:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def export(model: Any, folder: Path, job: Job) -> None:
