@@ -27,6 +27,7 @@ from hytrain.errors import ConfigError
 from hytrain.recipe.saved import latest
 from hytrain.state_folder import INDEX
 from workers import launcher, run_folder
+from workers import supervisor as supervisor_module
 from workers.run_folder import claim
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -235,8 +236,8 @@ def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tupl
 def test_files_that_a_cleaner_would_remove_are_touched(
     prints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "TOUCH_EVERY_S", 0.01)
-    supervisor = launcher.Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    monkeypatch.setattr(supervisor_module, "TOUCH_EVERY_S", 0.01)
+    supervisor = supervisor_module.Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
     supervisor.socket_dir = sockets = tmp_path / "sockets"
     (sockets / "torchrun").mkdir(parents=True)
     os.mkfifo(sockets / "torchrun" / "pipe")

@@ -24,8 +24,8 @@ from hytrain.memory import host
 from hytrain.recipe.saved import latest
 from workers import time_limit
 from workers.attempts import Attempts
-from workers.launcher import COPY_S, STOP_GRACE_S, End, Supervisor
 from workers.process import Child
+from workers.supervisor import COPY_S, STOP_GRACE_S, End, Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 STEPS = 40
