@@ -8,13 +8,13 @@ for one trainer cannot reach the next one. The coordinator also publishes `Statu
     trainer-0-1f… (Inbox) ◀──Outbox── optimizer-0       its sender, so sequence numbers are checked per sender
     coordinator-0 ──Publisher──▶ Subscriber …           PUB/SUB: a slow monitor loses frames, nobody waits
 
-Anything that is not a message of this run is logged with the reason and dropped. Every wait ends with a message, a
-peer's death or a deadline. A socket may be used by one thread only.
+Anything that is not a message of this run, from a process that may send it, is logged with the reason and dropped. No
+flood of it keeps a wait from ending, with a message, a peer's death or a deadline. A socket may be used by one thread
+only.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import select
@@ -25,8 +25,10 @@ from typing import Final, Self
 import zmq
 
 from protocol.address import Address
-from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
+from protocol.codec import MAX_FRAME_BYTES, Envelope, WireError, decode, encode
 from protocol.messages import Message
+from protocol.quiet import rate_limited
+from protocol.senders import is_named_after, may_send
 
 HIGH_WATER_MARK: Final = 100_000
 MONITOR_HIGH_WATER_MARK: Final = 64
@@ -38,7 +40,7 @@ MAX_IPC_PATH_BYTES: Final = 107
 #: A dead peer's last messages may still be passing through ZeroMQ's own thread when its death is noticed.
 LAST_WORDS_S: Final = 0.05
 
-_log = logging.getLogger(__name__)
+_log = rate_limited(__name__)
 
 
 class PeerDied(RuntimeError):
@@ -129,12 +131,17 @@ class Inbox(_Socket):
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.ROUTER, network.name)
         self._sequence = Sequence()
+        self._admitted: frozenset[str] | None = None
         self._deaths: dict[int, str] = {}
         self._dead: tuple[str, float] | None = None
         self._ends = select.poll()
         self._poller = zmq.Poller()
         self._socket.bind(self._where)
         self._poller.register(self._socket, zmq.POLLIN)
+
+    def admit(self, *connections: str) -> None:
+        """From now on, drop messages that come through other connections than these."""
+        self._admitted = frozenset(connections)
 
     def watch(self, name: str, pid: int) -> None:
         """End waits with `PeerDied(name)` when process `pid` ends. Raises `PeerDied` if it has already ended."""
@@ -161,17 +168,6 @@ class Inbox(_Socket):
         self._poller.register(descriptor, zmq.POLLIN)
         self._ends.register(descriptor, select.POLLIN)
 
-    def try_receive(self) -> Incoming | None:
-        """The next message, or None if none has arrived."""
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            incoming = self._open(frames)
-            if incoming is not None:
-                return incoming
-
     def receive(self, timeout_s: float | None) -> Incoming | None:
         """Wait for a message; None after `timeout_s` seconds. Raises `PeerDied`.
 
@@ -180,9 +176,12 @@ class Inbox(_Socket):
         ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             words_end_s = self._last_words_end_s()
-            if (incoming := self.try_receive()) is not None:
-                return incoming
-            if not self._poller.poll(_left_ms(min(ends_s, words_end_s))) and time.monotonic() >= ends_s:
+            if frames := self._next_frames():
+                if (incoming := self._open(frames)) is not None:
+                    return incoming
+            elif self._poller.poll(_left_ms(min(ends_s, words_end_s))):
+                continue
+            if time.monotonic() >= ends_s:
                 return None
 
     def _last_words_end_s(self) -> float:
@@ -212,17 +211,34 @@ class Inbox(_Socket):
             os.close(descriptor)
         self._deaths.clear()
 
+    def _next_frames(self) -> list[bytes]:
+        """What has arrived first; nothing if nothing has."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return []
+
     def _open(self, frames: list[bytes]) -> Incoming | None:
         sender = frames[0].decode("utf-8", "replace")
         try:
             if len(frames) != 2:
                 raise WireError(f"{len(frames)} frames where 2 were expected")
             envelope = decode(frames[1], token=self._network.token)
+            self._check_sender(sender, envelope)
             self._sequence.check(sender, envelope.seq)
         except WireError as error:
             _log.warning("dropped a message from %r: %s", sender, error)
             return None
         return Incoming(sender, envelope.sender, envelope.message)
+
+    def _check_sender(self, connection: str, envelope: Envelope) -> None:
+        kind = type(envelope.message).__name__
+        if not is_named_after(envelope.sender, connection):
+            raise WireError(f"{kind} of {envelope.sender} over another's connection")
+        if not may_send(envelope.sender.role, envelope.message):
+            raise WireError(f"{kind} is for other roles than {envelope.sender.role} to send")
+        if self._admitted is not None and connection not in self._admitted:
+            raise WireError(f"{kind} of a process that is not part of this exchange")
 
 
 class Outbox(_Socket):

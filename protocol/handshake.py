@@ -53,13 +53,16 @@ class WorkerHandshake:
 class RunHandshake:
     """The coordinator's side: which processes have joined, and which are ready."""
 
-    def __init__(self, *, run_name: str, pid: int) -> None:
+    def __init__(self, *, run_name: str, pid: int, ranks: int) -> None:
+        self._ranks = ranks
         self._welcome = Welcome(run_name=run_name, coordinator_pid=pid)
         self._joined: dict[Address, Hello] = {}
         self._ready: dict[Address, Ready] = {}
 
     def on_hello(self, sender: Address, hello: Hello) -> Welcome:
-        """The answer to a Hello. Refuses a second process with the same address."""
+        """The answer to a Hello. Refuses a second process with the same address, and a rank that the run has not."""
+        if sender.rank >= self._ranks:
+            raise HandshakeError(f"{sender} says Hello, but the run has {self._ranks} ranks here")
         known = self._joined.get(sender)
         if known is not None:
             raise HandshakeError(f"{sender} joined as process {known.pid}, now {hello.pid} says Hello")
@@ -80,6 +83,10 @@ class RunHandshake:
     def joined(self) -> dict[Address, Hello]:
         """The processes that have joined, with their Hello, in the order of joining."""
         return dict(self._joined)
+
+    def is_joined(self, address: Address, connection: str) -> bool:
+        """Whether the process with this address has joined, over this connection."""
+        return (hello := self._joined.get(address)) is not None and hello.inbox == connection
 
     def detail(self, address: Address) -> str:
         """The `detail` of the process's Ready, or "starting" before it."""

@@ -596,9 +596,13 @@ class Key(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect(Message):
-    """Trainer to the first machine's coordinator: listen to the coordinators that have these public keys."""
+    """Trainer to the first machine's coordinator: listen to the coordinators that have these public keys.
+
+    `host`: the machine's own address, at which they reach it.
+    """
 
     keys: tuple[str, ...]
+    host: str
 
     def __post_init__(self) -> None:
         _require_keys(self.keys)
@@ -606,12 +610,9 @@ class Collect(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collecting(Message):
-    """Coordinator to trainer: it listens at this TCP port."""
+    """Coordinator to trainer: it listens at this TCP endpoint, or nowhere if it is empty."""
 
-    port: int
-
-    def __post_init__(self) -> None:
-        _require(0 < self.port < 1 << 16, f"{self.port} is no port")
+    endpoint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ not take, and connects again by itself.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Final
 
@@ -19,6 +18,7 @@ from protocol.address import Address
 from protocol.channel import SOCKET_FRAME_BYTES
 from protocol.codec import Envelope, WireError, decode, encode
 from protocol.messages import Message
+from protocol.quiet import rate_limited
 
 HIGH_WATER_MARK: Final = 64
 #: A connection that is silent for longer is closed, and a new one is made.
@@ -27,7 +27,7 @@ SILENCE_MS: Final = 10_000
 RECONNECT_MS: Final = 200
 MAX_RECONNECT_MS: Final = 5_000
 
-_log = logging.getLogger(__name__)
+_log = rate_limited(__name__)
 
 
 class Keys:
@@ -52,9 +52,12 @@ def _prepare(socket: zmq.Socket[bytes]) -> None:
 
 
 class Collector:
-    """The first machine's end. It listens at `port`, which the system has chosen, to whom `admit` has named."""
+    """The first machine's end. It listens at `endpoint` to whom `admit` has named.
 
-    def __init__(self, keys: Keys) -> None:
+    `host` is an address of this machine. The system chooses the port. Raises `ValueError` if it cannot listen there.
+    """
+
+    def __init__(self, keys: Keys, host: str) -> None:
         from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
 
         self._token, self._admitted = keys.public, frozenset[bytes]()
@@ -68,7 +71,11 @@ class Collector:
             keys.put_on(self._socket)
             self._socket.curve_server = True
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-            self.port: Final = self._socket.bind_to_random_port("tcp://*")
+            where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+            self.endpoint: Final = f"{where}:{self._socket.bind_to_random_port(where)}"
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{host}: {error}") from None
         except BaseException:
             self.close()
             raise

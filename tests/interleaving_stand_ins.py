@@ -406,7 +406,7 @@ class Coordinator:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.state = CoordinatorState(run_name="run", run_dir="/run", host="here", pid=1, replan_every=1)
+        self.state = CoordinatorState(run_name="run", run_dir="/run", host="here", pid=1, replan_every=1, ranks=1)
 
     def handle(self, message: m.Message, sender: str) -> None:
         for command in self.state.handle(message, Address(sender, 0), 0.0):

@@ -35,7 +35,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "world"): st.integers(8, 100),
     (m.Key, "key"): KEYS,
     (m.Collect, "keys"): st.lists(KEYS, max_size=3).map(tuple),
-    (m.Collecting, "port"): st.integers(1, 2**16 - 1),
     (m.ReportTo, "key"): KEYS,
     (m.ReportTo, "node"): st.integers(1, 2**20),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),

@@ -49,7 +49,7 @@ class Driver:
 
     def __init__(self, *, replan_every: int = 1) -> None:
         self.state = CoordinatorState(
-            run_name="run", run_dir="/runs/run", pid=1, host="here", replan_every=replan_every
+            run_name="run", run_dir="/runs/run", pid=1, host="here", replan_every=replan_every, ranks=2
         )
         self.commands: list[Command] = []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.address import COORDINATOR, Address
+from protocol.address import COORDINATOR, ROLES, Address
 from protocol.channel import (
     HIGH_WATER_MARK,
     MAX_IPC_PATH_BYTES,
@@ -25,8 +25,10 @@ from protocol.channel import (
     PeerNotReading,
     endpoint,
 )
-from protocol.codec import MAX_FRAME_BYTES, encode
+from protocol.codec import MAX_FRAME_BYTES, MESSAGES, encode
 from protocol.messages import CommandReply, GiveUp, Goodbye, Message, StatusRequest, WeightsReady
+from protocol.quiet import AT_MOST, PERIOD_S, RateLimit
+from protocol.senders import BY_ROLE
 
 TOKEN = "token"
 HERE, MONITOR = Address("optimizer", 0), Address("monitor", 7)
@@ -53,7 +55,9 @@ def network(folder: str) -> Iterator[Network]:
 
 
 @pytest.fixture
-def dropped(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def dropped(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The log, in which other tests have not used up what this one may write."""
+    monkeypatch.setattr(logging.getLogger("protocol.channel"), "filters", [RateLimit()])
     caplog.set_level(logging.INFO, logger="protocol.channel")
     return caplog
 
@@ -69,7 +73,7 @@ def status(text: str) -> CommandReply:
 class RawPeer:
     """A peer that writes whatever it likes, over one connection."""
 
-    def __init__(self, folder: str, name: str = "raw") -> None:
+    def __init__(self, folder: str, name: str = "optimizer-0-raw") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
@@ -102,14 +106,14 @@ def received(inbox: Inbox) -> Message:
 def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
     inbox = network.inbox()
     with (
-        Network(folder, token=TOKEN, address=MONITOR, name="one") as one,
-        Network(folder, token=TOKEN, address=MONITOR, name="two") as two,
+        Network(folder, token=TOKEN, address=MONITOR, name="monitor-7-one") as one,
+        Network(folder, token=TOKEN, address=MONITOR, name="monitor-7-two") as two,
     ):
         asking, other = one.outbox(HERE), two.outbox(HERE)
         inbox.reply("who has left", status("lost"))
         asking.send(StatusRequest())
-        assert inbox.receive(SOON_S) == Incoming("one", MONITOR, StatusRequest())
-        inbox.reply("one", status("done"))
+        assert inbox.receive(SOON_S) == Incoming("monitor-7-one", MONITOR, StatusRequest())
+        inbox.reply("monitor-7-one", status("done"))
         assert asking.receive(SOON_S) == status("done")
         assert other.receive(0.01) is None and inbox.receive(0.01) is None
 
@@ -135,7 +139,7 @@ def test_what_is_no_message_is_logged_and_dropped(
     raw.send(*frames)
     raw.good(seq=6, lid=3)
     assert received(inbox) == ready(3)
-    assert re.search(f"dropped a message from 'raw': .*{reason}", dropped.text)
+    assert re.search(f"dropped a message from 'optimizer-0-raw': .*{reason}", dropped.text)
 
 
 def test_a_number_that_came_before_is_dropped(
@@ -146,10 +150,92 @@ def test_a_number_that_came_before_is_dropped(
         raw.good(seq, lid)
     assert [received(inbox) for _ in range(3)] == [ready(lid) for lid in (0, 1, 4)]
     assert "sequence number 1 after 1" in dropped.text and "sequence number 0 after 1" in dropped.text
-    other = RawPeer(folder, "other")
+    other = RawPeer(folder, "optimizer-0-other")
     other.good(seq=0, lid=9)
     assert received(inbox) == ready(9), "numbers are each sender's own"
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "reason"),
+    [
+        (HERE, Goodbye(), "Goodbye is for other roles than optimizer to send"),
+        (MONITOR, ready(), "WeightsReady of monitor-7 over another's connection"),
+        (Address("optimizer", 1), ready(), "WeightsReady of optimizer-1 over another's connection"),
+    ],
+    ids=["role", "other role", "other rank"],
+)
+def test_what_a_sender_may_not_send_is_dropped(
+    network: Network,
+    raw: RawPeer,
+    dropped: pytest.LogCaptureFixture,
+    sender: Address,
+    message: Message,
+    reason: str,
+) -> None:
+    inbox = network.inbox()
+    raw.send(encode(message, token=TOKEN, sender=sender, seq=0))
+    raw.good(seq=1, lid=3)
+    assert received(inbox) == ready(3)
+    assert reason in dropped.text
+
+
+def test_each_message_has_a_role_that_sends_it() -> None:
+    assert {kind for kinds in BY_ROLE.values() for kind in kinds} == set(MESSAGES.values())
+    assert BY_ROLE.keys() <= set(ROLES)
+
+
+def test_who_is_not_admitted_is_dropped(
+    folder: str, network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
+) -> None:
+    inbox = network.inbox()
+    inbox.admit("optimizer-0-friend")
+    raw.good(seq=0)
+    while not dropped.text:
+        assert inbox.receive(0.01) is None
+    friend = RawPeer(folder, "optimizer-0-friend")
+    friend.good(seq=0, lid=9)
+    assert received(inbox) == ready(9)
+    friend.close()
+
+
+def test_a_flood_ends_no_wait_late_and_fills_no_log(
+    network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
+) -> None:
+    """A wait without time ends though junk is there, and a death is noticed before all of it is read."""
+    inbox, flood = network.inbox(), 10_000
+    for _ in range(flood):
+        raw.send(b"junk")
+    raw.good(seq=0)
+    while not dropped.records:
+        assert inbox.receive(0) is None
+    with child("") as process:
+        process.wait()
+        with pytest.raises(PeerDied):
+            inbox.watch("the child", process.pid)
+        reading, writing = os.pipe()
+        inbox.watch_descriptor("the peer", reading)
+        os.close(writing)
+    with pytest.raises(PeerDied, match="the peer died"):
+        while True:
+            assert inbox.receive(None) is None, "the good message is behind all the junk"
+    assert 0 < len(dropped.records) <= AT_MOST
+
+
+def test_the_next_period_says_what_was_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("protocol.quiet.time.monotonic", lambda: now[0])
+    limit = RateLimit()
+
+    def logged(text: str) -> str | None:
+        record = logging.LogRecord("name", logging.WARNING, "", 0, text, (), None)
+        return record.getMessage() if limit.filter(record) else None
+
+    assert [logged("junk") for _ in range(AT_MOST + 3)] == ["junk"] * AT_MOST + [None] * 3
+    assert logged("other") == "other"
+    now[0] = PERIOD_S
+    assert logged("junk") == "junk (and 3 more before, not logged)"
+    assert logged("junk") == "junk"
 
 
 def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptureFixture) -> None:
@@ -246,5 +332,5 @@ def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
     first = network.inbox()
     network.drop(first)
     second = network.inbox()
-    network.outbox(HERE).send(Goodbye())
-    assert received(second) == Goodbye()
+    network.outbox(HERE).send(ready())
+    assert received(second) == ready()

@@ -30,7 +30,7 @@ def hello(pid: int = 10) -> Hello:
 
 def test_a_worker_joins() -> None:
     worker = WorkerHandshake(OPTIMIZER, pid=10, inbox="optimizer-0")
-    run = RunHandshake(run_name="run", pid=1)
+    run = RunHandshake(run_name="run", pid=1, ranks=2)
     worker.on_welcome(run.on_hello(OPTIMIZER, worker.hello()))
     assert worker.phase is Phase.WELCOMED and run.joined == {OPTIMIZER: hello()}
     assert run.detail(OPTIMIZER) == "starting"
@@ -58,7 +58,7 @@ def test_each_step_of_a_worker_has_one_place(done: int, step: str) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["hello", "ready", "leave"]), st.sampled_from([OPTIMIZER, OTHER]))))
 def test_who_is_ready_has_joined(events: list[tuple[str, Address]]) -> None:
-    run, joined, ready = RunHandshake(run_name="run", pid=1), set[Address](), set[Address]()
+    run, joined, ready = RunHandshake(run_name="run", pid=1, ranks=2), set[Address](), set[Address]()
     for event, who in events:
         try:
             if event == "hello":

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 import pytest
 import zmq
 
+from hytrain.run.nodes import own_address
 from protocol.address import Address
 from protocol.codec import encode
 from protocol.messages import NodeStatus, RankStatus
@@ -38,8 +39,12 @@ def ours() -> Keys:
 
 @pytest.fixture
 def collector(ours: Keys, no_leaks: None) -> Iterator[Collector]:
-    with closing(Collector(ours)) as collector:
+    with closing(Collector(ours, "127.0.0.1")) as collector:
         yield collector
+
+
+def port_of(collector: Collector) -> int:
+    return int(collector.endpoint.rpartition(":")[2])
 
 
 def reporter(keys: Keys, port: int, theirs: str) -> closing[Reporter]:
@@ -105,7 +110,7 @@ class Relay:
 def test_a_status_arrives_and_a_lost_link_comes_back_by_itself(ours: Keys, collector: Collector) -> None:
     theirs = Keys()
     collector.admit([theirs.public])
-    with closing(Relay(collector.port)) as relay, reporter(theirs, relay.port, ours.public) as reporting:
+    with closing(Relay(port_of(collector))) as relay, reporter(theirs, relay.port, ours.public) as reporting:
         arrives(reporting, collector, 0)
         relay.cut()
         for step in range(SENT):  # far more than what is kept, and without a wait
@@ -116,7 +121,7 @@ def test_a_status_arrives_and_a_lost_link_comes_back_by_itself(ours: Keys, colle
 def test_what_nobody_reads_is_dropped(ours: Keys, collector: Collector) -> None:
     theirs = Keys()
     collector.admit([theirs.public])
-    with reporter(theirs, collector.port, ours.public) as reporting:
+    with reporter(theirs, port_of(collector), ours.public) as reporting:
         arrives(reporting, collector, 0)
         for step in range(SENT):  # more than sockets hold
             reporting.send(news(step, LONG))
@@ -140,7 +145,7 @@ def test_a_stranger_is_not_heard(
             (known if stranger == "wrong server" else Keys()).put_on(socket)
             socket.curve_serverkey = (Keys() if stranger == "wrong server" else ours).public.encode()
         monitor = socket.get_monitor_socket()
-        socket.connect(f"tcp://127.0.0.1:{collector.port}")
+        socket.connect(f"tcp://127.0.0.1:{port_of(collector)}")
         seen = set[int]()
         while not seen & failed:
             assert monitor.poll(SOON_S * 1e3), "it is neither let in nor refused"
@@ -151,10 +156,17 @@ def test_a_stranger_is_not_heard(
         monitor.close()
     assert collector.try_receive() is None
     assert ("of no machine of this job" in caplog.text) == (stranger == "unknown key")
-    with reporter(known, collector.port, ours.public) as reporting:
+    with reporter(known, port_of(collector), ours.public) as reporting:
         arrives(reporting, collector, 5)
 
 
 def test_an_impossible_endpoint_is_named(ours: Keys, no_leaks: None) -> None:
     with pytest.raises(ValueError, match="no-such-transport://x"):
         Reporter(ours, sender=SENDER, endpoint="no-such-transport://x", key=Keys().public)
+
+
+def test_it_listens_at_the_address_that_others_reach(ours: Keys, collector: Collector, no_leaks: None) -> None:
+    assert collector.endpoint.startswith("tcp://127.0.0.1:")
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match="192.0.2.1"):  # reserved for documentation: nobody's
+        Collector(ours, "192.0.2.1")

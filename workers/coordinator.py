@@ -9,7 +9,6 @@ leaves its place to another, as when torchrun starts failed ranks again.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import socket
@@ -25,6 +24,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied
 from protocol.handshake import HandshakeError
+from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.metrics_file import MetricsFile
@@ -36,7 +36,7 @@ from workers.process import begin_worker, read_token, say_ready, worker_parser
 LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
 
-_log = logging.getLogger("coordinator")
+_log = rate_limited("coordinator")
 
 
 def main() -> int:
@@ -52,6 +52,7 @@ def main() -> int:
         pid=os.getpid(),
         host=socket.gethostname(),
         replan_every=arguments.replan_every,
+        ranks=arguments.ranks,
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -150,6 +151,14 @@ class Coordinator:
 
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()
+        if not self._state.admits(incoming.message, incoming.address, incoming.sender):
+            if isinstance(incoming.message, m.Goodbye) and incoming.sender in self._trainers:
+                self._inbox.unwatch(incoming.sender)  # it has waited, and waits no longer
+                self._lose(self._trainers.pop(incoming.sender), incoming.sender)
+            else:
+                kind = type(incoming.message).__name__
+                _log.warning("dropped %s of %s over connection %s", kind, incoming.address, incoming.sender)
+            return
         for news in self._nodes.news():
             self._state.hear(news.message, news.sender)
         if (answer := self._nodes.handle(incoming.message)) is not None:

@@ -18,13 +18,21 @@ from workers.fleet import Fleet, TrainerSeat
 
 
 class CoordinatorState:
-    """The coordinator of one run: handshake, fleet, status. `host` is this machine's name."""
+    """The coordinator of one run: handshake, fleet, status. `host` is this machine's name, which has so many ranks."""
 
-    def __init__(self, *, run_name: str, run_dir: str, pid: int, host: str, replan_every: int) -> None:
+    def __init__(self, *, run_name: str, run_dir: str, pid: int, host: str, replan_every: int, ranks: int) -> None:
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
-        self._handshake = RunHandshake(run_name=run_name, pid=pid)
+        self._handshake = RunHandshake(run_name=run_name, pid=pid, ranks=ranks)
         self.fleet = Fleet(replan_every=replan_every)
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
+
+    def admits(self, message: m.Message, sender: Address, connection: str) -> bool:
+        """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
+        if isinstance(message, m.Hello):
+            return message.inbox == connection
+        if sender.role == "monitor" or isinstance(message, m.KeyRequest | m.Collect | m.ReportTo):
+            return True
+        return self._handshake.is_joined(sender, connection)
 
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         """Handle `message`. Raises `HandshakeError`, `OwnershipError` or `ValueError` if it is not allowed now."""
@@ -44,8 +52,6 @@ class CoordinatorState:
                 return []  # `workers.nodes` has answered
             case m.Failure():
                 return [Note(f"{sender} failed: {message.error}")]
-        if sender.role not in ("trainer", "optimizer"):
-            return [Note(f"{type(message).__name__} of {sender}: dropped")]
         seat = self.fleet.seat(sender.rank)
         if isinstance(message, m.SessionEnded):
             return self._on_end(seat, sender)

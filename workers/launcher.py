@@ -313,9 +313,10 @@ class Supervisor:
         if self._config.trace:
             sockets += ["--trace", str(self.run_dir)]
         place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
+        sockets += ["--ranks", str(self._ranks)]
         replan = ["--replan-every", str(self._config.replan_every)]
         [coordinator] = self._start_workers({COORDINATOR: [*sockets, *place, *replan]})
-        cores = ["--ranks", str(self._ranks), "--cores", self._config.cores]
+        cores = ["--cores", self._config.cores]
         cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
         optimizers = self._start_workers(
             {Address("optimizer", rank): [*sockets, *cores, "--rank", str(rank)] for rank in range(self._ranks)}

@@ -1,7 +1,7 @@
 """The coordinator's end of the link between the machines of a job.
 
     KeyRequest ─▶ Key            the public key of this coordinator, made for this run
-    Collect ─▶ Collecting        first machine: listen to the others, whose keys it names, at a port
+    Collect ─▶ Collecting        first machine: listen to the others, whose keys it names, at an endpoint
     ReportTo                     other machines: send the status of their ranks there, with each step
 
 The trainers exchange the keys and the port through their process group (`hytrain.run.nodes`).
@@ -33,15 +33,22 @@ class Nodes:
         match message:
             case m.KeyRequest():
                 return m.Key(key=self._own_keys().public)
-            case m.Collect(keys=keys):
-                if self._collector is None:
-                    self._collector = Collector(self._own_keys())
-                self._collector.admit(keys)
-                _log.info("collects the status of %d other machines at port %d", len(keys), self._collector.port)
-                return m.Collecting(port=self._collector.port)
+            case m.Collect():
+                return m.Collecting(endpoint=self._collect(message))
             case m.ReportTo():
                 self._report(message)
         return None
+
+    def _collect(self, wanted: m.Collect) -> str:
+        """Where the others are listened to; empty if that is not possible."""
+        try:
+            self._collector = self._collector or Collector(self._own_keys(), wanted.host)
+        except ValueError as error:
+            _log.warning("the status of other machines cannot be collected at %s", error)
+            return ""
+        self._collector.admit(wanted.keys)
+        _log.info("collects the status of %d other machines at %s", len(wanted.keys), self._collector.endpoint)
+        return self._collector.endpoint
 
     def _report(self, to: m.ReportTo) -> None:
         if self._reporter is not None:

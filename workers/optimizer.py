@@ -50,7 +50,6 @@ def main() -> int:
     """Run until the launcher or the trainer is gone; return the process's exit status."""
     parser = worker_parser("optimizer", __doc__)
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
     parser.add_argument("--cores", required=True)
     parser.add_argument("--threads", type=int)
     arguments = begin_worker(parser)
@@ -70,6 +69,7 @@ class Server:
         self.network, self.pinning, self.trace = network, pinning, trace
         self.inbox = network.inbox()
         self.inbox.watch_descriptor("the launcher", life_fd)
+        self.inbox.admit(str(COORDINATOR))
         self.coordinator = network.outbox(COORDINATOR)
 
     def serve(self, ready_fd: int) -> int:
@@ -104,6 +104,7 @@ class Server:
             _log.warning("there is no trainer: dropped %s", incoming)
             return
         table, coordinator = incoming.message, self.coordinator
+        self.inbox.admit(str(COORDINATOR), table.inbox)
         trainer = self.network.outbox(table.inbox)
         session: Session | None = None
         try:
@@ -125,6 +126,7 @@ class Server:
             if session is not None:
                 session.close()
             self.network.drop(trainer)
+            self.inbox.admit(str(COORDINATOR))
 
 
 class Session:

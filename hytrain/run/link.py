@@ -88,6 +88,7 @@ class Link:
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
         self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
         self._inbox: Inbox = self._network.inbox()
+        self._inbox.admit(str(COORDINATOR), str(Address("optimizer", rank)))
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()

@@ -1,7 +1,7 @@
 """Connects the coordinators of a job's machines, so that a monitor on the first machine sees all ranks.
 
     each machine's first rank ── KeyRequest ──▶ its coordinator ── Key ──┐
-    all ranks ◀── the public keys, then the first machine's port ── Ranks.gather ◀┘
+    all ranks ◀── public keys, then the first machine's endpoint ── Ranks.gather ◀┘
     rank 0 ── Collect ──▶ its coordinator          the others ── ReportTo ──▶ theirs
 
 Only public keys travel. Training does not need the connection: whatever fails here is a line in the log.
@@ -36,16 +36,27 @@ def connect_nodes(cluster: Cluster, rank: int, ranks: Ranks) -> None:
     """
     if len(ranks.node) == ranks.world:
         return
-    first = ranks.rank == 0
+    first, name = ranks.rank == 0, ranks.gather(master_address() or socket.gethostname())[0]
     key = _tried(lambda: _ask(cluster, rank, m.KeyRequest(), m.Key).key) if ranks.leads_node else None
-    keys = ranks.gather(key)
-    others = tuple(known for known in keys[1:] if known is not None)
-    port = _tried(lambda: _ask(cluster, rank, m.Collect(keys=others), m.Collecting).port) if first and key else None
-    host, port = ranks.gather((master_address() or socket.gethostname(), port))[0]
-    if ranks.leads_node and not first and key and port is not None:
-        where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        report = m.ReportTo(endpoint=where, key=keys[0], node=ranks.rank)
+    keys, addresses = zip(*ranks.gather((key, _tried(lambda: own_address(name)) if key else None)), strict=True)
+
+    def collect() -> str:
+        others = {key: address for key, address in zip(keys[1:], addresses[1:], strict=True) if key and address}
+        host = own_address(next(iter(others.values()), name))
+        return _ask(cluster, rank, m.Collect(keys=tuple(others), host=host), m.Collecting).endpoint
+
+    endpoint = ranks.gather(_tried(collect) if first and key else None)[0]
+    if ranks.leads_node and not first and key and endpoint:
+        report = m.ReportTo(endpoint=endpoint, key=keys[0], node=ranks.rank)
         _tried(lambda: _tell(cluster, rank, report))
+
+
+def own_address(host: str) -> str:
+    """The address that this machine has in the network in which it reaches `host`. Sends nothing. Raises `OSError`."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
 
 
 def _tried(act: Callable[[], Found]) -> Found | None:
