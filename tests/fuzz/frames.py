@@ -32,11 +32,11 @@ ODD_BYTES: Final = (b"", b"\xff", msgpack.ExtType(1, b"x"), msgpack.Timestamp(1,
 
 
 class Maker:
-    """Draws from `drawn`. `step` is the run's current step, which a caller may set as it goes on."""
+    """Draws from `drawn`. A caller may set `step`, the run's current step, and `inbox`, its own name."""
 
     def __init__(self, drawn: random.Random, *, token: str, layers: int = 5, ranks: int = 1) -> None:
         self.drawn, self.token, self.layers, self.ranks = drawn, token, layers, ranks
-        self.step = 0
+        self.step, self.inbox = 0, "trainer-0-1f"
         self._kept: list[bytes] = []
 
     # ------------------------------------------------------------ messages
@@ -67,9 +67,7 @@ class Maker:
             "number": self._near_step,
             "lid": lambda: drawn.randrange(self.layers + 1),
             "plan_id": lambda: drawn.randrange(8),
-            "inbox": lambda: drawn.choice(
-                ["trainer-0", "optimizer-0", "coordinator-0", f"x-{drawn.getrandbits(32):x}"]
-            ),
+            "inbox": lambda: drawn.choice(["trainer-0", "optimizer-0", "x-1f", self.inbox, self.inbox]),
             "key": lambda: KEY,
             "keys": lambda: (KEY,) * drawn.randrange(3),
             "objective": lambda: drawn.choice(m.OBJECTIVES),

@@ -31,6 +31,7 @@ from protocol.codec import encode
 from tests.fuzz.frames import Maker
 from tests.soak.run import Broken, Run, differences, write_recipe
 
+READERS: Final = ("trainer", "optimizer", "coordinator")
 #: What all logs of the run may have grown by.
 LOG_BYTES: Final = 8 << 20
 FRAMES_PER_STEP: Final = 100
@@ -44,11 +45,13 @@ class Stranger:
     """A connection to one inbox, with a name of its own."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path, maker: Maker) -> None:
-        self._maker, self._seq = maker, 0
+        drawn = maker.drawn
+        self._maker, self._seq, self._address = maker, 0, Address(drawn.choice(ROLES), 0)
+        self.name = f"{drawn.choice([self._address, self._address, 'x'])}-{drawn.getrandbits(32):x}"
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 1000)
-        self._socket.setsockopt(zmq.IDENTITY, f"x-{maker.drawn.getrandbits(64):x}".encode())
+        self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
         self._socket.connect(f"ipc://{path}")
 
     def send(self) -> str:
@@ -57,9 +60,9 @@ class Stranger:
         self._seq += 1
         match drawn.randrange(8):
             case 0 | 1 | 2:
-                sender = Address(drawn.choice(ROLES), 0) if drawn.random() < 0.9 else maker.address()
-                message = maker.message()
-                sort, frames = "valid", [encode(message, token=maker.token, sender=sender, seq=self._seq)]
+                sender = self._address if drawn.random() < 0.8 else maker.address()
+                maker.inbox = self.name
+                sort, frames = "valid", [encode(maker.message(), token=maker.token, sender=sender, seq=self._seq)]
             case 3:
                 sort, frames = "damaged", [maker.frame()]
             case 4 | 5:
@@ -123,7 +126,7 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
     folder = Path(run.cluster.socket_dir)
     # A trainer's inbox has a name of its own.
     paths = [path for path in folder.iterdir() if path.is_socket() and not path.name.startswith(("arena", "status"))]
-    roles = [run.process(role) for role in ("trainer", "optimizer", "coordinator")]
+    roles = [run.process(role) for role in READERS]
     before = [process.memory_info().rss for process in roles]
     to = dict.fromkeys(sorted(paths), 0)
     after = before
@@ -158,7 +161,7 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
     print(f"to {', '.join(f'{path.name}: {n:,}' for path, n in to.items())}")
     logs = {path.name: path.stat().st_size for path in sorted((run.folder / "logs").iterdir())}
     print(f"logs, kB: {', '.join(f'{name} {size / 1e3:.0f}' for name, size in logs.items())}")
-    grown = [f"{role} {(b - a) / 1e6:+.1f}" for role, a, b in zip(("trainer", "optimizer", "coordinator"), before, after)]
+    grown = [f"{role} {(b - a) / 1e6:+.1f}" for role, a, b in zip(READERS, before, after)]
     print(f"memory, MB: {', '.join(grown)}", flush=True)
     wrong = [] if ended.status == 0 else [f"the run ended: {ended}"]
     if sent.total() < frames:

@@ -13,8 +13,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -139,12 +139,15 @@ def _sockets(run: Run) -> list[Path]:
     return sorted(found)
 
 
-@contextmanager
-def _connected(path: Path) -> Iterator[zmq.Socket[bytes]]:
+def _send(path: Path, frames: Iterable[list[bytes]]) -> None:
+    """Send frames over a connection of their own, until it takes no more: the feed of statuses takes none."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.setsockopt(zmq.LINGER, 500)
+        connection.setsockopt(zmq.SNDTIMEO, 500)
         connection.connect(f"ipc://{path}")
-        yield connection
+        with suppress(zmq.Again):
+            for parts in frames:
+                connection.send_multipart(parts)
 
 
 def _maker(run: Run, drawn: random.Random) -> Maker:
@@ -174,11 +177,12 @@ def raw_bytes(run: Run, drawn: random.Random) -> str:
 def junk_frames(run: Run, drawn: random.Random) -> str:
     """Bytes that are no messages, in one part or several, to every inbox."""
     paths = [path for path in _sockets(run) if not path.name.startswith("arena")]
+
+    def junk() -> list[bytes]:
+        return [drawn.randbytes(drawn.randrange(200)) for _ in range(drawn.choice([1, 1, 2, 5]))]
+
     for path in paths:
-        with _connected(path) as connection:
-            for _ in range(FRAMES):
-                parts = [drawn.randbytes(drawn.randrange(200)) for _ in range(drawn.choice([1, 1, 2, 5]))]
-                connection.send_multipart(parts)
+        _send(path, [junk() for _ in range(FRAMES)])
     return f"{FRAMES} frames to each of {len(paths)} sockets"
 
 
@@ -187,12 +191,14 @@ def damaged_messages(run: Run, drawn: random.Random) -> str:
     """Messages with the token, each damaged so that it cannot be read, and messages with a wrong token."""
     maker = _maker(run, drawn)
     paths = [path for path in _sockets(run) if not path.name.startswith("arena")]
+
+    def damaged() -> list[bytes]:
+        frame = maker.valid()
+        wrong = frame.replace(maker.token.encode(), drawn.randbytes(16).hex().encode())
+        return [drawn.choice([frame[: drawn.randrange(len(frame))], frame + b"\x00", wrong])]
+
     for path in paths:
-        with _connected(path) as connection:
-            for _ in range(FRAMES):
-                frame = maker.valid()
-                wrong = frame.replace(maker.token.encode(), drawn.randbytes(16).hex().encode())
-                connection.send(drawn.choice([frame[: drawn.randrange(len(frame))], frame + b"\x00", wrong]))
+        _send(path, [damaged() for _ in range(FRAMES)])
     return f"{FRAMES} frames to each of {len(paths)} sockets"
 
 
@@ -203,8 +209,8 @@ def wrong_messages(run: Run, drawn: random.Random) -> str:
     maker = _maker(run, drawn)
     paths = [path for path in _sockets(run) if not path.name.startswith("arena") and path.name != "status"]
     for path in paths:
-        name = f"x-{drawn.getrandbits(32):x}"
         address = Address(drawn.choice(ROLES), drawn.randrange(run.ranks))
+        maker.inbox = name = f"{drawn.choice([address, 'x'])}-{drawn.getrandbits(32):x}"
         with Network(run.cluster.socket_dir, token=run.cluster.token, address=address, name=name) as network:
             outbox = network.outbox(path.name, linger_s=1.0)
             for _ in range(FRAMES):

@@ -31,11 +31,12 @@ CLUSTER: Final = ROOT / "bin" / "hytrain-cluster"
 #: How long anything may take that has to happen.
 LIMIT_S: Final = 180.0
 CHECKPOINT_EVERY: Final = 20
-#: What two checkpoints of one recipe differ in by design: the run's name and whether it was resumed. `SHA256SUMS` has
-#: the checksum of the file that says so.
-OF_THE_RUN: Final = (("run", "name"), ("train", "resume"))
 STATE_FILE: Final = "trainer_state.json"
-SUMS: Final = "SHA256SUMS"
+#: What differs by design in `STATE_FILE`: the run's name, whether it was resumed, and Python's own generator, which
+#: recipes neither seed nor use.
+OF_THE_RUN: Final = (("recipe", "run", "name"), ("recipe", "train", "resume"), ("random", "*", "python"))
+#: The same in tokenizer_config.json: Transformers notes that a tokenizer was read from a folder.
+OF_ITS_SOURCE: Final = (("is_local",), ("local_files_only",))
 
 
 class Broken(Exception):
@@ -268,30 +269,42 @@ class Run:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The files of two checkpoints that differ in any byte, except for what `OF_THE_RUN` says."""
+    """The files of two checkpoints that differ, except for what is named above.
+
+    safetensors writes a file's metadata in any order, so its header is compared by content, its data by bytes. Of
+    SHA256SUMS, whose checksums differ with that, the names are compared.
+    """
     names = [{str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} for folder in (one, other)]
     found = [f"{name} is in one of them only" for name in sorted(names[0] ^ names[1])]
-    for name in sorted(names[0] & names[1]):
-        if name == STATE_FILE:
-            same = _state(one / name) == _state(other / name)
-        elif name == SUMS:
-            same = _sums(one / name) == _sums(other / name)
-        else:
-            same = (one / name).read_bytes() == (other / name).read_bytes()
-        if not same:
-            found.append(f"{name} differs")
-    return found
+    return found + [
+        f"{name} differs" for name in sorted(names[0] & names[1]) if _content(one / name) != _content(other / name)
+    ]
 
 
-def _state(file: Path) -> Any:
-    state = json.loads(file.read_text())
-    for section, key in OF_THE_RUN:
-        del state["recipe"][section][key]
-    return state
+def _content(file: Path) -> Any:
+    """What a file says, apart from what differs by design."""
+    match file.name:
+        case "trainer_state.json":
+            return _without(json.loads(file.read_text()), OF_THE_RUN)
+        case "tokenizer_config.json":
+            return _without(json.loads(file.read_text()), OF_ITS_SOURCE)
+        case "SHA256SUMS":
+            return sorted(line.split("  ")[1] for line in file.read_text().splitlines())
+    data = file.read_bytes()
+    if file.suffix != ".safetensors":
+        return data
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
 
 
-def _sums(file: Path) -> list[str]:
-    return sorted(line for line in file.read_text().splitlines() if not line.endswith(f" {STATE_FILE}"))
+def _without(tree: Any, paths: tuple[tuple[str, ...], ...]) -> Any:
+    for path in paths:
+        inside = [tree]
+        for key in path[:-1]:
+            inside = [each for part in inside for each in (part if key == "*" else [part[key]])]
+        for part in inside:
+            part.pop(path[-1], None)
+    return tree
 
 
 def describe(process: psutil.Process) -> str:
