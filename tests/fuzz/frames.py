@@ -90,7 +90,9 @@ class Maker:
         return self._value(hint)
 
     def _near_step(self) -> int:
-        return max(0, self.step + self.drawn.randint(-3, 3)) if self.drawn.random() < 0.9 else self.drawn.choice(EDGES)
+        """A step that a run can reach: beyond 2**62, what is counted from it would not fit a message."""
+        near = max(0, self.step + self.drawn.randint(-3, 3))
+        return near if self.drawn.random() < 0.9 else self.drawn.choice(EDGES) % 2**62
 
     def _length(self) -> int:
         return self.layers if self.drawn.random() < 0.8 else self.drawn.randrange(self.layers + 3)
@@ -109,7 +111,7 @@ class Maker:
     def _segment(self) -> m.Segment:
         dtype = self.drawn.choice([*m.GRADS_DTYPES])
         gradients = self.drawn.choice(m.GRADS_DTYPES[dtype])
-        numel = self.drawn.choice([1, 64, 4096, self.drawn.choice(EDGES) or 1])
+        numel = self.drawn.choice([1, 64, 4096, 2**32])
         return m.Segment(name="weight", numel=numel, dtype=dtype, grads_dtype=gradients, group=self.drawn.randrange(2))
 
     def _value(self, hint: Any) -> Any:

@@ -4,7 +4,8 @@
     handshake     messages in any order ─▶ both sides' state machines, or HandshakeError
     handles       layers, sizes and handles ─▶ layouts within bounds, or HandleError
     arena         datagrams with descriptors ─▶ receive_arena: an arena or a refusal, or ValueError, EOFError, OSError
-    coordinator   a run's messages, and others in between ─▶ commands, or HandshakeError, OwnershipError, ValueError
+    coordinator   a worker that misbehaves ─▶ commands, or HandshakeError, OwnershipError, ValueError
+    strangers     messages with the token ─▶ the same commands as without them
 
 A target returns how many inputs it has handed over. It draws them from any `random.Random`.
 """
@@ -15,7 +16,7 @@ import os
 import random
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,15 +30,24 @@ from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
 from protocol.handles import ArenaLayout, HandleError, TensorHandle
 from protocol.handshake import HandshakeError, RunHandshake, WorkerHandshake
+from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Answer, Publish, Send
+from workers.effects import Answer, Command, Note, Publish, Send
 
 TOKEN: Final = "0123456789abcdef"
 #: Inputs for each state machine before it starts anew.
 LENGTH: Final = 200
 LAYERS: Final = 3
-TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
+TRAINER, OPTIMIZER, TRAINER_INBOX = Address("trainer", 0), Address("optimizer", 0), "trainer-0-12ab34cd"
+STATE: Final[dict[str, Any]] = {
+    "run_name": "run",
+    "run_dir": "/run",
+    "pid": 1,
+    "host": "host",
+    "replan_every": 1,
+    "ranks": 1,
+}
 
 
 class Exhausted(Exception):
@@ -94,7 +104,7 @@ def _decoded(frame: bytes) -> None:
 
 def handshake(drawn: random.Random) -> int:
     maker = Maker(drawn, token=TOKEN)
-    run = RunHandshake(run_name="run", pid=1)
+    run = RunHandshake(run_name="run", pid=1, ranks=2)
     worker = WorkerHandshake(TRAINER, pid=1, inbox="trainer-0")
     for _ in range(LENGTH):
         address = maker.address()
@@ -191,56 +201,134 @@ def arena(drawn: random.Random) -> int:
 
 
 def coordinator(drawn: random.Random) -> int:
-    """A run whose processes behave, and others who send what they like in the name of any process."""
+    """A worker that misbehaves: it sends what its role may send, at any time."""
     maker = Maker(drawn, token=TOKEN, layers=LAYERS)
-    state = CoordinatorState(run_name="run", run_dir="/run", pid=1, host="host", replan_every=1)
-    table = next(t for t in iter(lambda: _of(maker, m.LayerTable), None) if len(t.layers) == LAYERS)
-    due = deque[tuple[Address, m.Message]](
-        [
-            (OPTIMIZER, m.Hello(pid=2, inbox="optimizer-0")),
-            (OPTIMIZER, m.Ready(detail="ready")),
-            (TRAINER, m.Hello(pid=3, inbox="trainer-0")),
-            (TRAINER, table),
-            (TRAINER, m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)),
-            (OPTIMIZER, m.Calibration(cpu_update_s=1e-8)),
-        ]
-    )
-    plan: m.Plan | None = None
+    run = Honest(maker)
     for count in range(LENGTH):
-        if due and drawn.random() < 0.8:
-            sender, message = due.popleft()
-        elif drawn.random() < 0.3:
-            sender, message = TRAINER, _of(maker, m.TrainerReport)
-            maker.step += 1
+        if drawn.random() < 0.6:
+            sender, message = run.next()
         else:
-            sender, message = drawn.choice([TRAINER, OPTIMIZER, maker.address()]), maker.message()
+            sender = drawn.choice([TRAINER, OPTIMIZER, maker.address()])
+            message = maker.message()
         try:
             match drawn.randrange(60):
                 case 0:
-                    commands = state.lose(sender, "trainer-0")
+                    commands = run.state.lose(sender, TRAINER_INBOX)
                 case 1:
-                    state.hear(message, sender)
+                    run.state.hear(message, sender)
                     commands = []
                 case _:
-                    commands = state.handle(message, sender, float(count))
+                    commands = run.state.handle(message, sender, float(count))
         except HandshakeError:
-            commands = []
+            continue
         except (OwnershipError, ValueError):
             return count + 1  # the coordinator process would report it, and end
-        state.check()
+        run.state.check()
+        run.take(commands)
+    return LENGTH
+
+
+def strangers(drawn: random.Random) -> int:
+    """Strangers with the token, and with any name but a worker's, change nothing that anybody gets, nor the records.
+
+    They come when the workers have joined: before, they could take their places.
+    """
+    maker = Maker(drawn, token=TOKEN, layers=LAYERS)
+    run, count = Honest(maker), 0
+    alone = CoordinatorState(**STATE)
+    while count < LENGTH:
+        while run.has_joined and drawn.random() < 0.8:
+            count += 1
+            address = maker.address()
+            maker.inbox = connection = f"{drawn.choice([address, TRAINER])}-{drawn.getrandbits(32):x}"
+            message = maker.message()
+            if (
+                address.role != "monitor"  # whose commands do change something
+                and is_named_after(address, connection)
+                and may_send(address.role, message)
+                and run.state.admits(message, address, connection)
+            ):
+                with suppress(HandshakeError):
+                    commands = run.state.handle(message, address, 0.0)
+                    assert all(isinstance(command, Note) for command in commands), commands
+                run.state.check()
+        sender, message = run.next()
+        inbox = TRAINER_INBOX if sender == TRAINER else str(sender)
+        assert run.state.admits(message, sender, inbox)
+        commands = run.state.handle(message, sender, 0.0)
+        assert commands == alone.handle(message, sender, 0.0), "strangers have changed what follows"
+        run.take(commands)
+        count += 1
+    return count
+
+
+class Honest:
+    """A run's trainer and optimizer as they should be, and the coordinator that they talk to."""
+
+    def __init__(self, maker: Maker) -> None:
+        self.state = CoordinatorState(**STATE)
+        self._maker, self._placements, self._plan = maker, ("cpu",) * LAYERS, dict[int, m.Plan]()
+        table = next(t for t in iter(lambda: _of(maker, m.LayerTable), None) if len(t.layers) == LAYERS)
+        table = replace(table, inbox=TRAINER_INBOX, device="cpu", policy="random", k=None)
+        self._due = deque[tuple[Address, m.Message]](
+            [
+                (OPTIMIZER, m.Hello(pid=2, inbox=str(OPTIMIZER))),
+                (OPTIMIZER, m.Ready(detail="ready")),
+                (TRAINER, m.Hello(pid=3, inbox=TRAINER_INBOX)),
+                (TRAINER, table),
+                (TRAINER, m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)),
+                (OPTIMIZER, m.Calibration(cpu_update_s=1e-8)),
+            ]
+        )
+
+    @property
+    def has_joined(self) -> bool:
+        return not any(isinstance(message, m.Hello) for _, message in self._due)
+
+    def next(self) -> tuple[Address, m.Message]:
+        """What is due, or the report of the next step."""
+        if self._due:
+            return self._due.popleft()
+        self._maker.step = step = self._maker.step + 1
+        times = tuple(m.LayerTimes(lid=lid, forward_s=1e-3, backward_s=2e-3) for lid in range(LAYERS))
+        report = m.TrainerReport(
+            step=step,
+            number=step,
+            at_s=float(step),
+            wall_time=float(step),
+            step_s=self._maker.drawn.uniform(0.01, 0.02),
+            measured=step - 1 if step > 1 else None,
+            stall_s=0.0,
+            exposed_s=0.0,
+            middle_s=0.0,
+            starved=0.0,
+            gather_s=None,
+            k=0.5,
+            moving=False,
+            placements=self._placements,
+            gpu_free_bytes=None,
+            layers=times,
+        )
+        return TRAINER, report
+
+    def take(self, commands: Sequence[Command]) -> None:
+        """Answer as the workers do. What is sent can be encoded."""
         for command in commands:
             if isinstance(command, (Send, Answer, Publish)):
                 answer = command.status if isinstance(command, Publish) else command.message
                 assert len(encode(answer, token=TOKEN, sender=OPTIMIZER, seq=0)) < MAX_FRAME_BYTES
-            if isinstance(command, Send) and isinstance(command.message, m.Plan):
-                plan = command.message
-                due.append((command.to, m.PlanAck(plan_id=plan.plan_id, accepted=drawn.random() < 0.9, reason="")))
-            if isinstance(command, Send) and isinstance(command.message, m.Reassign) and plan is not None:
+            if not isinstance(command, Send):
+                continue
+            if isinstance(plan := command.message, m.Plan):
+                self._plan[plan.plan_id] = plan
+                self._due.append((command.to, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason="")))
+            if isinstance(command.message, m.Reassign):
+                plan = self._plan[command.message.plan_id]
+                self._placements = plan.placements
                 applied = m.PlanApplied(
-                    plan_id=plan.plan_id, step=maker.step, placements=plan.placements, moved=1, handover_s=0.0
+                    plan_id=plan.plan_id, step=plan.step, placements=plan.placements, moved=1, handover_s=0.0
                 )
-                due.append((TRAINER, applied))
-    return LENGTH
+                self._due.append((TRAINER, applied))
 
 
 TARGETS: Final[dict[str, Callable[[random.Random], int]]] = {
@@ -249,4 +337,5 @@ TARGETS: Final[dict[str, Callable[[random.Random], int]]] = {
     "handles": layouts,
     "arena": arena,
     "coordinator": coordinator,
+    "strangers": strangers,
 }

@@ -27,7 +27,7 @@ from tests.soak.faults import KINDS, RESTARTING, Kind
 from tests.soak.run import CHECKPOINT_EVERY, Run, differences, write_recipe
 
 #: Steps from one fault to the next.
-GAP: Final = (4, 30)
+GAP: Final = (3, 16)
 #: In the short form, these stand for the kinds that need a restart.
 SHORT: Final = ("kill-trainer", "term-launcher")
 
@@ -73,7 +73,7 @@ class Soak:
         for kind in order:
             self._schedule.append((step, kind))
             step += drawn.randint(*GAP) + (CHECKPOINT_EVERY if kind.name in RESTARTING else 0)
-        self._steps = step + 4 * CHECKPOINT_EVERY
+        self._steps = step + 8 * CHECKPOINT_EVERY
         recipe = write_recipe(folder, steps=self._steps, random_placements=arguments.random_placements)
         ranks = arguments.ranks
         self._undisturbed = Run(recipe, "undisturbed", ranks=ranks)
@@ -123,7 +123,9 @@ class Soak:
             began_s = time.monotonic()
             said = kind.act(run, drawn)
             if run.starts == starts:
-                ended = run.ended() if kind.ends else run.goes_on_or_ends(max(at, run.step()) + 1)
+                # A dead process is noticed within a moment, in which some more steps may be recorded.
+                beyond = max(at, run.step()) + (1 if kind.ends is False else 40)
+                ended = run.ended() if kind.ends else run.goes_on_or_ends(beyond)
                 after = "went on" if ended is None else f"ended with {ended}"
                 if ended is not None:
                     if kind.ends is False:

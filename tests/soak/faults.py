@@ -91,8 +91,8 @@ def kill_all(run: Run, drawn: random.Random) -> str:
     return f"SIGKILL to {len(processes)} processes; the socket folder had to be removed by hand"
 
 
-def _signalling(name: str, to: str, number: signal.Signals) -> None:
-    @kind(name, ends=True)
+def _signalling(name: str, to: str, number: signal.Signals, *, ends: bool | None = True) -> None:
+    @kind(name, ends=ends)
     def send(run: Run, drawn: random.Random) -> str:
         if to == "group":
             os.killpg(run.launcher.pid, number)  # as a terminal does
@@ -103,14 +103,10 @@ def _signalling(name: str, to: str, number: signal.Signals) -> None:
 
 _signalling("term-launcher", "launcher", signal.SIGTERM)
 _signalling("hup-launcher", "launcher", signal.SIGHUP)
-_signalling("usr1-launcher", "launcher", signal.SIGUSR1)
 _signalling("int-group", "group", signal.SIGINT)
-
-
-@kind("term-trainer", ends=None)
-def term_trainer(run: Run, drawn: random.Random) -> str:
-    run.signal("trainer", signal.SIGTERM, rank := drawn.randrange(run.ranks))
-    return f"SIGTERM to trainer {rank}"
+# With --max-restarts, torchrun starts ranks again that end by themselves.
+_signalling("usr1-launcher", "launcher", signal.SIGUSR1, ends=None)
+_signalling("term-trainer", "trainer", signal.SIGTERM, ends=None)
 
 
 def _stopping(role: str) -> None:
