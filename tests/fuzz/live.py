@@ -34,7 +34,7 @@ from tests.soak.run import Broken, Run, differences, write_recipe
 READERS: Final = ("trainer", "optimizer", "coordinator")
 #: What all logs of the run may have grown by.
 LOG_BYTES: Final = 8 << 20
-FRAMES_PER_STEP: Final = 100
+FRAMES_PER_STEP: Final = 400
 #: Frames of a stranger before another one comes.
 PATIENCE: Final = 5000
 #: No frames are sent in the last steps, so that those that were sent before are read.

@@ -43,7 +43,8 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="only kinds that need no restart, and two that do")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGHUP):  # a shell or nohup may have started this with one of them ignored
+        signal.signal(number, signal.default_int_handler)
     names = arguments.kinds.split(",") if arguments.kinds else [*KINDS]
     if arguments.short:
         names = [name for name in names if KINDS[name].cheap or name in SHORT]
