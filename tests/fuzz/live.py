@@ -99,9 +99,9 @@ def main() -> int:
         undisturbed.reaches(steps - 1, "before its last step")
         undisturbed.ended()
         found = _fuzz(run, steps, arguments.frames, random.Random(arguments.seed))
-        if not found:
-            last = f"step-{steps}"
-            found = differences(undisturbed.checkpoints / last, run.checkpoints / last)
+        ends = [each.checkpoints / f"step-{steps}" for each in (undisturbed, run)]
+        if ends[1].is_dir():
+            found += differences(*ends)
     except Broken as broken:
         found = [str(broken)]
     finally:
