@@ -61,7 +61,7 @@ def _seeded(name: str, arguments: argparse.Namespace) -> int:
             if arguments.case is not None:
                 traceback.print_exc()
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            found.setdefault(f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {error}", []).append(case)
+            found.setdefault(f"{type(error).__name__} in {frame.filename}:{frame.lineno}", []).append(case)
             done += 1
         finally:
             signal.alarm(0)

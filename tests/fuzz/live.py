@@ -37,6 +37,8 @@ LOG_BYTES: Final = 8 << 20
 FRAMES_PER_STEP: Final = 400
 #: Frames of a stranger before another one comes.
 PATIENCE: Final = 5000
+#: So many frames that are due, but not sent, stop the trainer for a moment.
+MOST_BEHIND: Final = 5000
 #: No frames are sent in the last steps, so that those that were sent before are read.
 LAST_STEPS: Final = 10
 
@@ -139,11 +141,15 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
                 if run.launcher.poll() is not None:
                     break
                 run.reaches(step + 1, f"after {sent.total():,} frames")
+            if behind := due - sent.total() > MOST_BEHIND:
+                roles[0].suspend()  # the run would be at its end before all frames are sent
             while sent.total() < due and run.launcher.poll() is None:
                 path = drawn.choice([*to])
                 try:
                     sent[strangers[path].send()] += 1
                 except zmq.Again:
+                    if behind:
+                        roles[0].resume()  # it has to read
                     time.sleep(0.001)
                     continue
                 to[path] += 1
@@ -152,6 +158,8 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
                     strangers[path] = Stranger(context, path, maker)
             if run.launcher.poll() is not None:
                 break
+            if behind:
+                roles[0].resume()
             after = [process.memory_info().rss for process in roles]
         for stranger in strangers.values():
             stranger.close()

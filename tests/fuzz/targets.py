@@ -234,7 +234,7 @@ def strangers(drawn: random.Random) -> int:
     They come when the workers have joined: before, they could take their places.
     """
     maker = Maker(drawn, token=TOKEN, layers=LAYERS)
-    run, count = Honest(maker), 0
+    run, count, waiting = Honest(maker), 0, [f"{TRAINER}-0"]
     alone = CoordinatorState(**STATE)
     while count < LENGTH:
         while run.has_joined and drawn.random() < 0.8:
@@ -252,6 +252,11 @@ def strangers(drawn: random.Random) -> int:
                     commands = run.state.handle(message, address, 0.0)
                     assert all(isinstance(command, Note) for command in commands), commands
                 run.state.check()
+                if isinstance(message, m.Hello) and address == TRAINER:
+                    waiting.append(connection)
+            if drawn.random() < 0.1:  # one that has waited, or still does, is gone
+                commands = run.state.lose(TRAINER, waiting.pop(drawn.randrange(len(waiting))) if waiting else "x-1")
+                assert all(isinstance(command, Note) for command in commands), commands
         sender, message = run.next()
         inbox = TRAINER_INBOX if sender == TRAINER else str(sender)
         assert run.state.admits(message, sender, inbox)
