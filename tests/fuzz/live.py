@@ -109,8 +109,8 @@ def main() -> int:
     finally:
         undisturbed.close()
         run.close()
-    for line in found:
-        print(f"WRONG: {line}")
+    for line in found or [f"the bits after {steps} steps are those of the undisturbed run"]:
+        print(f"WRONG: {line}" if found else line)
     if found:
         print(f"the runs are in {folder}")
     elif arguments.folder is None:
