@@ -5,6 +5,8 @@
 #   make docs       the website, in build/site/index.html; a broken link is an error
 #   make test-slow  the tests that take minutes
 #   make faults     plants known faults one at a time, and says which of them the tests do not notice
+#   make soak       trains through 200 kills, signals, full disks and damaged files; takes about half an hour
+#   make fuzz       sends millions of wrong messages to all that reads some; takes about half an hour
 #   make test-gpu   the tests that need a GPU, with $(PYTHON) as it is
 #   make bench      seconds per step on the CPU, compared with a one-process loop
 #   make bench-gpu  the same on a GPU, compared with training without offload, with $(PYTHON) as it is; more: benchmarks/
@@ -19,7 +21,7 @@ BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
 IN_VENV := .venv/bin/python
 
-.PHONY: setup demo test test-slow faults lint docs test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow faults soak fuzz lint docs test-gpu bench bench-gpu
 
 setup: $(READY)
 
@@ -60,6 +62,14 @@ test-slow: setup
 
 faults: setup
 	$(IN_VENV) -m tests.faults --jobs 2
+
+soak: setup
+	$(IN_VENV) -m tests.soak --faults 200 --seed 1 --random-placements
+	$(IN_VENV) -m tests.soak --faults 54 --seed 2 --ranks 2 --max-restarts 3
+
+fuzz: setup
+	$(IN_VENV) -m tests.fuzz --frames 1000000
+	$(IN_VENV) -m tests.fuzz.live --frames 1000000
 
 lint: setup
 	$(IN_VENV) -m ruff check .

@@ -69,7 +69,7 @@ class Hello(Message):
     inbox: str
 
     def __post_init__(self) -> None:
-        _require(self.pid > 0, "pid must be positive")
+        _require(0 < self.pid < 1 << 31, f"{self.pid} is no PID")
         _require_inbox(self.inbox)
 
 

@@ -25,7 +25,7 @@ SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 #: Where not every value of a field's type can be.
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
-    (m.Hello, "pid"): st.integers(1, 2**31),
+    (m.Hello, "pid"): st.integers(1, 2**31 - 1),
     (m.Hello, "inbox"): INBOXES,
     (m.LayerTable, "inbox"): INBOXES,
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),

@@ -114,7 +114,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"sender": ["trainer", "0"]}, "GradReady: sender.rank: expected int, got str"),
         ({"sender": ["intruder", 0]}, "GradReady: sender: unknown role 'intruder'"),
         ({"sender": ["trainer", -1]}, "GradReady: sender: rank -1 is negative"),
-        ({"tag": "Hello", "fields": [0, "trainer-0"]}, "Hello: pid must be positive"),
+        ({"tag": "Hello", "fields": [0, "trainer-0"]}, "Hello: 0 is no PID"),
         ({"tag": "Hello", "fields": [1, "../trainer-0"]}, "Hello: '../trainer-0' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),

@@ -202,6 +202,7 @@ class Coordinator:
             self._watch(incoming.address, incoming.sender, incoming.message.pid)
 
     def _watch(self, trainer: Address, name: str, pid: int) -> None:
+        self._inbox.unwatch(name)  # if it says Hello again
         try:
             self._inbox.watch(name, pid)
         except PeerDied:
@@ -211,7 +212,7 @@ class Coordinator:
 
     def _lose(self, trainer: Address, name: str) -> None:
         """This trainer, or one that waits for its place, has died without a Goodbye."""
-        if self._state.inbox(trainer) == name:
+        if self._state.admits(m.Goodbye(), trainer, name):  # or else it has waited
             self._disconnect(trainer)
         for command in self._state.lose(trainer, name):
             self._carry_out(command)

@@ -86,8 +86,8 @@ class CoordinatorState:
     def lose(self, trainer: Address, inbox: str) -> list[Command]:
         """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
         seat = self.fleet.seat(trainer.rank)
-        if seat.waiting is not None and seat.waiting.inbox == inbox:
-            seat.waiting = None
+        if not self._handshake.is_joined(trainer, inbox):  # it has waited, perhaps before another one that waits now
+            seat.waiting = None if seat.waiting is not None and seat.waiting.inbox == inbox else seat.waiting
             return [Note(f"{trainer} is gone before its turn")]
         told = [Send(Address("optimizer", trainer.rank), m.Goodbye())] if seat.planning is not None else []
         return [Note(f"{trainer} is gone"), *told, *self._on_goodbye(trainer)]

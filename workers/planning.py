@@ -118,6 +118,8 @@ class Planning:
 
     def on_trainer(self, report: m.TrainerReport) -> list[Command]:
         """A step is over: take in what was measured, in this step or an earlier one."""
+        if len(report.placements) != len(self._facts):
+            raise ValueError(f"a report on {len(report.placements)} layers, where there are {len(self._facts)}")
         self._step = report.step
         gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
         step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving

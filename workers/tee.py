@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -55,7 +56,8 @@ class Tee:
         except OSError as error:
             if copy.name not in self._unwritable:
                 self._unwritable.add(copy.name)
-                print(f"{copy.name} lacks output from here on: {error.strerror}", file=sys.stderr)
+                with suppress(OSError):  # it may go to a file on the same disk
+                    print(f"{copy.name} lacks output from here on: {error.strerror}", file=sys.stderr)
         try:
             rest = memoryview(chunk)
             while rest:
