@@ -226,7 +226,6 @@ def test_processes_join_and_become_ready(driver: Driver) -> None:
 @pytest.mark.parametrize("message", [report(0), m.Log(step=1, numbers={}), ack(0)], ids=type)
 def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]
-    assert driver.handle(message, MONITOR) == [Note(f"{type(message).__name__} of monitor-9: dropped")]
     assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="there is no trainer")
 
 

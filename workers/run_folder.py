@@ -235,7 +235,7 @@ def _last_records(metrics: Path) -> list[dict[str, Any]]:
     records = []
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        for line in reversed(file.read().splitlines()):
+        for line in reversed(file.read(TAIL_BYTES).splitlines()):
             with suppress(ValueError):  # cut off at its beginning, or by a crash
                 records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
