@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hytrain import manifest
 from hytrain.errors import ConfigError, MissingPackage, SavingError
-from hytrain.recipe import checkpoint, config, loop, report
+from hytrain.recipe import config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.divergence import Divergence
@@ -42,6 +42,7 @@ from hytrain.recipe.optimizer import Process
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
+from hytrain.recipe.saved import latest
 from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
@@ -193,7 +194,7 @@ def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
     summary = runs.train("run", "train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}")
     folders = runs.folder / "run" / "checkpoints"
     assert sorted(path.name for path in folders.glob("step-*")) == ["step-12", "step-4", "step-8"]
-    assert checkpoint.latest(runs.folder / "run") == summary.checkpoint == folders / "step-12"
+    assert latest(runs.folder / "run") == summary.checkpoint == folders / "step-12"
     words = AutoTokenizer.from_pretrained(folders / "step-12")
     assert words.decode(words("the people")["input_ids"]) == "the people"
     state = json.loads((folders / "step-8" / "trainer_state.json").read_text())
@@ -221,9 +222,9 @@ def test_interrupted_checkpoint_does_not_count(runs: Runs, monkeypatch: pytest.M
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr(StandIn, "async_save", break_off)
         runs.train("run", "train.resume=latest", "train.stop_at=8")
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
+    assert latest(runs.folder / "run") == folders / "step-4"
     runs.train("run", "train.resume=latest", "train.stop_at=8")
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
+    assert latest(runs.folder / "run") == folders / "step-8"
 
 
 def test_a_checkpoint_counts_from_its_rename_on(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +240,7 @@ def test_a_checkpoint_counts_from_its_rename_on(runs: Runs, monkeypatch: pytest.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(manifest, "sync", killed)
         runs.train("run", "train.resume=latest", "train.stop_at=8")
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-8"
+    assert latest(runs.folder / "run") == folders / "step-8"
     runs.train("run", "train.resume=latest", "train.stop_at=9")
 
 
@@ -255,7 +256,7 @@ def test_latest_follows_the_run_s_own_history(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(StandIn, "async_save", break_off)
         runs.train("run", back)
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-4"
+    assert latest(runs.folder / "run") == folders / "step-4"
     assert [line for line in caplog.messages if "abandons step-8, step-12:" in line]
     runs.train("run", "train.resume=latest", "train.stop_at=6")
     runs.train("run", "train.resume=latest", "train.stop_at=7")
@@ -283,9 +284,13 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_refused_before_anything_starts(runs: Runs) -> None:
+def test_a_damaged_checkpoint_is_skipped_or_refused_before_anything_starts(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused if it is named; for "latest" the one before is whole, and without one it is refused, too."""
     runs.train("run", "train.checkpoint_every=4")
-    folders, resume = runs.folder / "run" / "checkpoints", ("train.resume=latest", "train.steps=16")
+    folders = runs.folder / "run" / "checkpoints"
+    resume = (f"train.resume={folders}/step-12", "train.steps=16")
     step, whole = folders / "step-12", runs.folder / "whole"
     shutil.copytree(step, whole)
     for name in ("model.safetensors", "config.json", "trainer_state.json", "optimizer/state.pt", manifest.SUMS):
@@ -301,6 +306,14 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(runs: Runs) -> N
     with pytest.raises(ConfigError, match="trainer_state"):
         runs.train("run", *resume)
     assert len(runs.optimizers) == 1
+    runs.train("run", "train.resume=latest", "train.stop_at=9")
+    assert [number for number, _ in runs.optimizers[-1].records] == [9]
+    assert [line for line in caplog.messages if line.startswith("skipped step-12: ") and "trainer_state" in line]
+    for kept in (4, 8, 9):
+        flip_a_bit(folders / f"step-{kept}" / "model.safetensors")
+    for name in ("latest", "auto"):
+        with pytest.raises(ConfigError, match="step-9/model.safetensors is damaged"):
+            runs.train("run", f"train.resume={name}")
 
 
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:
@@ -439,10 +452,10 @@ def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatc
     resume = "train.resume=latest"
     within_a_save = train(resume, "train.checkpoint_every=3", within="async_save", at=0)
     assert within_a_save == "ended after step 6, and saved a checkpoint"
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-6"
+    assert latest(runs.folder / "run") == folders / "step-6"
     unsaved = "without a checkpoint of this step: no room"
     assert train(resume, within="scale", at=0, fails=True) == f"ended after step 7, {unsaved}"
-    assert checkpoint.latest(runs.folder / "run") == folders / "step-6"
+    assert latest(runs.folder / "run") == folders / "step-6"
     diverging = ("train.lr=1e30", "train.on_divergence=continue")
     assert train(*diverging, within="scale", at=3).endswith("of this step: its weights are not finite")
     assert train(within="scale", at=10) == f"trained, told by {signal.SIGTERM}"
@@ -492,7 +505,7 @@ def test_a_diverged_run_stops_and_keeps_the_last_good_checkpoint(
     step, numbers = records[-1]
     assert re.search(rf"training has diverged: the (loss of|weights after) step {step} ", said.err), said.err
     assert numbers["diverged_at"] == step and not any("diverged_at" in before for _, before in records[:-1])
-    kept = checkpoint.latest(folder)
+    kept = latest(folder)
     assert kept is not None and kept.name == f"step-{step - 1}" and f"resumes from {kept}" in said.err
     assert all(weight.isfinite().all() for weight in runs.weights("run", step - 1).values())
 
@@ -501,7 +514,7 @@ def test_a_run_that_shall_go_on_after_diverging_saves_no_broken_weights(runs: Ru
     summary = runs.train("run", "train.lr=1e30", "train.on_divergence=continue", "sample={prompt: the}")
     assert summary.step == 12 and summary.checkpoint is None and summary.sample is None
     assert "none, because the weights are not finite" in summary.render()
-    assert checkpoint.latest(runs.folder / "run") is None
+    assert latest(runs.folder / "run") is None
     marks = [numbers.get("diverged_at") for _, numbers in runs.optimizers[0].records]
     assert marks[0] is None and len({*marks}) == 2, "the step that diverged, and all after it"
 

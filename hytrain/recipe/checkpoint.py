@@ -43,7 +43,7 @@ from hytrain.errors import ConfigError, SavingError
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
-from hytrain.recipe.saved import HISTORY, STATE_FILE, folder_of, history, latest
+from hytrain.recipe.saved import HISTORY, STATE_FILE, folder_of, history
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
@@ -202,18 +202,22 @@ def begin(run_dir: Path, resumed: Path | None) -> None:
 
 
 def find(run_dir: Path, recipe: Recipe) -> Path | None:
-    """The folder that `train.resume` names, or None to start anew. Raises ConfigError if it is unusable."""
+    """The folder that `train.resume` names, or None to start anew. Raises ConfigError if it is unusable.
+
+    "latest" and "auto" mean the newest one that is whole; a line in the log says which are skipped, and why.
+    """
     resume = recipe.train.resume
     if resume is None:
         return None
-    folder = latest(run_dir) if resume in (Path("latest"), Path("auto")) else resume
-    if folder is None and resume == Path("auto"):
-        return None
-    if folder is None:
-        raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
-    if not (folder / STATE_FILE).is_file():
-        raise ConfigError(f"{folder} is not a checkpoint, because it has no {STATE_FILE}; correct train.resume.")
-    manifest.verify(folder)
+    if resume in (Path("latest"), Path("auto")):
+        folder = _newest_whole(run_dir)
+        if folder is None and resume == Path("auto"):
+            return None
+        if folder is None:
+            raise ConfigError(f"There is no checkpoint in {run_dir} to resume; leave train.resume out to start anew.")
+    else:
+        folder = resume
+        _verify(folder)
     saved, wanted = _read(folder)["recipe"], recipe.model_dump(mode="json")
     for key in COMPARED:
         if saved["model"][key] != wanted["model"][key]:
@@ -221,6 +225,32 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     if saved.get("lora") != wanted["lora"]:
         raise ConfigError(f"The checkpoint {folder} was made with another lora; resume with the same.")
     return folder
+
+
+def _newest_whole(run_dir: Path) -> Path | None:
+    """The newest checkpoint of the history that is whole; None without any. Raises ConfigError if none is whole."""
+    refusal: ConfigError | None = None
+    for folder in reversed(history(run_dir)):
+        try:
+            _verify(folder)
+        except ConfigError as error:
+            _log.warning("skipped %s: %s", folder.name, error)
+            refusal = refusal or error
+        else:
+            return folder
+    if refusal is not None:
+        raise refusal
+    return None
+
+
+def _verify(folder: Path) -> None:
+    """Raise ConfigError unless this is a checkpoint as it was saved."""
+    if not (folder / STATE_FILE).is_file():
+        raise ConfigError(f"{folder} is not a checkpoint, because it has no {STATE_FILE}; correct train.resume.")
+    manifest.verify(folder)
+    if (folder / OPTIMIZER_FOLDER / manifest.SUMS).is_file():
+        manifest.verify(folder / OPTIMIZER_FOLDER)
+    _read(folder)
 
 
 def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:

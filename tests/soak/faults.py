@@ -309,7 +309,7 @@ def kill_in_save(run: Run, drawn: random.Random) -> str:
 def _damaging(name: str, damage: Callable[[Path, random.Random], Path]) -> None:
     @kind(name, ends=False)
     def act(run: Run, drawn: random.Random) -> str:
-        """The newest checkpoint is refused by name. Without it, the run goes on from the one before."""
+        """The newest checkpoint is skipped by name, for the one before. If there is none, it is refused by name."""
         run.signal("launcher", signal.SIGTERM)
         run.ended()
         folder = run.newest_checkpoint()
@@ -317,14 +317,19 @@ def _damaging(name: str, damage: Callable[[Path, random.Random], Path]) -> None:
         damaged = damage(folder, drawn)
         run.start()
         ended = run.goes_on_or_ends(0)
+        said = run.output() if ended is None else ended.output
+        if str(damaged) not in said and damaged.name not in said:
+            raise Broken(f"{damaged} is damaged, and the run does not name it: {said}")
+        what = f"{folder.name}/{damaged.relative_to(folder)}"
         if ended is None:
-            raise Broken(f"{damaged} is damaged, and was used")
-        if ended.status != REFUSED or str(damaged) not in ended.output and damaged.name not in ended.output:
-            raise Broken(f"{damaged} is damaged, and the run does not name it: {ended}")
+            if f"skipped {folder.name}" not in said:
+                raise Broken(f"{damaged} is damaged, and was used: {said}")
+            return f"{what} skipped"
+        if ended.status != REFUSED:
+            raise Broken(f"{damaged} is damaged: {ended}")
         shutil.rmtree(folder)
         run.start()
-        before = run.newest_checkpoint()
-        return f"{folder.name}/{damaged.relative_to(folder)} refused; from {before.name if before else 'the start'}"
+        return f"{what} refused; from the start"
 
 
 def _flip_bit(folder: Path, drawn: random.Random) -> Path:
