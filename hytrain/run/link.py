@@ -71,6 +71,11 @@ class Listener(Protocol):
     def on_failure(self, error: HyTrainError) -> None: ...
 
     @property
+    def steps(self) -> int:
+        """How many steps have been trained."""
+        ...
+
+    @property
     def waits_for(self) -> str:
         """What training waits for, in words; empty if it does not wait."""
         ...
@@ -135,14 +140,14 @@ class Link:
             raise self._worker_died(death) from None
         return plan
 
-    def _worker_died(self, noticed: PeerDied) -> WorkerDied:
+    def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
         try:
             first = self._place.first_death()
         except Exception:  # what was noticed must be told, whatever the launcher said
             first = ""
         first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
-        return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs")
+        return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs{way_on}")
 
     def _expect(self, kind: type[M]) -> M:
         """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
@@ -245,7 +250,8 @@ class Link:
                     listener.on_message(incoming.message)
         except PeerDied as death:
             if death.name != "stop":
-                listener.on_failure(self._worker_died(death))
+                way_on = f". That was after step {listener.steps}: start the program again, from its last checkpoint"
+                listener.on_failure(self._worker_died(death, way_on))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
 
