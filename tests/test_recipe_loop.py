@@ -270,6 +270,9 @@ def test_the_newest_checkpoints_are_kept(runs: Runs) -> None:
     def kept() -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in folders.glob("step-*"))
 
+    runs.train("run", "train.checkpoint_every=2", "train.keep_last=1", "train.keep_every=4")
+    assert kept() == [4, 8, 12]
+    shutil.rmtree(folders)
     runs.train("run", "train.checkpoint_every=2", "train.keep_last=3")
     assert kept() == [8, 10, 12]
     runs.train("run", f"train.resume={folders}/step-8", "train.keep_last=1", "train.stop_at=9")

@@ -40,10 +40,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain import manifest
 from hytrain.errors import ConfigError, SavingError
-from hytrain.recipe.config import Recipe
+from hytrain.recipe.config import Recipe, Train
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
-from hytrain.recipe.saved import HISTORY, STATE_FILE, folder_of, history
+from hytrain.recipe.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
@@ -71,9 +71,9 @@ def save(
     """Writes the checkpoint after `step` finished steps. When this returns, training may go on.
 
     Then `saver` waits for the disk, and makes it the latest; the future has its folder. With `train.keep_last`, the
-    oldest of this run's history are removed. All ranks call it and write their parts of the optimizer's state; rank 0
-    does everything else. What cannot be written is a `SavingError` on all ranks, raised or in the future; then nothing
-    is left of it.
+    oldest of this run's history are removed, but for those that `train.keep_every` keeps. All ranks call it and write
+    their parts of the optimizer's state; rank 0 does everything else. What cannot be written is a `SavingError` on all
+    ranks, raised or in the future; then nothing is left of it.
     """
     saver.wait()
     final = folder_of(run_dir) / f"step-{step}"
@@ -90,8 +90,7 @@ def save(
         with _removed_if_unwritable(partial, job):
             with ranks.together():
                 optimizer.result()
-            keep_last = recipe.train.keep_last
-            replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, tokenizer, state, keep_last))
+            replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train))
         return final
 
     return saver.start(finish, f"training goes on, but the checkpoint of step {step}")
@@ -164,7 +163,7 @@ def _publish(
     final: Path,
     tokenizer: TextTokenizer | None,
     state: dict[str, Any],
-    keep_last: int | None,
+    plan: Train,
 ) -> None:
     with _writing(final):
         if tokenizer is not None:
@@ -178,8 +177,10 @@ def _publish(
         partial.rename(final)
         manifest.sync(final.parent)
     own = [folder for folder in [*before, final] if folder.parent == final.parent]
-    for folder in own[: -(keep_last or len(own))]:
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in own[: -(plan.keep_last or len(own))]:
+        match = STEP.fullmatch(folder.name)
+        if plan.keep_every is None or match is None or int(match[1]) % plan.keep_every:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(run_dir: Path, resumed: Path | None) -> None:

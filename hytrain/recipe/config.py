@@ -193,6 +193,7 @@ class Train(Section):
     eval_batches: Positive = 16
     checkpoint_every: Positive | None = None  # the end of the run is always saved
     keep_last: Positive | None = None  # keep only this many of the run's checkpoints
+    keep_every: Positive | None = None  # with keep_last: keep those of each multiple of this many steps, too
     stop_at: Positive | None = None  # end early, with the learning rates of the whole run
     resume: Path | None = None  # "latest" for the run's newest checkpoint, "auto" if there is one, or a folder
     device: Literal["auto", "cpu", "cuda"] = "auto"
