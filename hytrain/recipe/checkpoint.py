@@ -84,13 +84,14 @@ def save(
         export(model, partial, job)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = job.ranks.gather(_random_state())
-    state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
+        state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
+        job.decided(lambda: _write_rest(partial, tokenizer, state))
 
     def finish(ranks: Ranks) -> Path:
         with _removed_if_unwritable(partial, job):
             with ranks.together():
                 optimizer.result()
-            replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, tokenizer, state, recipe.train))
+            replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, recipe.train))
         return final
 
     return saver.start(finish, f"training goes on, but the checkpoint of step {step}")
@@ -157,18 +158,20 @@ def _make_room(partial: Path) -> None:
         partial.mkdir(parents=True)
 
 
+def _write_rest(partial: Path, tokenizer: TextTokenizer | None, state: dict[str, Any]) -> None:
+    with _writing(partial):
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        (partial / STATE_FILE).write_text(json.dumps(state))
+
+
 def _publish(
     run_dir: Path,
     partial: Path,
     final: Path,
-    tokenizer: TextTokenizer | None,
-    state: dict[str, Any],
     plan: Train,
 ) -> None:
     with _writing(final):
-        if tokenizer is not None:
-            tokenizer.save(partial)
-        (partial / STATE_FILE).write_text(json.dumps(state))
         manifest.seal(partial, manifest.files_in(partial))
         before = [folder for folder in history(run_dir) if folder != final]
         if final.exists():  # abandoned, so nobody's latest
