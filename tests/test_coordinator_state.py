@@ -585,7 +585,9 @@ def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver
     driver.start()
     farewells: list[m.Message] = [m.Goodbye(), m.SessionEnded()]
     first, last = farewells if trainer_first else farewells[::-1]
+    assert driver.state.beat() == [Send(TRAINER, m.Ping()), Send(OPTIMIZER, m.Ping())]
     assert driver.sent(first) == []
+    assert driver.state.beat() == [], "who leaves is not asked whether it lives"
     assert driver.sent(hello(12)) == []
     assert "waits until the current one has left" in driver.notes
     assert driver.sent(last) == [(TRAINER, WELCOME)]

@@ -275,7 +275,7 @@ class Replayed(monitor.Attachment):
     def __init__(self, *events: m.Status | list[m.Status]) -> None:
         self.events, self._feed = list(events), self  # type: ignore[assignment]
 
-    def ask(self, question: Any, kind: Any) -> Any:
+    def ask(self, question: Any, kind: Any, patience_s: float = 0.0) -> Any:
         assert not self.events or isinstance(self.events[0], m.Status)
         return self.events.pop(0) if self.events else None
 

@@ -127,7 +127,7 @@ class Coordinator:
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
-        self._outboxes: dict[Address, Outbox] = {}
+        self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
         self._trainers: dict[str, Address] = {}  # by the names of their connections
 
     def run(self) -> int:
@@ -151,7 +151,7 @@ class Coordinator:
                 self._handle(incoming)
 
     def _beat(self) -> None:
-        for address, outbox in self._outboxes.items():
+        for address, outbox in self._outboxes.values():
             while (answer := outbox.receive(0.0)) is not None:
                 if isinstance(answer, m.Pong):
                     self._state.heartbeats.answered(address, answer)
@@ -162,7 +162,8 @@ class Coordinator:
         """Handle the messages that were sent before the end: the last records."""
         for name in self._trainers:  # nobody takes their places any more
             self._inbox.unwatch(name)
-        patience_s = LAST_WORDS_S if any(to.role == "trainer" for to in self._outboxes) else LAST_REPORT_S
+        trains = any(to.role == "trainer" for to, _ in self._outboxes.values())
+        patience_s = LAST_WORDS_S if trains else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
         if self._trace is not None:
@@ -188,7 +189,7 @@ class Coordinator:
             _dropped.warning("refused %s: %s", incoming.address, error)
             return
         if isinstance(incoming.message, m.Goodbye):
-            self._disconnect(incoming.address)
+            self._disconnect(incoming.sender)
             if self._trainers.pop(incoming.sender, None) is not None:
                 self._inbox.unwatch(incoming.sender)
         for command in commands:
@@ -213,21 +214,22 @@ class Coordinator:
     def _lose(self, trainer: Address, name: str) -> None:
         """This trainer, or one that waits for its place, has died without a Goodbye."""
         if self._state.admits(m.Goodbye(), trainer, name):  # or else it has waited
-            self._disconnect(trainer)
+            self._disconnect(name)
         for command in self._state.lose(trainer, name):
             self._carry_out(command)
 
-    def _disconnect(self, address: Address) -> None:
-        """The next process with this address gets a new connection, perhaps for a Welcome in the next command."""
-        if outbox := self._outboxes.pop(address, None):
-            self._network.drop(outbox)
+    def _disconnect(self, inbox: str) -> None:
+        """Nobody reads this inbox any more."""
+        if known := self._outboxes.pop(inbox, None):
+            self._network.drop(known[1])
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case Send(to, message):
-                if to not in self._outboxes:
-                    self._outboxes[to] = self._network.outbox(self._state.inbox(to))
-                self._outboxes[to].send(message)
+                inbox = self._state.inbox(to)
+                if inbox not in self._outboxes:
+                    self._outboxes[inbox] = to, self._network.outbox(inbox)
+                self._outboxes[inbox][1].send(message)
             case Write() | Amend():
                 self._metrics.write(command)
             case Publish(status):

@@ -72,7 +72,7 @@ class CoordinatorState:
 
     def beat(self) -> list[Command]:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
-        ready = [seat.trainer for seat in self.fleet.taken if self._handshake.is_ready(seat.trainer)]
+        ready = [seat.trainer for seat in self.fleet.taken if seat.stays and self._handshake.is_ready(seat.trainer)]
         asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
         news, hung = self.heartbeats.beat(asked)
         ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]

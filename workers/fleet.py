@@ -106,6 +106,11 @@ class TrainerSeat:
         rank = self.trainer.rank
         return [Amend(it.step, it.numbers, rank) if isinstance(it, Late) else Write(it, rank) for it in lines]
 
+    @property
+    def stays(self) -> bool:
+        """Whether neither the trainer nor its optimizer has ended the session."""
+        return not self._farewells
+
     def ends(self, role: str) -> bool:
         """The trainer or its optimizer has ended the session. Returns whether both have; then the seat is free."""
         self._farewells.add(role)

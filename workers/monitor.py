@@ -220,6 +220,8 @@ def _live(folder: Path) -> tuple[int, Cluster] | None:
 class Attachment:
     """A connection to one run's coordinator. Waits end at most `LOOK_S` after the coordinator."""
 
+    _last: m.Status | None = None
+
     def __init__(self, run: Cluster) -> None:
         """Raises `ConfigError` if the run has ended."""
         self.run = run
@@ -230,7 +232,6 @@ class Attachment:
         address = Address("monitor", os.getpid())
         name = f"{address}-{secrets.token_hex(4)}"
         self._network = Network(run.socket_dir, token=run.token, address=address, name=name)
-        self._last: m.Status | None = None
         self._feed = self._network.subscriber()
         self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
 
