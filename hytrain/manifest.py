@@ -6,9 +6,9 @@
 On several ranks, each one reads and hashes its own part of the files, and rank 0 writes the sums of all.
 
 `SHA256SUMS` is what the program sha256sum writes, and checks with `sha256sum -c SHA256SUMS`. SHA-256 runs at 1.5 GB/s
-per thread on a CPU with instructions for it (CRC-32: 2.5). Several files are read at once, so the disk is the slower
-part. A file is read back right after it was written, while it is still in memory. `saving` and `recipe.checkpoint`
-call this.
+per thread on a CPU with instructions for it (CRC-32: 2.5). While somebody waits, several files are read at once, so
+that the disk is the slower part. A file is read back right after it was written, while it is still in memory. `saving`
+and `recipe.checkpoint` call this.
 """
 
 from __future__ import annotations
@@ -45,17 +45,22 @@ def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
         raise SavingError(f"{folder} could not be written: {said}. What was saved before is whole") from None
 
 
-def seal(folder: Path, files: Iterable[Path], ranks: Ranks = ONE) -> None:
-    """Write the checksums of all ranks' `files`, which are in `folder` or below it. They may still be made meanwhile.
+def seal(folder: Path, files: Iterable[Path], ranks: Ranks = ONE, *, in_parallel: bool = False) -> None:
+    """Write the checksums of all ranks' `files`, which are in `folder` or below it.
 
-    Until this returns, an earlier `SHA256SUMS` is in force.
+    Until this returns, an earlier `SHA256SUMS` is in force. Behind a training, or while the interpreter ends, there are
+    no cores or threads to take: then files are read one after the other.
     """
     with ranks.together(), writing(folder):
-        with ThreadPoolExecutor() as pool:
-            sums = {path: pool.submit(_settle, path) for path in files}
-        for parent in {path.parent for path in sums}:
+        paths = list(files)
+        if in_parallel:
+            with ThreadPoolExecutor() as pool:
+                sums = list(pool.map(_settle, paths))
+        else:
+            sums = [_settle(path) for path in paths]
+        for parent in {path.parent for path in paths}:
             sync(parent)
-        own = "".join(f"{sums[path].result()}  {path.relative_to(folder)}\n" for path in sums)
+        own = "".join(f"{found}  {path.relative_to(folder)}\n" for path, found in zip(paths, sums, strict=True))
     lines = "".join(ranks.gather(own))
     with ranks.together(), writing(folder):
         if ranks.rank == 0:

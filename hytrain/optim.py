@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
 from protocol.messages import GroupHyper
+
+if TYPE_CHECKING:
+    from hytrain import state_folder
 
 
 class AdamW(torch.optim.Optimizer):
@@ -388,7 +391,7 @@ class AdamW(torch.optim.Optimizer):
         Raises `SavingError` if it cannot be written: the disk is full, for example. Then the old state is there, and
         training can go on.
         """
-        self._write(folder, "opt.save()")(Ranks.of_job())
+        self._write(folder, "opt.save()")(Ranks.of_job(), in_parallel=True)
 
     def async_save(self, folder: str | Path) -> Future[None]:
         """Like `save`, but return as soon as the state of this step is in the files, and train on meanwhile.
@@ -403,7 +406,7 @@ class AdamW(torch.optim.Optimizer):
         finish = self._write(folder, "opt.async_save()")
         return self._saver.start(finish, f"the optimizer's state in {folder}")
 
-    def _write(self, folder: str | Path, asked: str) -> Callable[[Ranks], None]:
+    def _write(self, folder: str | Path, asked: str) -> state_folder.Finish:
         """Write the state into files, and return what makes them the folder's state."""
         from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
 

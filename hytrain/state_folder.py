@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,6 +69,12 @@ class Array:
 Arrays = dict[str, Array]
 
 
+class Finish(Protocol):
+    """What `save` returns. With `in_parallel`, somebody waits: several threads compute the checksums."""
+
+    def __call__(self, ranks: Ranks, in_parallel: bool = False) -> None: ...
+
+
 def save(
     folder: Path,
     groups: list[dict[str, Any]],
@@ -77,7 +83,7 @@ def save(
     *,
     steps: int,
     loss_scale: LossScale | None = None,
-) -> Callable[[Ranks], None]:
+) -> Finish:
     """Write the state after `steps` steps into `folder`, which is created, and return what makes it the current one.
 
     All ranks call that, too, perhaps on another thread: it waits for the disk, and reads no state. Until it has
@@ -107,8 +113,8 @@ def save(
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the writer's threads have streams of their own
+    for device in {array.like.device for array in arrays.values() if array.like.is_cuda}:
+        torch.cuda.synchronize(device)  # the writer's threads have streams of their own
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
@@ -124,9 +130,9 @@ def save(
                 shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
             raise
 
-    def finish(ranks: Ranks) -> None:
+    def finish(ranks: Ranks, in_parallel: bool = False) -> None:
         with or_removed():
-            manifest.seal(folder, written(), ranks)
+            manifest.seal(folder, written(), ranks, in_parallel=in_parallel)
         if ranks.rank == 0:
             shutil.rmtree(current, ignore_errors=True)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from protocol.address import Address
 from protocol.placement import PLACEMENTS, Placement
@@ -620,6 +621,7 @@ class Collect(Message):
 
     def __post_init__(self) -> None:
         _require_keys(self.keys)
+        _require(not ip_address(self.host.partition("%")[0]).is_unspecified, f"{self.host} stands for all addresses")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "rank"): st.integers(0, 7),
     (m.LayerTable, "world"): st.integers(8, 100),
     (m.Key, "key"): KEYS,
+    (m.Collect, "host"): st.sampled_from(("127.0.0.1", "10.1.2.3", "fe80::1%eth0")),
     (m.Collect, "keys"): st.lists(KEYS, max_size=3).map(tuple),
     (m.ReportTo, "key"): KEYS,
     (m.ReportTo, "node"): st.integers(1, 2**20),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain.errors import UsageError
+from hytrain.errors import ClusterTimeout, UsageError
+from hytrain.step import health as module
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, TRANSITIONS, Event, InvalidTransition, Refusal, State, StepLife
 
@@ -84,3 +86,16 @@ def test_any_walk_counts_steps_and_backwards(events: list[Event]) -> None:
         life.check()
         assert (life.step, life.backward, life.ended) == (steps, backwards, ended)
         assert life.state not in IN_BACKWARD or life.backward
+
+
+def test_a_wait_counts_no_time_in_which_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks again before it gives up, and then it fails for good."""
+    seconds, looks = itertools.count(0.0, 1000.0), itertools.count(1)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds))
+    health = Health("optimizer-0 (process 7)", timeout_s=0.0095)
+    health.wait_for(lambda: next(looks) == 4, "the update")
+    with pytest.raises(ClusterTimeout, match=r"optimizer-0 \(process 7\) has not finished the update"):
+        health.wait_for(lambda: False, "the update")
+    with pytest.raises(ClusterTimeout):
+        health.check()

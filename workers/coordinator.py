@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,7 @@ import psutil
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Incoming, Network, Outbox, PeerDied
+from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
@@ -229,7 +229,8 @@ class Coordinator:
                 inbox = self._state.inbox(to)
                 if inbox not in self._outboxes:
                     self._outboxes[inbox] = to, self._network.outbox(inbox)
-                self._outboxes[inbox][1].send(message)
+                with suppress(PeerNotReading) if isinstance(message, m.Ping) else nullcontext():
+                    self._outboxes[inbox][1].send(message)
             case Write() | Amend():
                 self._metrics.write(command)
             case Publish(status):

@@ -17,13 +17,15 @@ from protocol.messages import Pong
 BEAT_S: Final = 1.0
 #: A process that has not answered for so long is called silent.
 SILENT_S: Final = 4.0
+#: Who has hung, and has not ended for it, is named again after this many beats.
+AGAIN: Final = 60
 
 
 class Heartbeats:
     """How long each asked worker has been silent, and what the trainers wait for."""
 
     def __init__(self, *, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self._limit = max(limit_s, SILENT_S) / BEAT_S
         self._missed: dict[Address, int] = {}
         self._answered: set[Address] = set()
         self._waits_for: dict[Address, str] = {}
@@ -38,7 +40,7 @@ class Heartbeats:
         return silent_s if silent_s >= SILENT_S else 0.0
 
     def beat(self, asked: Collection[Address]) -> tuple[list[str], list[Address]]:
-        """A beat has passed since these were asked, and is to begin anew. Returns news, and who has hung for good."""
+        """A beat has passed since these were asked, and is to begin anew. Returns news, and who is to be ended."""
         news, hung = list[str](), list[Address]()
         before = {address: self.silent_s(address) for address in asked}
         self._missed = {
@@ -51,7 +53,8 @@ class Heartbeats:
                 news.append(f"{address} answers again, after {before[address]:.0f} s")
             elif silent_s and not before[address]:
                 news.append(f"{address} has not answered for {silent_s:.0f} s{self._waiting_for(address)}")
-            if silent_s and silent_s >= self._limit_s:
+            beyond = self._missed[address] - self._limit
+            if beyond >= 0 and int(beyond) % AGAIN == 0:
                 hung.append(address)
         return news, hung
 

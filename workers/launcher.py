@@ -23,7 +23,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder, time_limit, torchrun
-from workers.process import EXIT_USAGE
+from workers.process import EXIT_USAGE, say
 from workers.supervisor import Supervisor
 from workers.torchrun import Job
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _attach(arguments.attach, arguments.name, config, arguments.ranks)
         return _run(arguments)
     except (ClusterError, ConfigError, FileNotFoundError) as error:
-        print(f"hytrain-cluster: {error}", file=sys.stderr)
+        say(f"hytrain-cluster: {error}")
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
 
 
@@ -178,14 +178,14 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
         return _supervise_recipe(recipe, config, folder, own / "recipe.yaml", job, end_s, restarts)
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
-        print(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now", file=sys.stderr)
+        say(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now")
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
         status = _supervise_recipe(recipe, config, folder, resolved, job, end_s, restarts)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
-            print(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}", file=sys.stderr)
+            say(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}")
         elif status == EXIT_USAGE and before is not None and run_folder.progress(folder) == progress:
             resolved.write_text(before)
     return status

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import astuple
 from functools import lru_cache
 from typing import Final
@@ -30,7 +31,7 @@ from hytrain.run.ownership import OwnershipError, PlanBook
 from hytrain.run.trace import TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Inbox, Network, Outbox, PeerDied
+from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import WorkerHandshake
 from protocol.placement import Placement
 from workers import affinity
@@ -257,7 +258,8 @@ class Session:
             self._trainer.send(done)
             self._progress.sent(done.lid, done.step, sent_s)
         if finished and self._queue.idle:
-            self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
+            with suppress(PeerNotReading):  # it hangs; training goes on
+                self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
 
     def close(self) -> None:
         """Free all memory and write the rest of the timeline."""

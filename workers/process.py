@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -183,6 +184,12 @@ def stop(children: Iterable[Child], *, grace_s: float) -> list[Child]:
         child.process.wait()
         os.close(child.pidfd)
     return killed
+
+
+def say(text: str) -> None:
+    """Tell the user, who may have closed the terminal: that ends nothing."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- the worker's side

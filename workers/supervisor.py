@@ -194,6 +194,8 @@ class Supervisor:
         counts = {"TORCHELASTIC_RESTART_COUNT": "0", RESTARTS: "0"} if restarts else {}
         attempts = Attempts(restarts, **self._reached())
         while True:
+            if self._signal is not None:  # while the processes were started
+                return 128 + self._signal
             again = ["--again"] if recipe_in and run_folder.progress(self.run_dir) != self._progress else []
             end = self._attempt([*command, *again], job, counts)
             if end.dead is None:
@@ -202,9 +204,8 @@ class Supervisor:
             if refusal is not None or end.was_asked:
                 return end.status
             self._stop()
-            if self._signal is not None:
-                return 128 + self._signal
-            self._start()
+            if self._signal is None:
+                self._start()
             counts = dict.fromkeys(counts, str(attempts.number - 1))
 
     def _reached(self) -> Reached:
@@ -227,20 +228,19 @@ class Supervisor:
         if refusal is None:
             whence = saved.latest(self._recipe_in) if self._recipe_in is not None else None
             goes_on = f" from {whence}" if whence else " from the start" if is_recipe else ""
-            print(
+            process.say(
                 f"\nhytrain-cluster: {how}; attempt {attempts.number} of {attempts.most} begins{goes_on}; "
-                f"its log is {end.dead.log}",
-                file=sys.stderr,
+                f"its log is {end.dead.log}"
             )
             return None
         if end.dead.name != AGENT or end.dead.process.returncode < 0 or out_of_memory:
             log = process.log_tail(end.dead.log) if is_worker else f"; its log is {end.dead.log}"
-            print(f"\nhytrain-cluster: {how}{log}", file=sys.stderr)
+            process.say(f"\nhytrain-cluster: {how}{log}")
         if end.status not in DELIBERATE and not end.was_asked:
             if attempts.most > 1:
-                print(f"hytrain-cluster: no further attempt: {refusal}", file=sys.stderr)
+                process.say(f"hytrain-cluster: no further attempt: {refusal}")
             if self._recipe_in is not None and end.status != EXIT_DIVERGED:
-                print(f"hytrain-cluster: {saved.way_on(self._recipe_in)}", file=sys.stderr)
+                process.say(f"hytrain-cluster: {saved.way_on(self._recipe_in)}")
         return refusal
 
     def _attempt(self, command: Sequence[str], job: Job | None, counts: dict[str, str]) -> End:
@@ -287,13 +287,11 @@ class Supervisor:
             self._heard = True
             if self._recipe_in is not None:
                 name = signal.Signals(self._signal).name
-                print(
-                    f"\nhytrain-cluster: {name}: the run is told to end; a second one ends it at once", file=sys.stderr
-                )
+                process.say(f"\nhytrain-cluster: {name}: the run is told to end; a second one ends it at once")
             yield 128 + self._signal, self._signal
         if time.monotonic() >= self._end_s:
             self._end_s = math.inf
-            print("\nhytrain-cluster: the time is up: the run is told to end", file=sys.stderr)
+            process.say("\nhytrain-cluster: the time is up: the run is told to end")
             yield EXIT_AGAIN, signal.SIGTERM
         while self._for_program:
             number = self._for_program.pop(0)
@@ -348,10 +346,10 @@ class Supervisor:
 
     def _status_of_asked(self, status: int, asked: int) -> int:
         """The exit status of a run that was asked to end, and whose trainer has ended with `status`."""
-        if status == 0 and self._recipe_in is not None:
+        if self._recipe_in is not None and (status == 0 or (self.socket_dir / saved.FINISHED).exists()):
             return 0  # that was its last step
         if asked == EXIT_AGAIN and self._recipe_in is not None and run_folder.progress(self.run_dir) == self._progress:
-            print("hytrain-cluster: nothing was trained in this time", file=sys.stderr)
+            process.say("hytrain-cluster: nothing was trained in this time")
             return 1
         return status if asked == EXIT_AGAIN and status not in (0, 128 + signal.SIGTERM) else asked
 
@@ -367,7 +365,7 @@ class Supervisor:
             output.pass_on(select.select([*output.pipes, trainer.pidfd], [], [], remaining)[0])
         output.drain()
         way_on = "" if self._recipe_in is None else f"; {saved.way_on(self._recipe_in)}"
-        print(f"hytrain-cluster: a second signal has ended the run at once{way_on}", file=sys.stderr)
+        process.say(f"hytrain-cluster: a second signal has ended the run at once{way_on}")
         return 128 + self._signal
 
     def attend(self, parent: int) -> int:
@@ -383,7 +381,7 @@ class Supervisor:
                 break
         ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
         if ended and parent not in readable:
-            print(process.describe_end(ended[0]), file=sys.stderr)
+            process.say(process.describe_end(ended[0]))
             return ended[0].exit_status() or 1
         seats = [seat_file(str(self.socket_dir), rank) for rank in range(1, self._ranks)]
         gone = bool(ended)
@@ -395,17 +393,16 @@ class Supervisor:
         """End the processes of an attempt, and remove what they have shared."""
         for child in process.stop(reversed(self._children), grace_s=STOP_GRACE_S):
             if child.name == str(COORDINATOR):
-                print(
+                process.say(
                     f"hytrain-cluster: {child.name} (process {child.process.pid}) hung and was killed: the last "
-                    f"records are missing in {self.run_dir}",
-                    file=sys.stderr,
+                    f"records are missing in {self.run_dir}"
                 )
         self._children = []
         if self._config.trace:  # however the run ended
             try:
                 trace.merge(self.run_dir)
             except OSError as error:
-                print(f"hytrain-cluster: no timeline: {error}", file=sys.stderr)
+                process.say(f"hytrain-cluster: no timeline: {error}")
         if self.socket_dir != Path():
             shutil.rmtree(self.socket_dir, ignore_errors=True)
 

@@ -26,8 +26,7 @@ from hytrain.errors import (
 from hytrain.extras import needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
-from hytrain.recipe.saved import way_on
-from hytrain.run.seats import seat_file
+from hytrain.recipe.saved import BEGUN, FINISHED, mark, way_on
 from workers.attempts import EXIT_DIVERGED
 from workers.process import EXIT_USAGE, worker_logging
 
@@ -62,6 +61,7 @@ def main() -> int:
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
         status, sentence = EXIT_USAGE, str(error)
     else:
+        mark(joined_cluster(), FINISHED)
         status, sentence = 0, summary.render()
     if voices is None or voices.first():
         print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
@@ -80,9 +80,9 @@ def _join(launch: Launch) -> Voices:
 
 
 def _was_here(launch: Launch | None) -> bool:
-    """Whether torchrun has started this rank again, after one that had joined the same processes."""
+    """Whether torchrun has started this rank again, after one of these processes' trainers had begun to train."""
     folder = joined_cluster()
-    return launch is not None and folder is not None and seat_file(folder, launch.local_rank).exists()
+    return launch is not None and folder is not None and Path(folder, BEGUN).exists()
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def _make_room(partial: Path) -> None:
 
 
 def _write_rest(partial: Path, tokenizer: TextTokenizer | None, state: dict[str, Any]) -> None:
-    with _writing(partial):
+    with manifest.writing(partial, Exception):  # tokenizers have no exception of their own
         if tokenizer is not None:
             tokenizer.save(partial)
         (partial / STATE_FILE).write_text(json.dumps(state))

@@ -51,5 +51,7 @@ class Ending:
     def after_a_step(self) -> Iterator[None]:
         """In this block, the loop asks for `number`, and signals do nothing else."""
         self._waits = True
-        yield
-        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = False

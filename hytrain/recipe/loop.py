@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from hytrain.config import joined_cluster
 from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
@@ -23,6 +24,7 @@ from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
+from hytrain.recipe.saved import BEGUN, mark
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.trackers import trackers
@@ -55,6 +57,7 @@ def train(
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
     job.decided(lambda: checkpoint.begin(run_dir, resumed))
+    mark(joined_cluster(), BEGUN)
     bar = sys.stderr.isatty() if terminal is None else terminal
     kept = recipe if job.speaks else recipe.model_copy(update={"run": recipe.run.model_copy(update={"log_to": ()})})
     with Progress(start, end, bar, job.speaks) as progress, trackers(kept, run_dir, start) as writes:
@@ -97,6 +100,7 @@ def run_steps(
     Raises Diverged, and Ended on all ranks after the same step: each hears of the others' wishes with their losses.
     """
     model, plan, divergence, job = task.model, task.recipe.train, journal.divergence, task.job
+    job.decided(lambda: None)  # from here on a signal ends all ranks together
     schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
     validation, saved = None, None
     for step in steps:

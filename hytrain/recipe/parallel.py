@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from hytrain.config import Launch
-from hytrain.errors import ConfigError, HyTrainError
+from hytrain.errors import ConfigError
 from hytrain.recipe import config
 from hytrain.recipe.config import Recipe
 from hytrain.run.ranks import Ranks
@@ -136,16 +136,16 @@ class Job:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """At the end of the block, all ranks raise the first rank's HyTrainError. The block has no collectives."""
-        error: HyTrainError | None = None
+        """At the end of the block, all ranks raise the first rank's error. The block has no collectives."""
+        error: Exception | None = None
         try:
             yield
-        except HyTrainError as found:
+        except Exception as found:
             error = found
         self.ranks.agree(error)
 
     def decided(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, on all ranks: its result, or its HyTrainError."""
+        """What rank 0 decides, on all ranks: its result, or its error."""
         result: list[T] = []
         with self.together():
             if self.speaks:

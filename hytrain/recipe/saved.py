@@ -14,6 +14,10 @@ from typing import Final
 
 STATE_FILE: Final = "trainer_state.json"
 HISTORY: Final = "history"
+#: Marks in the folder of a run's sockets: training has begun, so a rank that starts again goes on from the newest
+#: checkpoint; training has come to its end, whatever the ranks were told meanwhile.
+BEGUN: Final = "begun"
+FINISHED: Final = "finished"
 STEP: Final = re.compile(r"step-(\d+)")
 
 
@@ -43,3 +47,9 @@ def way_on(run_dir: Path) -> str:
     if checkpoint is None:
         return "there is no checkpoint to resume from: train.checkpoint_every=N saves one every N steps"
     return f"--set train.resume=latest resumes from {checkpoint}"
+
+
+def mark(socket_dir: str | None, name: str) -> None:
+    """Leave a mark for other processes of the run, or for this rank when it starts again."""
+    if socket_dir is not None:
+        (Path(socket_dir) / name).touch()

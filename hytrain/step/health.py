@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
 from hytrain.step.life import Event, State, StepLife
+
+LOOK_S: Final = 1.0
 
 
 class Health:
@@ -77,10 +80,12 @@ class Health:
 
         A timeout is a failure, too: nothing is waited for twice.
         """
-        self.waits_for = what
+        self.waits_for, left_s = what, self._timeout_s
         with self.changed:
-            limit_s = min(self._timeout_s, threading.TIMEOUT_MAX)
-            done = self.changed.wait_for(lambda: self.failure is not None or happened(), limit_s)
+            while not (done := self.failure is not None or happened()) and left_s > 0:
+                began_s = time.monotonic()
+                self.changed.wait(LOOK_S)
+                left_s -= min(time.monotonic() - began_s, LOOK_S)  # not the time in which this process was stopped
         self.waits_for = ""
         if not done:
             self.fail(ClusterTimeout(f"{self._updater} has not finished {what} in {self._timeout_s:.0f} s"))

@@ -269,3 +269,22 @@ def test_times(
             time_limit.end_s(*arguments)
     else:
         assert time_limit.end_s(*arguments) == (None if left is None else 70 + left)
+
+
+def test_a_run_whose_terminal_is_gone_still_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """Nobody reads what the launcher says about the signal: `2>&1 | tee log` ends at Ctrl-C, too."""
+    with begin(recipe_in(tmp_path)) as launcher:
+        wait_for_step(launcher, 2)
+        assert launcher.stderr is not None and launcher.stdout is not None
+        launcher.stderr.close()
+        launcher.stdout.close()
+        launcher.terminate()
+        assert launcher.wait(60.0) == 128 + signal.SIGTERM
+    assert latest(tmp_path / "run") is not None
+
+
+def test_a_signal_while_the_processes_start_is_heard(tmp_path: Path) -> None:
+    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    supervisor._on_signal(signal.SIGINT, None)
+    assert supervisor.supervise(["a program that would be started"]) == 128 + signal.SIGINT
+    supervisor._end()

@@ -10,6 +10,8 @@ import pickle
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -369,9 +371,9 @@ def held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No checksums are written until the event is set, as on a slow disk."""
     on, seal = threading.Event(), manifest.seal
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, **options: Any) -> None:
         assert on.wait(60.0)
-        seal(*arguments)
+        seal(*arguments, **options)
 
     with patch.context() as patched:
         patched.setattr(manifest, "seal", late)
@@ -415,6 +417,25 @@ def test_saves_do_not_overtake_each_other_and_closing_waits(tmp_path: Path, monk
         assert second.done() and second.exception() is None
     with adamw(perceptron()) as opt:
         opt.load(folder)
+
+
+LAST = """
+import sys, torch, hytrain
+model = torch.nn.Linear(8, 8)
+opt = hytrain.AdamW(model)
+model(torch.ones(1, 8)).sum().backward()
+opt.step()
+opt.async_save(sys.argv[1])
+"""
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_save_is_finished_though_the_program_ends(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", LAST, tmp_path / "state"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stderr == ""
+    with adamw(nn.Linear(8, 8)) as opt:
+        opt.load(tmp_path / "state")
+        assert opt.state_dict()["state"][0]["step"] == 1
 
 
 def test_a_save_that_fails_behind_the_training_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
