@@ -70,6 +70,7 @@ class Maker:
             "inbox": lambda: drawn.choice(["trainer-0", "optimizer-0", "x-1f", self.inbox, self.inbox]),
             "key": lambda: KEY,
             "keys": lambda: (KEY,) * drawn.randrange(3),
+            "host": lambda: drawn.choice(["127.0.0.1", "::1", "10.1.2.3"]),
             "objective": lambda: drawn.choice(m.OBJECTIVES),
             "policy": lambda: drawn.choice(["deadline", "balance", "cotrain", "random", "fixed", "other"]),
             "backend": lambda: drawn.choice(["auto", "native", "torch", "other"]),

@@ -97,13 +97,13 @@ def test_a_stopped_coordinator_is_told_to_the_trainer_and_by_the_monitor(tmp_pat
         with started(sys.executable, MONITOR, "--follow") as monitor:
             read_until(monitor, "step")
             coordinator.suspend()
-            said = read_until(monitor, f"coordinator-0 (process {coordinator.pid}) has not answered for")
+            read_until(monitor, f"coordinator-0 (process {coordinator.pid}) has not answered for")
+            assert first.stderr is not None
+            assert f"the coordinator (process {coordinator.pid}) has not been heard" in first.stderr.readline()
             coordinator.resume()
             read_until(monitor, "step")
+            assert "the coordinator is heard again" in first.stderr.readline()
             monitor.terminate()
-        assert first.stderr is not None and said
-        assert f"the coordinator (process {coordinator.pid}) has not been heard" in first.stderr.readline()
-        assert "the coordinator is heard again" in first.stderr.readline()
         first.send_signal(signal.SIGKILL)
 
 
