@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import adamw, process, train
-from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, roles_below, run, started, write_recipe
+from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, read_until, roles_below, run, started, write_recipe
 from small_models import perceptron, square_loss
 
 import hytrain
+from hytrain.config import ClusterConfig
 from hytrain.errors import WorkerDied
-from workers.process import start_program, stop
+from workers.process import start_program
+from workers.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 MONITOR = ROOT / "bin" / "hytrain-monitor"
@@ -122,7 +124,23 @@ def test_a_stopped_trainer_is_named_and_never_ended(tmp_path: Path) -> None:
         first.wait(SOON_S)
 
 
-def test_who_had_to_be_killed_is_known(tmp_path: Path) -> None:
+def test_a_trainer_that_hangs_is_ended_by_the_launcher_that_has_started_it(tmp_path: Path) -> None:
+    """It holds Python's lock, so that none of its threads runs, as a deadlock in a library does."""
+    script = tmp_path / "hangs.py"
+    lines = (
+        (SCRIPTS / "endless.py")
+        .read_text()
+        .replace('print("step", step, flush=True)', "if step == 3:\n        ctypes.PyDLL(None).sleep(600)")
+    )
+    script.write_text(f"import ctypes\n{lines}")
+    ran = cluster("--run-dir", tmp_path / "run", script, env=environment(HYTRAIN_HANG_TIMEOUT_S="5"))
+    assert ran.returncode == 128 + signal.SIGABRT
+    assert re.search(r"trainer-0 \(process \d+\) was killed by SIGABRT", ran.stderr), ran.stderr
+    said = (tmp_path / "run" / "logs" / "coordinator-0.log").read_text()
+    assert re.search(r"trainer-0 \(process \d+\) has not answered for 5 s: it is ended", said)
+
+
+def test_who_had_to_be_killed_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     children = []
     for code in (deaf, "print(flush=True); input()"):
@@ -132,4 +150,11 @@ def test_who_had_to_be_killed_is_known(tmp_path: Path) -> None:
         os.read(reading, 1)
         os.close(reading)
     children[0].process.send_signal(signal.SIGSTOP)
-    assert stop(children, grace_s=0.2) == children[:1]
+    children[0].name = "coordinator-0"
+    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    supervisor._children = children
+    supervisor._end()
+    who = f"coordinator-0 (process {children[0].process.pid})"
+    assert [line for line in capsys.readouterr().err.splitlines() if "killed" in line] == [
+        f"hytrain-cluster: {who} hung and was killed: the last records are missing in {tmp_path / 'run'}"
+    ]
