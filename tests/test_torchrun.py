@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hytrain.errors import ConfigError
 from workers import agent, launcher, torchrun
+from workers.tee import LONGEST_LINE, Tee, rank_pipes
 from workers.torchrun import Job
 
 
@@ -95,3 +98,29 @@ def test_ranks_that_torchrun_has_ended_are_known_by_its_warnings() -> None:
     finally:
         logger.removeFilter(ended)
     assert ended.pids == {7}
+
+
+def test_lines_of_ranks_are_shown_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`print` writes a line and its end apart, since the output of trainers is not buffered."""
+    tee = Tee()
+    for rank in (0, 1):
+        tee.add_fifos(str(tmp_path), rank, tmp_path / f"{rank}.log")
+    outs = [os.open(rank_pipes(str(tmp_path), rank)[0], os.O_WRONLY) for rank in (0, 1)]
+
+    def write(rank: int, text: str) -> str:
+        os.write(outs[rank], text.encode())
+        assert tee.pass_on(select.select([*tee.pipes], [], [])[0])
+        return capfd.readouterr().out
+
+    assert write(0, "start 0") == write(1, "start 1") == ""
+    assert write(1, "\n50 %\r") == "start 1\n50 %\r"
+    assert write(0, "\nAge? ") == "start 0\n"
+    tee.drain()
+    assert capfd.readouterr().out == "Age? "
+    size = 32768
+    shown = "".join(write(1, "x" * size) for _ in range(LONGEST_LINE // size + 1))
+    assert shown == "x" * (LONGEST_LINE + size)
+    tee.close()
+    for out in outs:
+        os.close(out)
+    assert (tmp_path / "0.log").read_text() == "start 0\nAge? "

@@ -1,6 +1,6 @@
 """Copies the output of trainers to the launcher's own and to their logs.
 
-trainer ─ pipe ──▶ Tee ─▶ terminal
+trainer ─ pipe ──▶ Tee ─▶ terminal, of ranks in whole lines
 rank r ── fifo ──▶     └▶ logs/trainer-r.log
 """
 
@@ -11,15 +11,43 @@ import select
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
+
+#: A line that is longer is shown in parts.
+LONGEST_LINE: Final = 1 << 20
+
+
+@dataclass
+class Pipe:
+    """Where the content of a pipe goes."""
+
+    log: IO[bytes]
+    target: int
+    in_lines: bool
+    #: The beginning of a line.
+    rest: bytes = b""
+
+    def show(self, chunk: bytes, *, all_of_it: bool = False) -> None:
+        """Write to the terminal what is ready for it."""
+        content = self.rest + chunk
+        ends = max(content.rfind(b"\n"), content.rfind(b"\r")) + 1
+        whole = not self.in_lines or all_of_it or len(content) - ends > LONGEST_LINE
+        ready, self.rest = (content, b"") if whole else (content[:ends], content[ends:])
+        view = memoryview(ready)
+        try:
+            while view:
+                view = view[os.write(self.target, view) :]
+        except OSError:
+            pass  # the reader is gone or the terminal is closed; the log is complete
 
 
 class Tee:
-    """The open pipes, each with its log and the descriptor that its content is copied to."""
+    """The open pipes."""
 
     def __init__(self) -> None:
-        self.pipes: dict[int, tuple[IO[bytes], int]] = {}
+        self.pipes: dict[int, Pipe] = {}
         self._unwritable: set[str] = set()
         self._logs: list[IO[bytes]] = []
 
@@ -27,7 +55,7 @@ class Tee:
         """Standard output and error for a process."""
         out, stdout = os.pipe()
         err, stderr = os.pipe()
-        self._add(out, err, log)
+        self._add(out, err, log, in_lines=False)
         return stdout, stderr
 
     def add_fifos(self, socket_dir: str, rank: int, log: Path) -> None:
@@ -37,42 +65,40 @@ class Tee:
             os.mkfifo(pipe, 0o600)
         # Open for writing too: there is no end of file between two processes of this rank.
         out, err = [os.open(pipe, os.O_RDWR | os.O_CLOEXEC) for pipe in pipes]
-        self._add(out, err, log)
+        self._add(out, err, log, in_lines=True)
 
-    def _add(self, out: int, err: int, log: Path) -> None:
+    def _add(self, out: int, err: int, log: Path, *, in_lines: bool) -> None:
         copy = log.open("ab", buffering=0)
         self._logs.append(copy)
-        self.pipes |= {out: (copy, sys.stdout.fileno()), err: (copy, sys.stderr.fileno())}
+        for pipe, stream in ((out, sys.stdout), (err, sys.stderr)):
+            self.pipes[pipe] = Pipe(copy, stream.fileno(), in_lines)
 
     def pass_on(self, readable: Iterable[int]) -> bool:
         """Copy what has arrived on our pipes among `readable`. Returns False if nothing has."""
         return any([self._pass_on(pipe) for pipe in readable if pipe in self.pipes])
 
-    def _pass_on(self, pipe: int) -> bool:
-        chunk = os.read(pipe, 65536)
-        copy, target = self.pipes[pipe]
+    def _pass_on(self, descriptor: int) -> bool:
+        chunk = os.read(descriptor, 65536)
+        pipe = self.pipes[descriptor]
         try:
-            copy.write(chunk)
+            pipe.log.write(chunk)
         except OSError as error:
-            if copy.name not in self._unwritable:
-                self._unwritable.add(copy.name)
+            if pipe.log.name not in self._unwritable:
+                self._unwritable.add(pipe.log.name)
                 with suppress(OSError):  # it may go to a file on the same disk
-                    print(f"{copy.name} lacks output from here on: {error.strerror}", file=sys.stderr)
-        try:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[os.write(target, rest) :]
-        except OSError:
-            pass  # the reader is gone or the terminal is closed; the log is complete
+                    print(f"{pipe.log.name} lacks output from here on: {error.strerror}", file=sys.stderr)
+        pipe.show(chunk, all_of_it=not chunk)
         if not chunk:
-            os.close(pipe)
-            del self.pipes[pipe]
+            os.close(descriptor)
+            del self.pipes[descriptor]
         return bool(chunk)
 
     def drain(self) -> None:
         """Copy what was written before the end, without waiting: a process that is left may hold the pipes."""
         while self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
             pass
+        for pipe in self.pipes.values():
+            pipe.show(b"", all_of_it=True)
 
     def close(self) -> None:
         for pipe in self.pipes:
