@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import threading
 import time
 from dataclasses import dataclass
 from typing import Final, Self
@@ -320,7 +321,10 @@ class Network:
         for socket in self.sockets:
             socket.close()
         self.sockets.clear()
-        self.context.term()
+        # A signal, such as that of a DataLoader's worker which ends, would interrupt it in the main thread, for good.
+        thread = threading.Thread(target=self.context.term, name="hytrain-term")
+        thread.start()
+        thread.join()
 
     def __enter__(self) -> Self:
         return self

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -331,3 +333,17 @@ def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
     second = network.inbox()
     network.outbox(HERE).send(ready())
     assert received(second) == ready()
+
+
+def test_a_signal_while_the_sockets_close_leaves_nothing_open(folder: str) -> None:
+    """As that of a DataLoader's worker that ends, which torch handles. `no_leaks` looks for descriptors."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        network = Network(folder, token=TOKEN, address=HERE)
+        network.outbox("nobody", linger_s=1.0).send(ready())
+        timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1])
+        timer.start()
+        network.close()
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
