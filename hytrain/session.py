@@ -341,8 +341,8 @@ class Session:
         self._numbers.restored(steps)
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        cluster, optimizer = self._cluster, self._cluster.optimizer_pids[self._place.rank]
-        pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": cluster.coordinator_pid}
+        optimizer = self._cluster.optimizer_pids[self._place.rank]
+        pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator_pid}
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property

@@ -93,7 +93,8 @@ class _Socket:
     _linger_s = 0.0
 
     def __init__(self, network: Network, kind: int, name: str, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
-        self._network, self._seq = network, 0
+        # A process that takes another's place has larger numbers than that one had.
+        self._network, self._seq = network, time.monotonic_ns()
         self._where = endpoint(network.socket_dir, name)
         self._socket = network.context.socket(kind)
         network.sockets.append(self)

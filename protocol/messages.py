@@ -42,6 +42,10 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def _require_pid(pid: int) -> None:
+    _require(0 < pid < 1 << 31, f"{pid} is no PID")
+
+
 def _require_banks(banks: tuple[int, ...]) -> None:
     _require(set(banks) <= {0, 1}, f"banks {banks}, not 0 or 1")
 
@@ -70,7 +74,7 @@ class Hello(Message):
     inbox: str
 
     def __post_init__(self) -> None:
-        _require(0 < self.pid < 1 << 31, f"{self.pid} is no PID")
+        _require_pid(self.pid)
         _require_inbox(self.inbox)
 
 
@@ -404,6 +408,48 @@ class GiveUp(Message):
     step: int
 
 
+# ---------------------------------------------------------------- another coordinator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduce(Message):
+    """Coordinator to all workers, at its start in the place of one that has died: say who you are, as to that one.
+
+    An optimizer answers with Hello, Ready and its last Calibration, a trainer with Rejoin, after its next step.
+    """
+
+    coordinator_pid: int
+
+    def __post_init__(self) -> None:
+        _require_pid(self.coordinator_pid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoin(Message):
+    """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of it.
+
+    `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
+    `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved.
+    What was reported and is not recorded yet comes again, behind this message.
+    """
+
+    hello: Hello
+    ready: Ready
+    table: LayerTable
+    calibration: Calibration
+    plan: Plan
+    holds: bool
+    placements: tuple[str, ...]
+    step: int
+    moved: int
+
+    def __post_init__(self) -> None:
+        _require_placements(self.placements)
+        _require(len(self.placements) == len(self.table.layers), "each layer has a placement")
+        _require(self.hello.inbox == self.table.inbox, "a trainer has one inbox")
+        _require(self.step >= 0 and self.moved >= 0, "steps and moved layers are counted from 0")
+
+
 # ---------------------------------------------------------------- measurements and watching
 
 
@@ -512,7 +558,12 @@ class Log(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping(Message):
-    """Coordinator to trainer and optimizer, once a second during training: answer on this connection."""
+    """Coordinator to trainer and optimizer, once a second during training: answer on this connection.
+
+    `recorded_s`: the `at_s` of the trainer's newest report whose record is written; None if there is none.
+    """
+
+    recorded_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

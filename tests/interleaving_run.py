@@ -138,10 +138,16 @@ class Run:
         network = SimpleNamespace(token=TOKEN, address=Address("optimizer", 0))
         pinning = SimpleNamespace(cores=(0,))
         server: Any = SimpleNamespace(network=network, pinning=pinning, coordinator=coordinator, trace=None)
+        server.introduce = self._introduce
         parts: Any = (table.message, Host(self), trainer, self._arenas[1])
         self.session = optimizer.Session(server, *parts)
         self._report(m.Calibration(cpu_update_s=1e-9))
         self.session.run(inbox)
+
+    def _introduce(self) -> None:
+        """As the optimizer's server does."""
+        for message in (m.Hello(pid=3, inbox="optimizer-0"), m.Ready(detail=""), m.Calibration(cpu_update_s=1e-9)):
+            self._report(message)
 
     def _report(self, message: m.Message) -> None:
         self.world.send("optimizer", "coordinator", message)

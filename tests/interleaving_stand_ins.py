@@ -10,7 +10,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ from hytrain.step.masters import SAMPLED_ELEMENTS
 from hytrain.tensors import address, count_write
 from protocol import messages as m
 from protocol.address import Address
+from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
@@ -205,7 +206,7 @@ class Link:
     def __init__(self, world: World, arenas: socket.socket) -> None:
         self._world, self._arenas = world, arenas
         self._jobs: deque[tuple[str, Any, Any]] = deque()
-        self.is_closing = False
+        self.is_closing = self.is_asked = False
         self.listener: engine.Engine | None = None
         world.scheduler.add(Actor(self._can_send, self._send))
         for sender in ("optimizer", "coordinator"):
@@ -218,8 +219,11 @@ class Link:
             self._world.scheduler.wait_until(lambda: self._world.waits("trainer", "coordinator"))
             return self._world.take("trainer", "coordinator")
 
+        calibration = m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
+        hello, ready = m.Hello(pid=2, inbox=table.inbox), m.Ready(detail="")
+        self._introduction = partial(m.Rejoin, hello=hello, ready=ready, table=table, calibration=calibration)
         self.post("coordinator", table)
-        self.post("coordinator", m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9))
+        self.post("coordinator", calibration)
         plan: m.Plan = expect()
         self.post("coordinator", book.on_plan(plan))
         book.on_reassign(expect())
@@ -230,6 +234,13 @@ class Link:
             self._world.handing.add(what.lid)
         self._jobs.append((to, what, after))
         self._world.scheduler.pause()
+
+    def rejoin(self, **facts: Any) -> None:
+        self.is_asked = False
+        self.post("coordinator", self._introduction(**facts))
+
+    def await_coordinator(self) -> None:
+        """It may be dead to the end."""
 
     def receive_arena(self, layouts: dict[int, Any]) -> ArenaFile:
         self._world.scheduler.wait_until(lambda: self.is_closing or bool(select.select([self._arenas], [], [], 0)[0]))
@@ -258,7 +269,11 @@ class Link:
 
     def _receive(self, sender: str) -> None:
         assert self.listener is not None
-        self.listener.on_message(self._world.take("trainer", sender))
+        message = self._world.take("trainer", sender)
+        if isinstance(message, m.Introduce):
+            self.is_asked = True
+        else:
+            self.listener.on_message(message)
 
 
 class Health(health.Health):
@@ -405,8 +420,10 @@ class Coordinator:
     """The real coordinator's state, with the policy that moves layers at every chance."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.state = CoordinatorState(run_name="run", run_dir="/run", host="here", pid=1, replan_every=1, ranks=1)
+        self.world, self.state = world, self._new()
+
+    def _new(self) -> CoordinatorState:
+        return CoordinatorState(run_name="run", run_dir="/run", host="here", pid=1, replan_every=1, ranks=1)
 
     def handle(self, message: m.Message, sender: str) -> None:
         for command in self.state.handle(message, Address(sender, 0), 0.0):
@@ -415,3 +432,35 @@ class Coordinator:
 
     def check(self) -> None:
         self.state.check()
+
+
+class Mortal(Coordinator):
+    """The same, which dies, with messages on their way to it and from it; another one takes its place."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._known, self._deaths, self.reports = {"trainer", "optimizer"}, 0, 0
+        world.scheduler.add(Actor(lambda: self.reports > self._deaths, self._die))
+
+    def handle(self, message: m.Message, sender: str) -> None:
+        if isinstance(message, m.Hello | m.Rejoin):
+            self._known.add(sender)
+        with suppress(HandshakeError):  # two have asked, before one of them died
+            if sender in self._known:
+                super().handle(message, sender)
+        self.reports += isinstance(message, m.TrainerReport)
+
+    def _die(self) -> None:
+        """Once for each report at most, which may be soon or late."""
+        rng, network = self.world.rng, self.world.network
+        self._deaths += 1
+        if rng.random() < 0.7:
+            return
+        self.world.moved_before_death = self.world.moved
+        self.world.story.append("the coordinator dies")
+        for worker in self._known:
+            network.lose(f"coordinator from {worker}", first=rng.randint(0, 3))
+            network.lose(f"{worker} from coordinator", last=rng.randint(0, 3))
+        self.state, self._known = self._new(), set()
+        for worker in ("trainer", "optimizer"):
+            self.world.send("coordinator", worker, m.Introduce(coordinator_pid=1))

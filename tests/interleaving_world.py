@@ -244,6 +244,7 @@ class World:
     handing: set[int] = field(default_factory=set)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=60))
     moved: int = 0
+    moved_before_death: int | None = None  # of the last coordinator but one
     postponed: int = 0
     undone: int = 0
 

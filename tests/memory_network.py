@@ -35,6 +35,11 @@ class MemoryNetwork:
         self._sequences.setdefault(receiver, Sequence()).check(sender, envelope.seq)
         return Incoming(sender, envelope.sender, envelope.message)
 
+    def lose(self, receiver: str, *, first: int = 0, last: int = 0) -> None:
+        """Some of the first and of the last messages never arrive."""
+        queue = self._queues.setdefault(receiver, deque())
+        self._queues[receiver] = deque([*queue][first : len(queue) - last])
+
     def pending(self, receivers: Iterable[str]) -> list[str]:
         """The `receivers` that have a message waiting."""
         return [name for name in receivers if self._queues.get(name)]

@@ -27,6 +27,7 @@ SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "pid"): st.integers(1, 2**31 - 1),
     (m.Hello, "inbox"): INBOXES,
+    (m.Introduce, "coordinator_pid"): st.integers(1, 2**31 - 1),
     (m.LayerTable, "inbox"): INBOXES,
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),
@@ -95,8 +96,26 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     return {int: COUNTS, float: st.floats(allow_nan=False), bool: st.booleans(), str: TEXT}[hint]
 
 
+@st.composite
+def rejoins(draw: st.DrawFn) -> m.Rejoin:
+    table = draw(instances(m.LayerTable))
+    return m.Rejoin(
+        hello=m.Hello(pid=draw(st.integers(1, 2**31 - 1)), inbox=table.inbox),
+        ready=draw(instances(m.Ready)),
+        table=table,
+        calibration=draw(instances(m.Calibration)),
+        plan=draw(instances(m.Plan)),
+        holds=draw(st.booleans()),
+        placements=tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers),
+        step=draw(COUNTS),
+        moved=draw(COUNTS),
+    )
+
+
 def instances(cls: type) -> st.SearchStrategy[Any]:
     """Any value of a message class, or of a dataclass inside one."""
+    if cls is m.Rejoin:
+        return rejoins()
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     return st.builds(

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving_run import Run
-from interleaving_stand_ins import Coordinator, Planner, Streams
+from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams
 from interleaving_world import Violation, World
 
 from hytrain.memory.transfer import Transfer
@@ -37,19 +37,22 @@ from workers.work_log import Progress
 EXAMPLES = 120
 
 
-@pytest.mark.parametrize("coordinator", [Planner, Coordinator])
+@pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
 @given(seed=st.integers(0, 2**32), layers=st.integers(1, 4), steps=st.integers(1, 8))
 def test_invariants_hold(coordinator: type[Any], seed: int, layers: int, steps: int) -> None:
     Run(seed, layers=layers, steps=steps, coordinator=coordinator).play()
 
 
-@pytest.mark.parametrize("coordinator", [Planner, Coordinator])
+@pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
 def test_runs_have_handovers_late_plans_and_undone_updates(coordinator: type[Any]) -> None:
     """Or else the property above would say little."""
     worlds = [Run(seed, layers=3, steps=8, coordinator=coordinator).play() for seed in range(40)]
     for seen in ([world.moved > 3 for world in worlds], [world.postponed for world in worlds]):
-        assert sum(map(bool, seen)) >= 10
+        assert sum(map(bool, seen)) >= (5 if coordinator is Mortal else 10)
+    if coordinator is Mortal:
+        deaths = [world for world in worlds if world.moved_before_death is not None]
+        assert len(deaths) >= 20 and sum(world.moved > world.moved_before_death for world in deaths) >= 10
     assert sum(world.undone > 0 for world in worlds) >= 10
 
 

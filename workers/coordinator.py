@@ -5,10 +5,14 @@
 
 It sleeps until its inbox has a message or a second has passed, and exits when the launcher is gone. A trainer that is
 gone without a Goodbye leaves its place to another, as when torchrun starts failed ranks again.
+
+If this process dies, the launcher starts another one, which asks all workers to introduce themselves. They know
+everything that it has to know, but for the commands of monitors, which are kept in the socket folder.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -30,7 +34,8 @@ from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Keep, Note, Publish, Send, Write
+from workers.fleet import Commands
 from workers.heartbeats import BEAT_S
 from workers.metrics_file import MetricsFile
 from workers.nodes import Nodes
@@ -40,6 +45,8 @@ from workers.process import begin_worker, read_token, say_ready, worker_parser
 #: optimizer, whose last report comes after the weights that the trainer waited for.
 LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
+#: In the socket folder: what monitors have ordered, by rank.
+COMMANDS_FILE: Final = "commands.json"
 
 _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dropped")
 
@@ -51,6 +58,7 @@ def main() -> int:
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
     parser.add_argument("--hang-timeout-s", type=float, required=True)
+    parser.add_argument("--again", action="store_true", help="take the place of a coordinator that has died")
     arguments = begin_worker(parser)
     state = CoordinatorState(
         run_name=arguments.run_name,
@@ -60,6 +68,7 @@ def main() -> int:
         replan_every=arguments.replan_every,
         ranks=arguments.ranks,
         hang_timeout_s=arguments.hang_timeout_s,
+        kept=read_kept(arguments.socket_dir) if arguments.again else None,
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -70,9 +79,23 @@ def main() -> int:
         trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
         coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
+        if arguments.again:
+            coordinator.ask_all()
         status = coordinator.run()
     shutil.rmtree(arguments.socket_dir, ignore_errors=True)  # the launcher removes it too, unless it was killed
     return status
+
+
+def read_kept(socket_dir: str) -> dict[int, Commands]:
+    """The commands that a coordinator of this run has kept, by rank."""
+    try:
+        kept = json.loads((Path(socket_dir) / COMMANDS_FILE).read_text())
+        return {int(rank): tuple((str(name), str(value)) for name, value in given) for rank, given in kept.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        _log.warning("the commands that were given are lost: %s", error)
+        return {}
 
 
 class Metrics:
@@ -127,8 +150,19 @@ class Coordinator:
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
+        self._kept = dict[int, Commands]()
         self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
         self._trainers: dict[str, Address] = {}  # by the names of their connections
+
+    def ask_all(self) -> None:
+        """Ask whoever has an inbox to introduce itself, as to a coordinator that it does not know yet."""
+        for role in ("optimizer", "trainer"):
+            for path in sorted(Path(self._network.socket_dir).glob(f"{role}-*")):
+                rank = path.name.split("-")[1]
+                if path.is_socket() and rank.isdecimal():
+                    outbox = self._network.outbox(path.name)
+                    outbox.send(m.Introduce(coordinator_pid=os.getpid()))
+                    self._outboxes[path.name] = Address(role, int(rank)), outbox
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -199,8 +233,9 @@ class Coordinator:
                 self._carry_out(command)
         if self._trace is not None:
             _draw(self._trace, incoming, commands, now_s)
-        if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
-            self._watch(incoming.address, incoming.sender, incoming.message.pid)
+        match incoming.message:
+            case (m.Hello() as hello) | m.Rejoin(hello=hello) if incoming.address.role == "trainer":
+                self._watch(incoming.address, incoming.sender, hello.pid)
 
     def _watch(self, trainer: Address, name: str, pid: int) -> None:
         self._inbox.unwatch(name)  # if it says Hello again
@@ -240,6 +275,17 @@ class Coordinator:
                 _log.info("%s", text)
             case Abort(worker, pid):
                 self._abort(worker, pid)
+            case Keep(rank, commands):
+                self._kept[rank] = commands
+                self._keep()
+
+    def _keep(self) -> None:
+        path = Path(self._network.socket_dir) / COMMANDS_FILE
+        try:
+            path.with_suffix(".tmp").write_text(json.dumps(self._kept))
+            path.with_suffix(".tmp").replace(path)
+        except OSError as error:
+            _log.warning("another coordinator would not know the commands that were given: %s", error)
 
     def _abort(self, worker: Address, pid: int) -> None:
         """End a worker that has hung, and with it the run: an optimizer, or a trainer that the launcher has started.

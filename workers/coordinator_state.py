@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
 from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
-from workers.fleet import Fleet, TrainerSeat
+from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
 
 
@@ -32,17 +33,23 @@ class CoordinatorState:
         replan_every: int,
         ranks: int,
         hang_timeout_s: float = math.inf,
+        kept: Mapping[int, Commands] | None = None,
     ) -> None:
+        """`kept`: for a coordinator that takes another's place, what that one has kept."""
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self._handshake = RunHandshake(run_name=run_name, pid=pid, ranks=ranks)
         self.fleet = Fleet(replan_every=replan_every)
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
+        for rank, commands in (kept or {}).items():
+            self.fleet.seat(rank).commands = commands
 
     def admits(self, message: m.Message, sender: Address, connection: str) -> bool:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
         if isinstance(message, m.Hello):
             return message.inbox == connection
+        if isinstance(message, m.Rejoin):
+            return message.hello.inbox == connection
         if sender.role == "monitor" or isinstance(message, m.KeyRequest | m.Collect | m.ReportTo):
             return True
         return self._handshake.is_joined(sender, connection)
@@ -55,6 +62,8 @@ class CoordinatorState:
             case m.Ready():
                 self._handshake.on_ready(sender, message)
                 return [Note(f"{sender} is ready: {message.detail}")]
+            case m.Rejoin():
+                return self._on_rejoin(sender, message)
             case m.StatusRequest():
                 return [Answer(self._status())]
             case m.Command():
@@ -74,9 +83,11 @@ class CoordinatorState:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
         ready = [seat.trainer for seat in self.fleet.taken if seat.stays and self._handshake.is_ready(seat.trainer)]
         asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
+        asked = [address for address in asked if self._handshake.is_ready(address)]  # or else about to join again
         news, hung = self.heartbeats.beat(asked)
         ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]
-        return [*map(Note, news), *ends, *(Send(address, m.Ping()) for address in asked)]
+        pings = [Send(address, m.Ping(recorded_s=self.fleet.seat(address.rank).recorded_s)) for address in asked]
+        return [*map(Note, news), *ends, *pings]
 
     def hear(self, message: m.Message, sender: Address) -> None:
         """The coordinator of another machine of the job has sent the status of its ranks."""
@@ -93,15 +104,17 @@ class CoordinatorState:
         return [Note(f"{trainer} is gone"), *told, *self._on_goodbye(trainer)]
 
     def inbox(self, address: Address) -> str:
-        """The name of a worker's inbox, from its Hello. Raises `KeyError` if it has not joined."""
-        return self._handshake.joined[address].inbox
+        """The name of a worker's inbox: a trainer's from its Hello, an optimizer's always the same.
+
+        Raises `KeyError` for a trainer that has not joined.
+        """
+        return self._handshake.joined[address].inbox if address.role == "trainer" else str(address)
 
     def _on_command(self, command: m.Command) -> list[Command]:
         """Give a command to all trainers, up to the first refusal."""
         replies, commands = [m.CommandReply(ok=False, text="there is no trainer")], list[Command]()
         for seat in self.fleet.taken:
-            assert seat.planning is not None
-            reply, more = seat.planning.command(command.name, command.value)
+            reply, more = seat.command(command.name, command.value)
             replies.append(reply)
             commands += more
             if not reply.ok:
@@ -116,6 +129,14 @@ class CoordinatorState:
             self.fleet.seat(sender.rank).waiting = hello
             return [Note(f"another {sender} waits until the current one has left")]
         return [Send(sender, self._handshake.on_hello(sender, hello))]
+
+    def _on_rejoin(self, sender: Address, message: m.Rejoin) -> list[Command]:
+        """A trainer that the last coordinator knew. One that is asked twice answers twice."""
+        if self._handshake.is_joined(sender, message.hello.inbox):
+            return []
+        self._handshake.on_hello(sender, message.hello)
+        self._handshake.on_ready(sender, message.ready)
+        return [Note(f"{sender} is back after {message.step} steps"), *self.fleet.seat(sender.rank).rejoin(message)]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
         note = Note(f"{sender} says goodbye")

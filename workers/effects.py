@@ -7,6 +7,7 @@ Amend     numbers that belong to a line which was written
 Publish   a status to monitors
 Note      a line to the coordinator's log
 Abort     end this worker, which does not answer
+Keep      the commands given to the trainer of this rank, for a coordinator that takes this one's place
 """
 
 from __future__ import annotations
@@ -57,4 +58,10 @@ class Abort:
     pid: int
 
 
-Command = Send | Answer | Write | Amend | Publish | Note | Abort
+@dataclass(frozen=True, slots=True)
+class Keep:
+    rank: int
+    commands: tuple[tuple[str, str], ...]
+
+
+Command = Send | Answer | Write | Amend | Publish | Note | Abort | Keep

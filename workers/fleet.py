@@ -8,18 +8,21 @@ The optimizer of rank r serves the trainer of rank r. Seats are independent of e
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from protocol import messages as m
 from protocol.address import Address
-from workers.effects import Amend, Command, Note, Send, Write
+from workers.effects import Amend, Command, Keep, Note, Send, Write
 from workers.planning import WARM_UP_STEPS, Planning
 from workers.records import Late, Line, Records
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16
+#: Names and values, in the order in which they were given.
+Commands = tuple[tuple[str, str], ...]
 
 
 class TrainerSeat:
@@ -30,8 +33,10 @@ class TrainerSeat:
         self.planning: Planning | None = None
         self.records = Records()
         self.waiting: m.Hello | None = None
+        self.commands: Commands = ()  # that were given to it
         self._replan_every = replan_every
         self._before: Planning | None = None  # of the previous trainer
+        self._calibration: m.Calibration | None = None
         self._farewells: set[str] = set()
         self._gathers_s: deque[float] = deque(maxlen=GATHER_STEPS)
 
@@ -42,13 +47,35 @@ class TrainerSeat:
             self._gathers_s.clear()
             if message.continues and self._before is not None:
                 self.planning.continue_from(self._before)
-            return self.planning.begin()
+                return self.planning.begin()
+            return [*self._keep(()), *self.planning.begin()]
+        if self.planning is None and isinstance(message, m.Calibration):
+            self._calibration = message  # of an optimizer that is back before its trainer
+            return []
         if self.planning is None:
             return [Note(f"{type(message).__name__} without a trainer: dropped")]
         commands = self._on_run(self.planning, message, sender)
         if "trainer" in self._farewells:  # the next trainer must not get this one's plan
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
+
+    def rejoin(self, message: m.Rejoin) -> list[Command]:
+        """The trainer that the last coordinator knew, with the commands that were given to it."""
+        planning = self.planning = Planning(message.table, self.trainer.rank, replan_every=self._replan_every)
+        planning.rejoin(message)
+        if self._calibration is not None:
+            planning.on_calibration(Address("optimizer", self.trainer.rank), self._calibration)
+        return [told for name, value in self.commands for told in planning.command(name, value)[1]]
+
+    def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
+        """Give the trainer's planning a command."""
+        assert self.planning is not None, "the seat is taken"
+        reply, commands = self.planning.command(name, value)
+        return reply, [*commands, *self._keep((*self.commands, (name, value)))] if reply.ok else commands
+
+    def _keep(self, commands: Commands) -> list[Command]:
+        changed, self.commands = commands != self.commands, commands
+        return [Keep(self.trainer.rank, commands)] if changed else []
 
     def _on_run(self, planning: Planning, message: m.Message, sender: Address) -> list[Command]:
         match message:
@@ -105,6 +132,12 @@ class TrainerSeat:
     def _write(self, lines: Sequence[Line | Late]) -> list[Command]:
         rank = self.trainer.rank
         return [Amend(it.step, it.numbers, rank) if isinstance(it, Late) else Write(it, rank) for it in lines]
+
+    @property
+    def recorded_s(self) -> float | None:
+        """The `at_s` of the newest report that is recorded; None if there is none."""
+        at_s = json.loads(self.records.newest).get("at_s")
+        return None if at_s is None else float(at_s)
 
     @property
     def stays(self) -> bool:

@@ -1,7 +1,8 @@
 """metrics.jsonl: one line per step, in order. The coordinator process writes it.
 
 append ─▶ a new step: at the end
-      └─▶ a step again, after a resume or a rollback: it and the lines after it move to metrics-replaced.jsonl
+      ├─▶ a step again, after a resume or a rollback: it and the lines after it move to metrics-replaced.jsonl
+      └─▶ the same record again, for another coordinator: nothing
 amend ──▶ numbers that come late: into the step's line
 
 If the disk is full, the file stays as it is, and training goes on: the next line that can be written has, as
@@ -16,7 +17,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 BLOCK_BYTES: Final = 1 << 16
 
@@ -45,6 +46,10 @@ class MetricsFile:
         self.missing += 1
         if self._last is None or step <= self._last:
             start, lines = self._since(step)
+            if lines and (ended_s := _time(line)) is not None and _time(lines[0]) == ended_s:
+                self._last = _step(lines[-1])
+                self.missing -= 1
+                return
             if lines:
                 with self._replaced.open("ab") as replaced:
                     replaced.writelines(whole for whole in lines if _step(whole) < math.inf)
@@ -90,6 +95,14 @@ class MetricsFile:
             if earlier or size >= self._end:
                 return start + sum(map(len, lines[:earlier])), lines[earlier:]
             size *= 4
+
+
+def _time(line: str | bytes) -> Any:
+    """When a line's step ended; None for a line that is not whole."""
+    try:
+        return json.loads(line)["at_s"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _step(line: str | bytes) -> float:

@@ -218,7 +218,7 @@ def _live(folder: Path) -> tuple[int, Cluster] | None:
 
 
 class Attachment:
-    """A connection to one run's coordinator. Waits end at most `LOOK_S` after the coordinator."""
+    """A connection to one run's coordinator, and to one that takes its place. Waits end `LOOK_S` after the run."""
 
     _last: m.Status | None = None
 
@@ -226,7 +226,7 @@ class Attachment:
         """Raises `ConfigError` if the run has ended."""
         self.run = run
         try:
-            self._coordinator = os.pidfd_open(run.coordinator_pid)
+            self._launcher = os.pidfd_open(run.launcher_pid)
         except ProcessLookupError:
             raise ConfigError(f"the run {run.run_name} has ended") from None
         address = Address("monitor", os.getpid())
@@ -240,23 +240,30 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self._network.close()
-        os.close(self._coordinator)
+        os.close(self._launcher)
 
     @property
     def ended(self) -> bool:
-        """Whether the coordinator, and so the run, has ended."""
-        return bool(select.select([self._coordinator], [], [], 0)[0])
+        """Whether the run has ended, or its processes are being started again. Follows it to another coordinator."""
+        try:
+            self.run = Cluster.read(self.run.socket_dir)
+        except ConfigError:
+            return True
+        return bool(select.select([self._launcher], [], [], 0)[0])
 
     def ask(self, question: m.StatusRequest | m.Command, kind: type[T], patience_s: float = ANSWER_S) -> T | None:
         """The coordinator's reply, or None if it is gone. Raises `ClusterTimeout` if it lives but does not reply."""
         self._outbox.send(question)
-        deadline = time.monotonic() + patience_s
+        asked, deadline = self.run.coordinator_pid, time.monotonic() + patience_s
         while time.monotonic() < deadline:
             answer = self._outbox.receive(LOOK_S)
             if isinstance(answer, kind):
                 return answer
             if self.ended:
                 return None
+            if self.run.coordinator_pid != asked:
+                self._outbox.send(question)
+                asked = self.run.coordinator_pid
         raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
 
     def require(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T:

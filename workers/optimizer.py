@@ -72,6 +72,7 @@ class Server:
         self.inbox.watch_descriptor("the launcher", life_fd)
         self.inbox.admit(str(COORDINATOR))
         self.coordinator = network.outbox(COORDINATOR)
+        self._calibration: m.Calibration | None = None  # while there is a trainer
 
     def serve(self, ready_fd: int) -> int:
         """Serve until the launcher or the trainer is gone."""
@@ -98,11 +99,22 @@ class Server:
         handshake.on_welcome(incoming.message)
         self.coordinator.send(handshake.ready(self.pinning.describe_place()))  # each report has the thread count
 
+    def introduce(self) -> None:
+        """Tell another coordinator what the first one knew."""
+        _log.warning("another coordinator has been started")
+        name = str(self.network.address)
+        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=name))
+        self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))
+        if self._calibration is not None:
+            self.coordinator.send(self._calibration)
+
     def _serve_trainer(self, listener: socket.socket) -> None:
         """Serve one trainer, from its layer table to its Goodbye. Before raising an error, send both a `Failure`."""
         incoming = self.inbox.receive(None)
+        if incoming is not None and isinstance(incoming.message, m.Introduce):
+            return self.introduce()
         if incoming is None or not isinstance(incoming.message, m.LayerTable):
-            if incoming is None or not isinstance(incoming.message, m.Ping):  # which may cross a Goodbye
+            if incoming is None or not isinstance(incoming.message, m.Ping | m.Welcome):  # which may cross a Goodbye
                 _log.warning("there is no trainer: dropped %s", incoming)
             return
         table, coordinator = incoming.message, self.coordinator
@@ -114,7 +126,8 @@ class Server:
             backend, reason = load(table.backend, min(table.threads or pinning.threads, len(pinning.cores)))
             _log.info("backend %s", reason)
             session = Session(self, table, backend, trainer, listener)
-            coordinator.send(m.Calibration(cpu_update_s=seconds_per_parameter(backend, table.layers)))
+            self._calibration = m.Calibration(cpu_update_s=seconds_per_parameter(backend, table.layers))
+            coordinator.send(self._calibration)
             session.run(self.inbox)
             coordinator.send(m.SessionEnded())
         except Exception as error:
@@ -125,6 +138,7 @@ class Server:
                     outbox.send(m.Failure(step=step, lid=lid, error=text, traceback=traceback.format_exc()))
             raise
         finally:
+            self._calibration = None
             if session is not None:
                 session.close()
             self.network.drop(trainer)
@@ -139,7 +153,7 @@ class Session:
     ) -> None:
         self._backend, self._max_threads = backend, len(server.pinning.cores)
         allow_descriptors(len(table.layers))
-        self._trainer, self._coordinator = trainer, server.coordinator
+        self._server, self._trainer, self._coordinator = server, trainer, server.coordinator
         self._queue = UpdateQueue(table.layers, speculate=table.banks == 2)
         self._plans = PlanBook("optimizer", len(table.layers))
         # The trainer connected before it sent its table. Accept now, or the next trainer's arenas would go to this one.
@@ -212,6 +226,10 @@ class Session:
             case m.PlanApplied():
                 self._plans.forget(message.plan_id)
                 _log.info("plan %d holds from step %d on", message.plan_id, message.step)
+            case m.Introduce():
+                self._server.introduce()
+            case m.Welcome():
+                pass  # it has joined again
             case _:
                 raise TypeError(f"the optimizer cannot handle {type(message).__name__}")
 

@@ -65,7 +65,7 @@ class Planning:
         self.predicted_step_s: float | None = None
         self.moved = 0
         self.threads: int | None = None
-        self.speculates = table.speculate is not False
+        self.speculates, self._knows_mode = table.speculate is not False, True
         self._clipped = planner.ClippedShare()
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
@@ -75,7 +75,7 @@ class Planning:
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))
         self._uncalibrated = {self._trainer, self._optimizer}
-        self._step = -1
+        self._step, self._first_measured = -1, WARM_UP_STEPS
         self._planned_at: int | None = None  # None: plan as soon as possible
         self._plan: m.Plan | None = None
         self._steps: defaultdict[int, _Step] = defaultdict(_Step)
@@ -92,6 +92,15 @@ class Planning:
         """Continue the same training with other layers: keep its commands and its share of clipped steps."""
         self.policy, self.k, self.objective = before.policy, before.k, before.objective
         self._commanded_threads, self._clipped = before._commanded_threads, before._clipped
+
+    def rejoin(self, message: m.Rejoin) -> None:
+        """Go on with a trainer that has trained before, under a coordinator that has died."""
+        self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
+        self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
+        self.moved = message.moved
+        self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
+        self._knows_mode = False
+        self.on_calibration(self._trainer, message.calibration)
 
     def begin(self) -> list[Command]:
         """Forward the table to the optimizer, which needs it before the first plan."""
@@ -127,7 +136,7 @@ class Planning:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
             self._measure(report, self._steps[report.measured])
-        if report.gpu_free_bytes is not None and report.step >= WARM_UP_STEPS:
+        if report.gpu_free_bytes is not None and report.step >= self._first_measured:
             owned = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
         return self._replan()
@@ -173,7 +182,7 @@ class Planning:
         self._clipped.add(clipped=verdict.skipped or verdict.scale != 1.0)
 
     def _counts(self, step: int) -> bool:
-        return step >= WARM_UP_STEPS and not self._steps[step].moved
+        return step >= self._first_measured and not self._steps[step].moved
 
     # ------------------------------------------------------------ plans
 
@@ -182,7 +191,7 @@ class Planning:
         every = 1 if self.policy == "random" else self._replan_every
         due = self._planned_at is None or self._step - self._planned_at >= every
         profile = self._book.profile() if due and not self._ledger.busy else None
-        if profile is None or self._awaits_cpu_times():
+        if profile is None or self._uncalibrated or self._awaits_cpu_times():
             return []
         self._planned_at = self._step
         current = _gpu_lids(self.placements)
@@ -231,9 +240,9 @@ class Planning:
         return ends and planner.is_worth_it(planner.gain(profile, gpu_lids, self._clipped.value), now=True)
 
     def _set_mode(self, speculates: bool, why: str) -> list[Command]:
-        if speculates == self.speculates:
+        if self._knows_mode and speculates == self.speculates:
             return []
-        self.speculates = speculates
+        self.speculates, self._knows_mode = speculates, True
         return [Note(f"mode {self._mode}: {why}"), Send(self._optimizer, m.SetMode(speculate=speculates))]
 
     @property

@@ -50,6 +50,8 @@ AGENT: Final = "torchrun"
 SAME_END_S: Final = 0.5
 #: A signal this soon after the first is its copy: `timeout` sends one to its child, then to the child's whole group.
 COPY_S: Final = 0.5
+#: So many coordinators may die in a row, without a step between their deaths.
+COORDINATORS: Final = 3
 #: How often the seats are looked at once the process that started the cluster has left.
 SEAT_PERIOD_S: Final = 0.02
 #: How often the files of the socket folder are touched. Systems remove files that are older than some days.
@@ -94,6 +96,9 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe()
         self.socket_dir = Path()
         self._oom_kills = 0
+        self._coordinator: list[str] = []  # its arguments
+        self._cluster: Cluster | None = None
+        self._deaths = (0, 0)  # the step after which coordinators have died, and how many
 
     def __enter__(self) -> Self:
         """Start coordinator and optimizers. If one does not become ready, stops all and raises `ClusterError`."""
@@ -134,13 +139,14 @@ class Supervisor:
         sockets += ["--ranks", str(self._ranks)]
         place += ["--replan-every", str(self._config.replan_every)]
         place += ["--hang-timeout-s", str(self._config.hang_timeout_s)]
-        [coordinator] = self._start_workers({COORDINATOR: [*sockets, *place]})
+        self._coordinator = [*sockets, *place]
+        [coordinator] = self._start_workers({COORDINATOR: self._coordinator})
         cores = ["--cores", self._config.cores]
         cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
         optimizers = self._start_workers(
             {Address("optimizer", rank): [*sockets, *cores, "--rank", str(rank)] for rank in range(self._ranks)}
         )
-        Cluster(
+        self._cluster = Cluster(
             run_name=self.run_name,
             run_dir=str(self.run_dir),
             socket_dir=str(self.socket_dir),
@@ -151,7 +157,8 @@ class Supervisor:
             host_memory_limit=self._config.host_memory_limit,
             hang_timeout_s=self._config.hang_timeout_s,
             trace=self._config.trace,
-        ).write()
+        )
+        self._cluster.write()
 
     def _start_workers(self, arguments: dict[Address, list[str]]) -> list[Child]:
         """Start workers together, each with its arguments, and wait until all are ready."""
@@ -163,6 +170,35 @@ class Supervisor:
         for child in started:
             process.await_ready(child, self._children, timeout_s=self._config.start_timeout_s)
         return started
+
+    def _replaces(self, ended: list[Child]) -> bool:
+        """If a coordinator has died, and nobody else, start another one in its place, while training goes on.
+
+        Returns False if it was something else, or if coordinators die without a step between their deaths.
+        """
+        if [child.name for child in ended] != [str(COORDINATOR)] or self._cluster is None:
+            return False
+        [dead], step = ended, run_folder.last_step(self.run_dir)
+        self._deaths = (step, self._deaths[1] + 1 if step == self._deaths[0] else 1)
+        if self._deaths[1] > COORDINATORS:
+            return False
+        arguments, environment = [*self._coordinator, "--again"], _environment()
+        try:
+            child = process.start_worker(COORDINATOR, arguments, log_dir=self._log_dir, environment=environment)
+        except OSError:
+            return False
+        self._children[self._children.index(dead)] = child
+        at = f" after step {step}" if step else ""
+        process.say(
+            f"\nhytrain-cluster: {process.first_words(dead)}{at}; training goes on, and process {child.process.pid} "
+            f"takes its place; its log is {dead.log}"
+        )
+        dead.close()
+        os.close(dead.pidfd)
+        self._cluster = self._cluster.model_copy(update={"coordinator_pid": child.process.pid})
+        with suppress(OSError):  # a cleaner may have removed the folder
+            self._cluster.write()
+        return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -264,10 +300,9 @@ class Supervisor:
 
     def _watch(self, trainer: Child, output: Tee) -> End:
         """Until one of the processes has ended, or a second signal has come."""
-        watched = {child.pidfd: child for child in self._children}
         asked: int | None = None  # the exit status of a run that ends because it was asked to
         while True:
-            readable = self._wait([*output.pipes, self._wake_read, *watched], self._end_s)
+            readable = self._wait([*output.pipes, self._wake_read, *self._pidfds()], self._end_s)
             if self._wake_read in readable:
                 os.read(self._wake_read, select.PIPE_BUF)  # first: a signal that comes now writes again
             if self._again:
@@ -277,8 +312,7 @@ class Supervisor:
                 self._tell(trainer, number)
             if output.pass_on(readable):
                 continue
-            ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
-            if ended:
+            if ended := self._ended_of(readable):
                 return self._ended(ended, trainer, output, asked)
 
     def _wishes(self, trainer: Child) -> Iterator[tuple[int, int]]:
@@ -373,21 +407,28 @@ class Supervisor:
 
         The parent has left if it is gone, closes our input or sends SIGTERM.
         """
-        watched = {child.pidfd: child for child in self._children}
-        waited = [sys.stdin.fileno(), parent, self._wake_read, *watched]
-        while (readable := self._wait(waited)) == [self._wake_read]:
-            os.read(self._wake_read, select.PIPE_BUF)
-            if self._signal is not None:  # or else one that is the program's, sent to all processes
-                break
-        ended = [watched[pidfd] for pidfd in watched if pidfd in readable]
+        ended: list[Child] = []
+        readable: list[int] = []
+        while not ended and not {parent, sys.stdin.fileno()} & {*readable} and self._signal is None:
+            readable = self._wait([sys.stdin.fileno(), parent, self._wake_read, *self._pidfds()])
+            if self._wake_read in readable:  # perhaps a signal that is the program's, sent to all processes
+                os.read(self._wake_read, select.PIPE_BUF)
+            ended = self._ended_of(readable)
         if ended and parent not in readable:
             process.say(process.describe_end(ended[0]))
             return ended[0].exit_status() or 1
         seats = [seat_file(str(self.socket_dir), rank) for rank in range(1, self._ranks)]
-        gone = bool(ended)
-        while not gone and any(map(holder, seats)):
-            gone = bool(select.select([*watched], [], [], SEAT_PERIOD_S)[0])
+        while not ended and any(map(holder, seats)):
+            ended = self._ended_of(select.select(self._pidfds(), [], [], SEAT_PERIOD_S)[0])
         return 0
+
+    def _pidfds(self) -> list[int]:
+        return [child.pidfd for child in self._children]
+
+    def _ended_of(self, readable: list[int]) -> list[Child]:
+        """The processes that have ended, unless that was a coordinator which another one replaces."""
+        ended = [child for child in self._children if child.pidfd in readable]
+        return [] if self._replaces(ended) else ended
 
     def _stop(self) -> None:
         """End the processes of an attempt, and remove what they have shared."""

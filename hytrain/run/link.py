@@ -5,22 +5,31 @@
 
 Each socket belongs to one thread. The sender waits for a copy before it sends the message posted with it, so a
 GradReady never overtakes its gradient. Messages leave in the order in which they are posted.
+
+If the coordinator dies, training goes on. Another one introduces itself, and gets, with `rejoin`, what the first one
+knew: reports and logs are kept until they are recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
+from hytrain.config import Cluster
+from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster
@@ -34,13 +43,18 @@ from protocol.messages import (
     Calibration,
     Failure,
     Goodbye,
+    Introduce,
     LayerTable,
+    Log,
     Message,
     Ping,
     Plan,
     PlanesRefused,
     Pong,
+    PositionsLearned,
     Reassign,
+    Rejoin,
+    TrainerReport,
     Welcome,
 )
 
@@ -49,6 +63,11 @@ CLOSE_TIMEOUT_S: Final = 5.0
 SILENCE_S: Final = 4.0
 LOOK_S: Final = 1.0
 THREAD_PREFIX: Final = "hytrain-link-"
+
+_COORDINATOR: Final = "the coordinator process"
+#: So many reports and logs are kept while nobody records them; then the oldest ones go.
+KEPT: Final = 100_000
+RETRY_S: Final = 0.05
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
@@ -110,15 +129,26 @@ class Link:
         self._stop_read, self._stop_write = os.pipe()
         self._threads: list[threading.Thread] = []
         self._closed = self._is_ready = False
+        self.coordinator_pid = cluster.coordinator_pid
+        self._has_coordinator = False
+        self._introduction: Callable[..., Rejoin] = Rejoin  # with what the coordinator was told
+        self._positions: PositionsLearned | None = None
+        self._keeping = threading.Lock()
+        self._unrecorded: deque[TrainerReport | Log] = deque(maxlen=KEPT)
+        self._recorded_s = -math.inf
+        #: Another coordinator wants to know what the first one knew.
+        self.is_asked = False
 
     def join(self) -> None:
         """Shake hands with the coordinator. Raises `ClusterError` if it or the optimizer is dead, or on a timeout."""
         try:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pids[self.address.rank])
-            self._inbox.watch("the coordinator process", self._cluster.coordinator_pid)
+            self._watch_coordinator()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}
-            self._outboxes["coordinator"].send(self._handshake.hello())
+            hello = self._handshake.hello()
+            self._outboxes["coordinator"].send(hello)
+            self._introduction = partial(Rejoin, hello=hello)
             self._handshake.on_welcome(self._expect(Welcome))
         except PeerDied as death:
             raise self._worker_died(death) from None
@@ -133,12 +163,27 @@ class Link:
         try:
             self._outboxes["coordinator"].send(table)
             self._outboxes["coordinator"].send(calibration)
+            self._introduction = partial(self._introduction, table=table, calibration=calibration)
             plan = self._expect(Plan)
             self._outboxes["coordinator"].send(book.on_plan(plan))
             book.on_reassign(self._expect(Reassign))
         except PeerDied as death:
             raise self._worker_died(death) from None
         return plan
+
+    def _watch_coordinator(self) -> None:
+        """Raises `PeerDied` if there is none. If one has just died, the launcher starts another one."""
+        ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while not self._has_coordinator:
+            with contextlib.suppress(ConfigError):
+                self.coordinator_pid = Cluster.read(self._cluster.socket_dir).coordinator_pid
+            try:
+                self._inbox.watch(_COORDINATOR, self.coordinator_pid)
+                self._has_coordinator = True
+            except PeerDied:
+                if time.monotonic() >= ends_s:
+                    raise
+                time.sleep(RETRY_S)
 
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
@@ -170,12 +215,44 @@ class Link:
 
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
-        self.post("coordinator", self._handshake.ready(detail))
+        ready = self._handshake.ready(detail)
+        self.post("coordinator", ready)
+        self._introduction = partial(self._introduction, ready=ready)
         self._is_ready = True
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
+        if to == "coordinator" and isinstance(what, TrainerReport | Log):
+            self._keep(what)
+        elif isinstance(what, PositionsLearned):
+            self._positions = what
         self._jobs.put(_Job(to, what, after))
+
+    def _keep(self, message: TrainerReport | Log) -> None:
+        """Keep a message until it is recorded, or, if it is a log, the next report."""
+        with self._keeping:
+            self._unrecorded.append(message)
+            while (report := self._first_report()) is not None and report.at_s <= self._recorded_s:
+                while self._unrecorded.popleft() is not report:
+                    pass
+
+    def _first_report(self) -> TrainerReport | None:
+        return next((message for message in self._unrecorded if isinstance(message, TrainerReport)), None)
+
+    def rejoin(self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int) -> None:
+        """Tell another coordinator what the first one knew, between two steps. The arguments are `Rejoin`'s."""
+        self.is_asked = False
+        rejoin = self._introduction(plan=plan, holds=holds, placements=placements, step=step, moved=moved)
+        with self._keeping:
+            for message in (rejoin, self._positions, *self._unrecorded):
+                if message is not None:
+                    self._jobs.put(_Job("coordinator", message, None))
+
+    def await_coordinator(self) -> None:
+        """If the coordinator has died, wait for another one, for as long as closing may take."""
+        ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while has_ended(self.coordinator_pid) and time.monotonic() < ends_s:
+            time.sleep(RETRY_S)
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | PlanesRefused:
         """The next arena from the optimizer, or why there is none for a layer.
@@ -228,22 +305,49 @@ class Link:
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))
 
+    def _lose_coordinator(self) -> None:
+        self._inbox.unwatch(_COORDINATOR)
+        self._has_coordinator = False
+        _log.warning("the coordinator (process %d) died; training goes on, and waits for no plan", self.coordinator_pid)
+
+    def _find_coordinator(self, pid: int) -> None:
+        """Another coordinator has been started."""
+        self._inbox.unwatch(_COORDINATOR)
+        try:
+            self._inbox.watch(_COORDINATOR, pid)
+        except PeerDied:
+            return  # and so there will be another one
+        self.is_asked = self._has_coordinator = True
+        self.coordinator_pid = pid
+        _log.warning("another coordinator (process %d) has been started", pid)
+
     def _receive_all(self, listener: Listener) -> None:
         silence = _Silence()
         try:
             while True:
-                incoming = self._inbox.receive(LOOK_S)
-                if self._is_ready and silence.passes():
-                    pid = self._cluster.coordinator_pid
+                try:
+                    incoming = self._inbox.receive(LOOK_S)
+                except PeerDied as death:
+                    if death.name != _COORDINATOR:
+                        raise
+                    self._lose_coordinator()
+                    continue
+                if self._is_ready and self._has_coordinator and silence.passes():
                     _log.warning(
-                        "the coordinator (process %d) has not been heard for %.0f s; training goes on", pid, SILENCE_S
+                        "the coordinator (process %d) has not been heard for %.0f s; training goes on",
+                        self.coordinator_pid,
+                        SILENCE_S,
                     )
                 if incoming is None:
                     continue
                 if isinstance(incoming.message, Ping):
                     if silence.ends():
                         _log.warning("the coordinator is heard again")
+                    self._recorded_s = incoming.message.recorded_s or self._recorded_s
                     self._inbox.reply(incoming.sender, Pong(waits_for=listener.waits_for))
+                elif isinstance(incoming.message, Introduce):
+                    self._find_coordinator(incoming.message.coordinator_pid)
+                    silence.ends()
                 elif isinstance(incoming.message, Failure):
                     listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
                 else:
@@ -254,6 +358,19 @@ class Link:
                 listener.on_failure(self._worker_died(death, way_on))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    ended = bool(poll.poll(0))
+    os.close(descriptor)
+    return ended
 
 
 class _Silence:

@@ -15,7 +15,7 @@ optimizer learns of the change from the trainer, on the channel that also brings
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
 from protocol.placement import Placement
@@ -94,6 +94,17 @@ class PlanLedger:
     _open: Plan | None = None
     _acks: set[str] = field(default_factory=set)
     _committed: bool = False
+
+    @classmethod
+    def after(cls, plan: Plan, placements: tuple[str, ...], *, holds: bool) -> Self:
+        """Go on for a coordinator that has died: `plan` is the last one that the trainer has acknowledged.
+
+        The optimizer may know the next one already.
+        """
+        ledger = cls(placements, next_id=plan.plan_id + 2)
+        if holds:
+            ledger._open, ledger._acks, ledger._committed = plan, set(PARTIES), True
+        return ledger
 
     @property
     def busy(self) -> bool:

@@ -45,8 +45,21 @@ class Boundary:
     def placements(self) -> tuple[str, ...]:
         return tuple(layer.life.placement.name for layer in self._layers)
 
+    def rejoin(self, step: int) -> None:
+        """If another coordinator asks, tell it how things are after so many steps."""
+        if self._link.is_asked:
+            assert self._plans.plan is not None, "there is a first plan"
+            self._link.rejoin(
+                plan=self._plans.plan,
+                holds=self._plans.holds,
+                placements=self.placements,
+                step=step,
+                moved=self.statistics.moved,
+            )
+
     def report(self, step: int, number: int) -> None:
         """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
+        self.rejoin(step)
         times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
         now_s, placements = time.monotonic(), self.placements
         self.statistics = Statistics(

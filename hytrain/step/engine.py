@@ -316,6 +316,9 @@ class Engine:
         try:
             if failure is None and self._health.life.state not in IN_BACKWARD:
                 self._end_last_step()
+            if failure is None:
+                self._link.await_coordinator()
+                self._boundary.rejoin(self._health.life.step)
         finally:
             self._health.fail(UsageError(last_words))
             self._link.close()

@@ -58,6 +58,10 @@ class Maker:
         values = {name: self._field(name, hint) for name, hint in codec._schema(kind)}
         if kind is m.LayerTable and self.drawn.random() < 0.9:
             values |= {"awaits_verdict": True, "threads": None, "rank": 0, "world": self.drawn.choice([1, 1, 2])}
+        if kind is m.Rejoin:
+            hello, layers = values["hello"], values["table"].layers
+            values["table"] = dataclasses.replace(values["table"], inbox=hello.inbox)
+            values["placements"] = tuple(self.drawn.choices([*PLACEMENTS], k=len(layers)))
         return kind(**values)
 
     def _field(self, name: str, hint: Any) -> Any:
@@ -84,6 +88,7 @@ class Maker:
             "threads": lambda: drawn.choice([None, 1, 2, drawn.choice(EDGES)]),
             "port": lambda: drawn.randint(1, 65535),
             "endpoint": lambda: drawn.choice(["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://x", "ipc:///nowhere", ""]),
+            "coordinator_pid": lambda: 2**22 + 1,
             "pid": lambda: drawn.choice([2**22 + 1, drawn.choice(EDGES)]),  # above the largest PID: nobody's
         }
         if name in known and not (name == "threads" and hint is int):

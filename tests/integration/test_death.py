@@ -1,4 +1,6 @@
-"""One process dies: the others end within five seconds, the command says which it was, and nothing is left.
+"""One process dies, other than the coordinator: the others end within five seconds, the command says which it was.
+
+Nothing is left behind.
 
 The `no_leaks` fixture looks for processes, descriptors and socket folders afterwards; planes are memfds, which go
 with the last process that has them.
@@ -30,8 +32,6 @@ from hytrain.errors import ClusterError, WorkerDied
 pytestmark = pytest.mark.usefixtures("own_run")
 ENDLESS = SCRIPTS / "endless.py"
 DEADLINE_S = 5.0
-#: Its death is noticed as the optimizer's is.
-SLOW_COORDINATOR = pytest.param("coordinator", marks=pytest.mark.slow)
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -114,7 +114,7 @@ def rest(first: subprocess.Popen[str]) -> str:
     return first.stderr.read()
 
 
-@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR, "trainer"])
+@pytest.mark.parametrize("role", ["optimizer", "trainer"])
 @thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
@@ -130,17 +130,16 @@ def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> N
         assert log.read_text().splitlines()[-1] in said
 
 
-@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR])
 @thrice
-def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it(role: str) -> None:
+def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it() -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].suspend()
-        family[role].kill()
+        family["optimizer"].kill()
         wait_for_zombie(family["trainer"])
         family["launcher"].resume()
         assert all_end(first, family) == 128 + signal.SIGKILL
         errors = rest(first)
-    assert f"{role}-0 (process {family[role].pid}) was killed by SIGKILL" in errors
+    assert f"optimizer-0 (process {family['optimizer'].pid}) was killed by SIGKILL" in errors
 
 
 @pytest.mark.parametrize("command", [(CLUSTER, ENDLESS, "2"), (ENDLESS, "2")], ids=["launcher", "plain script"])
@@ -168,7 +167,7 @@ def obituary(role: str, pid: int) -> str:
     return re.escape(said) + r" .*/logs\. That was after step \d+: start the program again"
 
 
-@pytest.mark.parametrize("role", ["optimizer", SLOW_COORDINATOR, "launcher"])
+@pytest.mark.parametrize("role", ["optimizer", "launcher"])
 @thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""
@@ -179,11 +178,11 @@ def test_a_plain_script_raises_and_ends(role: str) -> None:
     assert re.search(rf"\nhytrain.errors.WorkerDied: {obituary(role, family[role].pid)}", errors)
 
 
-@pytest.mark.parametrize("role", ["optimizer", "coordinator", "launcher"])
+@pytest.mark.parametrize("role", ["optimizer", "launcher"])
 @thrice
 def test_every_call_after_a_death_raises_and_another_run_can_follow(role: str) -> None:
     model = perceptron()
-    with adamw(model, k=1.0 if role == "coordinator" else 0.5) as opt:
+    with adamw(model, k=0.5) as opt:
         train(model, opt, range(3), square_loss)
         workers = {known: psutil.Process(pid) for known, pid, _ in opt.processes() if pid != os.getpid()}
         victim = workers["optimizer"].parent() if role == "launcher" else workers[role]

@@ -28,6 +28,8 @@ from tests.soak.run import CHECKPOINT_EVERY, Run, differences, write_recipe
 
 #: Steps from one fault to the next.
 GAP: Final = (3, 16)
+#: So many steps a run may take during a fault that does not end it, on a fast machine.
+AHEAD: Final = 15
 #: In the short form, this stands for the kinds that need a restart.
 SHORT: Final = "kill-trainer"
 
@@ -74,7 +76,7 @@ class Soak:
         for kind in order:
             self._schedule.append((step, kind))
             step += drawn.randint(*GAP) + (CHECKPOINT_EVERY if kind.name in RESTARTING else 0)
-        self._steps = step + 8 * CHECKPOINT_EVERY
+        self._steps = step + 8 * CHECKPOINT_EVERY + AHEAD * len(order)
         recipe = write_recipe(folder, steps=self._steps, random_placements=arguments.random_placements)
         ranks = arguments.ranks
         self._undisturbed = Run(recipe, "undisturbed", ranks=ranks)

@@ -73,7 +73,7 @@ def _killing(role: str, *, ends: bool | None) -> None:
 
 
 for _role in ("trainer", "optimizer", "coordinator", "launcher"):
-    _killing(_role, ends=True if _role == "launcher" else None)
+    _killing(_role, ends={"launcher": True, "coordinator": False}.get(_role))
 
 
 @kind("kill-all", ends=True)

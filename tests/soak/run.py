@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ import psutil
 import yaml
 
 from hytrain.config import Cluster
+from hytrain.errors import ConfigError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CLUSTER: Final = ROOT / "bin" / "hytrain-cluster"
@@ -225,7 +227,7 @@ class Run:
             case "launcher":
                 return psutil.Process(self.launcher.pid)
             case "coordinator":
-                return psutil.Process(self.cluster.coordinator_pid)
+                return self._coordinator()
             case "optimizer":
                 return psutil.Process(self.cluster.optimizer_pids[rank])
         found = []
@@ -239,6 +241,22 @@ class Run:
             return bool(found)
 
         self.until(lambda: unless_gone(look), f"there is no trainer {rank}")
+        return found[0]
+
+    def _coordinator(self) -> psutil.Process:
+        """The one that lives: a killed one is replaced."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            assert self.cluster is not None
+            with suppress(ConfigError):  # its socket folder was removed
+                self.cluster = Cluster.read(self.cluster.socket_dir)
+            process = psutil.Process(self.cluster.coordinator_pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+            return bool(found)
+
+        self.until(lambda: unless_gone(look), "there is no coordinator")
         return found[0]
 
     def signal(self, role: str, number: signal.Signals, rank: int = 0) -> None:

@@ -1,0 +1,133 @@
+"""A coordinator dies: another one takes its place, training goes on, and neither a bit nor a record is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from helpers import LR, Reference, adamw, differing, process, train, weights
+from programs import CLUSTER, ROOT, SCRIPTS, read_until, roles_below, run, started
+from small_models import perceptron, square_loss
+from torch import nn
+
+import hytrain
+from workers.supervisor import COORDINATORS
+
+pytestmark = pytest.mark.usefixtures("own_run")
+MONITOR = ROOT / "bin" / "hytrain-monitor"
+SOON_S = 60.0
+
+
+class Training:
+    """A loop that goes on until something has happened."""
+
+    def __init__(self, opt: hytrain.AdamW, model: nn.Module) -> None:
+        self._opt, self._model, self.steps = opt, model, 0
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + SOON_S
+        while not happened():
+            assert time.monotonic() < ends_s
+            train(self._model, self._opt, [self.steps], square_loss)
+            self.steps += 1
+
+    def until_layers_move(self) -> None:
+        moved = self._opt.statistics().moved
+        self.until(lambda: self._opt.statistics().moved > moved)
+
+    def kill_coordinator(self) -> None:
+        """Train on until another one has taken its place."""
+        dead = process(self._opt, "coordinator")
+        dead.kill()
+        self.until(lambda: coordinator(self._opt) not in (None, dead.pid))
+
+
+def coordinator(opt: hytrain.AdamW) -> int | None:
+    """The process that is known as the coordinator; None if it is dead."""
+    try:
+        return process(opt, "coordinator").pid
+    except psutil.NoSuchProcess:
+        return None
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_layers_go_on_moving_and_nothing_is_lost() -> None:
+    ours, theirs = perceptron(), perceptron()
+    with adamw(ours, policy="random") as opt:
+        training = Training(opt, ours)
+        for _ in range(2):
+            training.until_layers_move()
+            training.kill_coordinator()
+        training.until_layers_move()
+        last = process(opt, "coordinator")
+        last.kill()
+        last.wait(SOON_S)  # closing waits for the next one, which gets the last records
+    train(theirs, Reference(theirs, lr=LR), range(training.steps), square_loss)
+    assert differing(weights(ours), weights(theirs)) == []
+    found = records(opt.run_dir)
+    assert [record["step"] for record in found] == [*range(1, training.steps + 1)]
+    assert not (opt.run_dir / "metrics-replaced.jsonl").exists()
+    assert sorted(record["moved"] for record in found) == [record["moved"] for record in found]
+
+
+def test_what_a_monitor_has_ordered_stays() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        training = Training(opt, model)
+        for k in ("0.5", "1.0"):
+            assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", k).returncode == 0
+        training.until(lambda: opt.statistics().k == 1.0)
+        training.kill_coordinator()
+        steps = training.steps
+        training.until(lambda: training.steps == steps + 20)
+        assert opt.statistics().k == 1.0
+        shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
+        assert json.loads(shown.stdout)["policy"] == "fixed"
+        assert {layer["owner"] for layer in json.loads(shown.stdout)["layers"]} == {"gpu"}
+        training.until(lambda: records(opt.run_dir)[-1]["step"] > steps)
+        assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", "0").returncode == 0
+        training.until(lambda: opt.statistics().k == 0.0)
+
+
+def test_the_launcher_says_so_and_a_monitor_follows(tmp_path: Path) -> None:
+    command = (sys.executable, CLUSTER, "--run-dir", tmp_path / "run", SCRIPTS / "endless.py")
+    with ExitStack() as stack:
+        launcher = stack.enter_context(started(*command, stderr=subprocess.PIPE))
+        read_until(launcher, "step")
+        monitor = stack.enter_context(started(sys.executable, MONITOR, "--follow"))
+        assert launcher.stderr is not None
+        dead = []
+        for _ in range(COORDINATORS + 1):  # as many as one likes, with steps between
+            read_until(monitor, "step")
+            dead.append(roles_below(psutil.Process(launcher.pid))["coordinator"].pid)
+            psutil.Process(dead[-1]).kill()
+            said = next(line for line in launcher.stderr if line.startswith("hytrain-cluster"))
+            expected = (
+                rf"coordinator-0 \(process {dead[-1]}\) was killed by SIGKILL after step \d+; training goes on, and"
+            )
+            assert re.search(expected, said)
+            steps = len(records(tmp_path / "run"))
+            while len(records(tmp_path / "run")) <= steps:
+                read_until(launcher, "step")
+        assert len({*dead}) == len(dead)
+        launcher.send_signal(signal.SIGTERM)
+        for each in (launcher, monitor):
+            assert each.stdout is not None
+            each.stdout.read()
+        assert launcher.wait(SOON_S) == 128 + signal.SIGTERM
+        assert monitor.wait(SOON_S) == 0
+    found = records(tmp_path / "run")
+    assert [record["step"] for record in found] == [*range(1, len(found) + 1)]
