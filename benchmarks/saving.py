@@ -1,0 +1,155 @@
+"""What it costs to save the whole state while training goes on, and to load it again: the part "saving".
+
+    baseline steps ─▶ save ─▶ steps until the state is whole ─▶ load ─▶ the same weights? ─▶ files removed
+
+A stall is what the steps from the call on, until the state is whole, took longer than the baseline's median. `step`
+calls `measure` behind a segment's measured steps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+import torch
+from torch import nn
+
+from benchmarks import host
+from benchmarks.checkpoints import Saving
+from benchmarks.systems import Unavailable
+
+#: Of each parameter, beside itself: the fp32 master and two moments. What one system can leave out another needs.
+STATE_BYTES: Final = 12
+SPARE: Final = 1.03
+TICK_S: Final = 0.05
+IN_MEMORY: Final = ("tmpfs", "ramfs")
+
+
+class Steps(Protocol):
+    """Steps with a mark at the start and after each, as `step.Steps`."""
+
+    count: int
+
+    def run(self) -> None: ...
+    def times(self) -> list[float]: ...
+
+
+class MemoryWatch:
+    """How far host memory grows within a `with` block, in bytes; looked at by a thread.
+
+    `used` is all that is not available, `programs` anonymous and shared pages alone. The file cache is in neither.
+    """
+
+    def __enter__(self) -> Self:
+        self._before = self._most = self._now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="benchmarks-memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        grown = [most - before for most, before in zip(self._most, self._before, strict=True)]
+        self.used, self.programs = grown
+
+    def _watch(self) -> None:
+        while not self._ended.wait(TICK_S):
+            self._most = [max(pair) for pair in zip(self._most, self._now(), strict=True)]
+
+    @staticmethod
+    def _now() -> list[int]:
+        return [host.used_bytes(), host.program_bytes()]
+
+
+def measure(
+    model: nn.Module, saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: float
+) -> dict[str, Any]:
+    """A row's fields for one save into `folder`, which is removed in the end, and for loading it again.
+
+    `begin` makes steps with a mark at that moment; `step_s` is the baseline's median. Raises `Unavailable` if the state
+    does not fit onto the disk.
+    """
+    parameters = list(model.parameters())
+    numel = sum(parameter.numel() for parameter in parameters)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run folder that is kept
+    folder.mkdir(parents=True)
+    try:
+        _require_room(folder, numel * (parameters[0].element_size() + STATE_BYTES))
+        before = weights_sums(model)
+        row = _save(saving, folder, begin, step_s)
+        disk_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        row |= {"disk_bytes": disk_bytes, "disk_bytes_per_parameter": round(disk_bytes / numel, 3)}
+        row["file_system"] = host.file_system(folder)
+        began_s = time.perf_counter()
+        try:
+            saving.load(folder)
+        except Exception as error:  # the save was measured all the same
+            return row | {"resume_error": f"{type(error).__name__}: {error}"[:200]}
+        _synchronize()
+        resume_s = time.perf_counter() - began_s
+        return row | {"resume_s": round(resume_s, 3), "restored": weights_sums(model) == before}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save(saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: float) -> dict[str, Any]:
+    """Save, and train until the state is whole."""
+    whole, whole_at_s = threading.Event(), list[float]()
+
+    def is_whole(_: object) -> None:
+        whole_at_s.append(time.perf_counter())
+        whole.set()
+
+    with MemoryWatch() as memory:
+        _synchronize()  # the device's clock and the host's begin together
+        steps, began_s = begin(), time.perf_counter()
+        future = saving.save(folder)
+        held_s = time.perf_counter() - began_s
+        future.add_done_callback(is_whole)
+        steps.run()
+        while not whole.is_set():
+            steps.run()
+        future.result()
+        steps_s = steps.times()
+    save_s = whole_at_s[0] - began_s
+    stall_s = max(sum(steps_s) - len(steps_s) * step_s, 0.0)
+    return {
+        "saved_with": saving.how,
+        "saved_is": saving.whole,
+        "save_s": round(save_s, 3),
+        "save_call_s": round(held_s, 3),
+        "save_stall_s": round(stall_s, 3),
+        "save_stall_share": round(stall_s / save_s, 4),
+        "save_steps_s": [round(value, 5) for value in steps_s],
+        "save_host_gb": round(memory.programs / 1e9, 2),
+        "save_used_gb": round(memory.used / 1e9, 2),
+    }
+
+
+def _require_room(folder: Path, state_bytes: int) -> None:
+    kind, free, need = host.file_system(folder), shutil.disk_usage(folder).free, int(state_bytes * SPARE)
+    if kind in IN_MEMORY:
+        raise Unavailable(f"{folder} is in memory ({kind}): set TMPDIR or --runs to a folder on a disk")
+    if free < need:
+        raise Unavailable(
+            f"the state takes up to {need / 1e9:.0f} GB, and {folder} has {free / 1e9:.0f} GB left: set TMPDIR or "
+            "--runs to a folder on a larger disk"
+        )
+
+
+def weights_sums(model: nn.Module) -> list[int]:
+    """Each parameter's bits as integers, summed: equal if the weights are."""
+    kinds = {2: torch.int16, 4: torch.int32}
+    with torch.no_grad():
+        views = (parameter.detach().view(kinds[parameter.element_size()]) for parameter in model.parameters())
+        return [int(view.sum(dtype=torch.int64)) for view in views]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
