@@ -21,13 +21,15 @@ class Saving:
     """One way to save. For the table: `how` is what is called, `whole` what is true of the files in the end.
 
     `save(folder)` returns when training may go on. Its future is done when the state in `folder` is whole.
-    `load(folder)` brings that state back into the running model and optimizer.
+    `load(folder)` brings that state back into the running model and optimizer. `settle()` returns when all updates have
+    arrived in the parameters.
     """
 
     how: str
     whole: str
     save: Callable[[Path], Future[Any]]
     load: Callable[[Path], None]
+    settle: Callable[[], None] = lambda: None
 
 
 def of_a_recipe(model: Any, optimizer: Any) -> Saving:
@@ -49,7 +51,8 @@ def of_a_recipe(model: Any, optimizer: Any) -> Saving:
         _load_weights(model, found)
         checkpoint.restore(found, optimizer, Job())
 
-    return Saving("a recipe's checkpoint: weights for from_pretrained, opt.async_save", "fsynced, SHA-256", save, load)
+    how = "a recipe's checkpoint: weights for from_pretrained, opt.async_save"
+    return Saving(how, "fsynced, SHA-256", save, load, optimizer.synchronize)
 
 
 def _recipe() -> Any:

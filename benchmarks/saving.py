@@ -80,25 +80,31 @@ def measure(
     folder.mkdir(parents=True)
     try:
         _require_room(folder, numel * (parameters[0].element_size() + STATE_BYTES))
-        before = weights_sums(model)
-        row = _save(saving, folder, begin, step_s)
+        row, sums = _save(model, saving, folder, begin, step_s)
         disk_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         row |= {"disk_bytes": disk_bytes, "disk_bytes_per_parameter": round(disk_bytes / numel, 3)}
         row["file_system"] = host.file_system(folder)
         began_s = time.perf_counter()
         try:
             saving.load(folder)
+            saving.settle()
         except Exception as error:  # the save was measured all the same
             return row | {"resume_error": f"{type(error).__name__}: {error}"[:200]}
         _synchronize()
         resume_s = time.perf_counter() - began_s
-        return row | {"resume_s": round(resume_s, 3), "restored": weights_sums(model) == before}
+        return row | {"resume_s": round(resume_s, 3), "restored": weights_sums(model) == sums}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save(saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: float) -> dict[str, Any]:
-    """Save, and train until the state is whole."""
+def _save(
+    model: nn.Module, saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: float
+) -> tuple[dict[str, Any], list[int]]:
+    """Save, and train until the state is whole. Also returns the sums of the weights that are saved.
+
+    A save has to wait for the updates of the step before. The sums need that, too, so they are made after the clock has
+    started, and their own time is taken out.
+    """
     whole, whole_at_s = threading.Event(), list[float]()
 
     def is_whole(_: object) -> None:
@@ -108,17 +114,22 @@ def _save(saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: floa
     with MemoryWatch() as memory:
         _synchronize()  # the device's clock and the host's begin together
         steps, began_s = begin(), time.perf_counter()
+        saving.settle()
+        settled_s = time.perf_counter()
+        sums = weights_sums(model)
+        summing_s = time.perf_counter() - settled_s
         future = saving.save(folder)
-        held_s = time.perf_counter() - began_s
+        held_s = time.perf_counter() - began_s - summing_s
         future.add_done_callback(is_whole)
         steps.run()
         while not whole.is_set():
             steps.run()
         future.result()
-        steps_s = steps.times()
-    save_s = whole_at_s[0] - began_s
+        first_s, *others_s = steps.times()
+    steps_s = [first_s - summing_s, *others_s]
+    save_s = whole_at_s[0] - began_s - summing_s
     stall_s = max(sum(steps_s) - len(steps_s) * step_s, 0.0)
-    return {
+    row = {
         "saved_with": saving.how,
         "saved_is": saving.whole,
         "save_s": round(save_s, 3),
@@ -129,6 +140,7 @@ def _save(saving: Saving, folder: Path, begin: Callable[[], Steps], step_s: floa
         "save_host_gb": round(memory.programs / 1e9, 2),
         "save_used_gb": round(memory.used / 1e9, 2),
     }
+    return row, sums
 
 
 def _require_room(folder: Path, state_bytes: int) -> None:
@@ -147,7 +159,8 @@ def weights_sums(model: nn.Module) -> list[int]:
     kinds = {2: torch.int16, 4: torch.int32}
     with torch.no_grad():
         views = (parameter.detach().view(kinds[parameter.element_size()]) for parameter in model.parameters())
-        return [int(view.sum(dtype=torch.int64)) for view in views]
+        sums = torch.stack([view.sum(dtype=torch.int64) for view in views])
+    return [int(each) for each in sums.tolist()]
 
 
 def _synchronize() -> None:

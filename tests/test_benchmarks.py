@@ -406,7 +406,7 @@ def test_torch_loads_every_tensor_that_it_saved(tmp_path: Path, masters: torch.d
 
 
 class Ticks:
-    """Steps of two seconds each, of which the third finishes the save."""
+    """Steps of two seconds each, and one more for the first one's sums; the third finishes the save."""
 
     def __init__(self, saved: Future[None]) -> None:
         self.count, self._saved = 0, saved
@@ -417,13 +417,16 @@ class Ticks:
             self._saved.set_result(None)
 
     def times(self) -> list[float]:
-        return [2.0] * self.count
+        return [3.0, *[2.0] * (self.count - 1)]
 
 
 @pytest.mark.parametrize(("step_s", "stall_s"), [(1.5, 1.5), (2.5, 0.0)])
 def test_stalls_are_what_steps_take_longer_until_the_state_is_whole(
-    tmp_path: Path, step_s: float, stall_s: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, stall_s: float
 ) -> None:
+    """By a clock that is a second later at each look: at the start, settled, summed, returned, whole."""
+    clock = map(float, itertools.count())
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     model, saved = torch.nn.Linear(2, 2), Future[None]()
 
     def save(folder: Path) -> Future[None]:
@@ -437,6 +440,7 @@ def test_stalls_are_what_steps_take_longer_until_the_state_is_whole(
     way = checkpoints.Saving("a call", "written", save, load)
     found = saving.measure(model, way, tmp_path / "saved", lambda: Ticks(saved), step_s)
     assert (found["save_steps_s"], found["save_stall_s"]) == ([2.0] * 3, stall_s)
+    assert (found["save_s"], found["save_call_s"], found["save_stall_share"]) == (3.0, 2.0, stall_s / 3)
     assert (found["disk_bytes"], found["disk_bytes_per_parameter"]) == (60, 10.0)
     assert found["restored"] is False, "loading changed the weights"
 
