@@ -13,19 +13,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from benchmarks import host
 from benchmarks.checkpoints import Saving
+from benchmarks.memory import Growth
 from benchmarks.systems import Unavailable
 
 #: Of each parameter, beside itself: the fp32 master and two moments. What one system can leave out another needs.
 STATE_BYTES: Final = 12
 SPARE: Final = 1.03
-TICK_S: Final = 0.05
 IN_MEMORY: Final = ("tmpfs", "ramfs")
 
 
@@ -36,34 +36,6 @@ class Steps(Protocol):
 
     def run(self) -> None: ...
     def times(self) -> list[float]: ...
-
-
-class MemoryWatch:
-    """How far host memory grows within a `with` block, in bytes; looked at by a thread.
-
-    `used` is all that is not available, `programs` anonymous and shared pages alone. The file cache is in neither.
-    """
-
-    def __enter__(self) -> Self:
-        self._before = self._most = self._now()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="benchmarks-memory", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        grown = [most - before for most, before in zip(self._most, self._before, strict=True)]
-        self.used, self.programs = grown
-
-    def _watch(self) -> None:
-        while not self._ended.wait(TICK_S):
-            self._most = [max(pair) for pair in zip(self._most, self._now(), strict=True)]
-
-    @staticmethod
-    def _now() -> list[int]:
-        return [host.used_bytes(), host.program_bytes()]
 
 
 def measure(
@@ -111,7 +83,7 @@ def _save(
         whole_at_s.append(time.perf_counter())
         whole.set()
 
-    with MemoryWatch() as memory:
+    with Growth() as memory:
         _synchronize()  # the device's clock and the host's begin together
         steps, began_s = begin(), time.perf_counter()
         saving.settle()

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import jobs_of, made_up, row
 
-from benchmarks import checkpoints, guard, host, idle, parts, report, saving, several, suite, systems
+from benchmarks import checkpoints, guard, host, idle, memory, parts, report, saving, several, suite, systems
 from benchmarks.columns import NOTHING
 from benchmarks.goals import Goal, Verdict
 from benchmarks.parts import Job, Segment
@@ -405,6 +405,23 @@ def test_torch_loads_every_tensor_that_it_saved(tmp_path: Path, masters: torch.d
     assert all(ours.equal(theirs) for ours, theirs in zip(first, trained(), strict=True))
 
 
+def test_growth_is_the_most_less_what_was_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks, ends = iter([[5, 50], [9, 40], [7, 60]]), iter([False, False, True])
+    monkeypatch.setattr(memory, "_now", lambda: next(looks))
+    monkeypatch.setattr(memory.select, "select", lambda *given: (next(ends), [], []))
+    memory.main()
+    assert capsys.readouterr().out.splitlines() == ["watching", "[4, 10]"]
+
+
+@pytest.mark.spawns
+def test_growth_is_watched_by_a_process_that_ends_with_the_block() -> None:
+    with memory.Growth() as seen:
+        pass
+    assert min(seen.used, seen.programs) >= 0 and seen._child.returncode == 0
+
+
 class Ticks:
     """Steps of two seconds each, and one more for the first one's sums; the third finishes the save."""
 
@@ -420,6 +437,7 @@ class Ticks:
         return [3.0, *[2.0] * (self.count - 1)]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize(("step_s", "stall_s"), [(1.5, 1.5), (2.5, 0.0)])
 def test_stalls_are_what_steps_take_longer_until_the_state_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, stall_s: float
