@@ -101,6 +101,13 @@ def used_bytes() -> int:
     return memory.total - memory.available
 
 
+def program_bytes() -> int:
+    """Anonymous and shared pages: what programs hold, without files. Without that account, all that is in use."""
+    lines = (line.partition(":") for line in _text("/proc/meminfo").splitlines())
+    found = {name: int(size.split()[0]) * 1024 for name, _, size in lines if name in ("AnonPages", "Shmem")}
+    return sum(found.values()) if len(found) == 2 else used_bytes()
+
+
 def left_bytes(total: int | None = None) -> int:
     """What may still be taken, by the machine's account and by this process's control groups.
 
@@ -116,8 +123,15 @@ def _left_in_groups() -> Iterator[int]:
     for group in (inner, *inner.parents):
         limit, usage, stat = (_text(GROUPS / group / f"memory.{name}").split() for name in ("max", "current", "stat"))
         if limit and usage and limit != ["max"]:
-            cached = stat[stat.index("inactive_file") + 1] if "inactive_file" in stat else 0
-            yield int(limit[0]) - int(usage[0]) + int(cached)
+            lists = [name for name in ("inactive_file", "active_file") if name in stat]
+            cached = sum(int(stat[stat.index(name) + 1]) for name in lists)
+            yield int(limit[0]) - int(usage[0]) + cached
+
+
+def file_system(path: Path) -> str:
+    """The kind of the file system under a path, such as "ext4"."""
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(each.mountpoint)]
+    return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
 
 
 def _text(path: str | Path) -> str:

@@ -42,6 +42,9 @@ BATCHES: Final = (8, 16, 4, 2, 1)
 NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 #: A limit for the gradients' norm as people set it, and others.
 CLIP: Final = 1.0
+#: Seconds in which 48 GB are saved and loaded again: a guess.
+SAVE_S: Final = 110.0
+SAVING: Final = "saving"
 LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
 
 
@@ -51,7 +54,7 @@ class Segment:
 
     Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
     the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
-    of the weights after them.
+    of the weights after them. With `saves`, training goes on while the whole state is saved; then that is loaded.
     """
 
     batch: int
@@ -62,6 +65,7 @@ class Segment:
     commands: tuple[tuple[str, str], ...] = ()
     profile: bool = False
     digest: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Job:
     def expected_s(self) -> float:
         """The expected time with the process's start; a step's cost grows with its batch."""
         costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure) for s in self.segments]
-        return self.start_s + sum(costs)
+        return self.start_s + sum(costs) + SAVE_S * sum(segment.saves for segment in self.segments)
 
     @property
     def sharing(self) -> int:
@@ -290,6 +294,13 @@ def sft(template: Job) -> list[Job]:
     return [job(small, system, steps) for system in SFT]
 
 
+def saving(template: Job) -> list[Job]:
+    """The whole state saved while training goes on, and loaded again; labelled, as `plain` has the same steps."""
+    jobs = [plain(template, system) for system in ("no-offload", AUTO, "deepspeed-zero2")]
+    each = ((one, replace(one.segments[0], label=SAVING, saves=True)) for one in jobs)
+    return [replace(one, segments=(steps,)) for one, steps in each]
+
+
 # ---------------------------------------------------------------- several ranks
 
 
@@ -373,6 +384,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "identical": identical,
     "lean": _plain("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit"),
     "sft": sft,
+    "saving": saving,
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,
 }

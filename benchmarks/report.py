@@ -24,7 +24,7 @@ from benchmarks import several
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
 from benchmarks.goals import HEAD, Goal, Judge, NotMeasured, judged, known
 from benchmarks.idle import CAUSES
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, SFT
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, SAVING, SFT
 from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
@@ -121,6 +121,19 @@ def same_bits(rows: Rows) -> tuple[str, bool]:
     return f"{len(digests)} runs, {'the same bits' if same else 'different bits'}", same
 
 
+def saved_with(field: str, bar: float, write: Callable[[float | None], str]) -> Judge:
+    """What a save beside training costs."""
+
+    def judge(rows: Rows) -> tuple[str, bool]:
+        here = rows.of_part("saving").named(f"{AUTO} {SAVING}")
+        if error := here.error():
+            raise NotMeasured(f"failed: {error}")
+        value = known(here.median(field))
+        return write(value), value <= bar
+
+    return judge
+
+
 # fmt: off
 GOALS: Final = (
     Goal("batch 8: step / no offload, GPU memory / no offload", "≤ 1.00 at ≤ 40 %",
@@ -148,6 +161,10 @@ GOALS: Final = (
          compared("clipping", f"{AUTO} {NEVER_CLIPPED}", f"{AUTO} {NO_CLIPPING}", at_most=1.03)),
     Goal("max_grad_norm, always clipped: faster than ZeRO-2 that clips, too", "≥ 1.5 ×",
          compared("clipping", f"deepspeed-zero2 {ALWAYS_CLIPPED}", f"{AUTO} {ALWAYS_CLIPPED}", at_least=1.5)),
+    Goal("a save beside training: stalls / the save's duration", "≤ 10 %", saved_with("save_stall_share", 0.1, share)),
+    Goal("a save beside training: more host memory", "≤ 1 GB",
+         saved_with("save_host_gb", 1.0, lambda value: f"{number(value, 2)} GB")),
+    Goal("a saved state: bytes per parameter", "≤ 14.2", saved_with("disk_bytes_per_parameter", 14.2, number)),
 )
 # fmt: on
 KERNEL_GOALS: Final = {"native / stream": 0.9, "native / DeepSpeed's operator with casts": 1.3}
@@ -306,6 +323,38 @@ def sft(rows: Rows) -> str:
     return table(here.by("system"), col.SYSTEM, *speed, *col.MEMORY, *told)
 
 
+def saving(rows: Rows) -> str:
+    """A save of the whole state beside training, and loading it again."""
+
+    def loaded(mine: Rows) -> str:
+        error = mine.last("resume_error")
+        return f"failed: {error}" if error else number(mine.median("resume_s"), 1)
+
+    def restored(mine: Rows) -> str:
+        return {True: "yes", False: "**no**", None: MISSING}[mine.last("restored")]
+
+    time = (median("save, s", "save_s", 1), median("the call alone, s", "save_call_s", 1))
+    stalls = (
+        median("stalls, s", "save_stall_s", 1),
+        computed("stalls / save", lambda mine: mine.median("save_stall_share"), share),
+    )
+    size = computed("GB saved", lambda mine: ratio(mine.median("disk_bytes"), 1e9), lambda value: number(value, 1))
+    return table(
+        rows.of_part("saving").by("system"),
+        *(
+            col.SYSTEM,
+            last("saved with", "saved_with"),
+            last("in the end", "saved_is"),
+            col.K,
+            col.STEP,
+            *time,
+            *stalls,
+        ),
+        *(size, median("bytes per parameter", "disk_bytes_per_parameter", 2)),
+        *(median("more host GB", "save_host_gb", 1), ("load, s", loaded), ("the same weights", restored)),
+    )
+
+
 def identical(rows: Rows) -> str:
     checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
     columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
@@ -327,15 +376,16 @@ def machines(rows: Rows) -> str:
 # ---------------------------------------------------------------- the page
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft)}
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft, saving)}
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    fine_tuned = alone.where(part="sft")
-    others = Rows(row for row in alone if row not in fine_tuned)
-    made = [(one_host, others), (sft, fine_tuned), *((make, ranked) for make in several.MEASURED.values())]
+    apart = {"sft": sft, "saving": saving}
+    others = Rows(row for row in alone if row["part"] not in apart)
+    own = ((make, alone.where(part=part)) for part, make in apart.items())
+    made = [(one_host, others), *own, *((make, ranked) for make in several.MEASURED.values())]
     return "\n\n".join(text for make, mine in made if mine and (text := make(mine)) != NOTHING)
 
 

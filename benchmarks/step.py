@@ -2,7 +2,7 @@
 
     python -m benchmarks.step --rows-to FILE JOB     JOB as JSON, see `parts`; rows as JSON lines, behind what is there
 
-    build ─▶ segment: commands ─▶ settle ─▶ measure ─▶ row ─▶ next segment … ─▶ close
+    build ─▶ segment: commands ─▶ settle ─▶ measure ─▶ (save) ─▶ row ─▶ next segment … ─▶ close
 
 A step's time is the device's: from one step's end to the next, by CUDA events (on a CPU by the wall clock), without a
 synchronisation in between. Each row is written at once, so a process that is stopped keeps its rows.
@@ -24,12 +24,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import idle, ranks, text
+from benchmarks import idle, ranks, saving, text
 from benchmarks.host import used_bytes
 from benchmarks.parts import ON_META, SHAPES, Job, Segment
 from benchmarks.rows import times_of
@@ -89,6 +91,8 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
         try:
             whole = isinstance(running, Training)
             row.update(running.measure(job, segment, model) if whole else measure(job, segment, model, running))
+            if segment.saves:
+                row.update(saved(job, segment, model, running, Path(run_dir), row["step_s"]))
             if job.ranks:
                 row = ranks.merged(row, job)
             row["tflops"] = round(flops_per_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
@@ -195,6 +199,14 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
+
+
+def saved(job: Job, segment: Segment, model: nn.Module, running: Any, run_dir: Path, step_s: float) -> dict[str, Any]:
+    """What it costs to save beside the segment's steps, which took `step_s` each without."""
+    way = getattr(running, "saving", None)
+    if way is None:
+        raise Unavailable(f"nobody has said how {job.system} saves its state")
+    return saving.measure(model, way, run_dir / "saved", partial(Steps, job, segment, running), step_s)
 
 
 class Steps:

@@ -14,6 +14,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -147,9 +148,11 @@ class Run:
         base_bytes = host.used_bytes()
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)]
         command = [sys.executable, *(torchrun if job.ranks else []), "-m", "benchmarks.step", job.to_json()]
-        if self._arguments.runs:
-            command += ["--run-dir", str((self._arguments.runs / job.folder).resolve())]
-        outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log)
+        # A child that is stopped cannot remove its folder, and a state that it was saving there may fill the disk.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            runs = self._arguments.runs
+            command += ["--run-dir", str((runs / job.folder).resolve()) if runs else folder]
+            outcome = guard.watch(command, guard.Bounds(timeout_s, FLOOR_BYTES, self._total), log)
         found = [json.loads(line) for line in outcome.lines]
         error = outcome.error or "ended without a word"
         found += [{"batch": each.batch, "label": each.label, "error": error} for each in job.segments[len(found) :]]

@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from benchmarks import checkpoints
+from benchmarks.checkpoints import Saving
 from benchmarks.parts import Job
 
 LR: Final = 1e-4
@@ -45,11 +47,19 @@ class Setting:
 class Running:
     """A system that was built: its step, and for HyTrain its own account of what it does.
 
-    `optimizer` is a `hytrain.AdamW`, None for all other systems; of one only its public face is used.
+    `optimizer` is a `hytrain.AdamW`, None for all other systems; of one only its public face is used. `saving` is None
+    for a system that is not measured while it saves.
     """
 
-    def __init__(self, step: Callable[[Tensor], Tensor], optimizer: Any = None, *, fixed_batch: bool = False) -> None:
-        self.step, self.optimizer = step, optimizer
+    def __init__(
+        self,
+        step: Callable[[Tensor], Tensor],
+        optimizer: Any = None,
+        *,
+        fixed_batch: bool = False,
+        saving: Saving | None = None,
+    ) -> None:
+        self.step, self.optimizer, self.saving = step, optimizer, saving
         self.fixed_batch = fixed_batch  # whether other batch sizes need another process
 
     def records(self, first: int, last: int, loss: float, rank: int = 0) -> list[dict[str, Any]]:
@@ -151,7 +161,7 @@ def no_offload(model: nn.Module, setting: Setting, run: Pass = forward_and_backw
         optimizer.zero_grad()
         return loss
 
-    return Running(step)
+    return Running(step, saving=checkpoints.of_torch(model, masters, optimizer))
 
 
 def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
@@ -168,7 +178,8 @@ def hytrain_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_ba
     if setting.clip:
         options["max_grad_norm"] = setting.clip
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
-    return Running(plain_step(model, optimizer, run=run), optimizer)
+    saving = checkpoints.of_a_recipe(model, optimizer)
+    return Running(plain_step(model, optimizer, run=run), optimizer, saving=saving)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -252,7 +263,7 @@ def deepspeed(model: nn.Module, setting: Setting, *, zero: str) -> Running:
         engine.step()
         return loss
 
-    return Running(step, fixed_batch=True)
+    return Running(step, fixed_batch=True, saving=checkpoints.of_deepspeed(engine))
 
 
 def fsdp2(model: nn.Module, setting: Setting) -> Running:

@@ -47,6 +47,16 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         found |= {"ranks": job.ranks, "gpu_peak_gb_by_rank": [found["gpu_peak_gb"]] * job.ranks}
     if segment.profile:
         found["idle"] = {"share": 0.02, "weights": 0.005, "launch": 0.005, "turnaround": 0.01, "copies": 0, "other": 0}
+    if segment.saves:
+        found |= {
+            "saved_with": "a call",
+            "saved_is": "fsynced",
+            "save_s": 40.0,
+            "save_call_s": 1.0,
+            "save_stall_s": 2.0,
+        }
+        found |= {"save_stall_share": 0.05, "disk_bytes": 42 * 10**9, "disk_bytes_per_parameter": 12.02}
+        found |= {"save_host_gb": 0.4, "resume_s": 20.0, "restored": True}
     if segment.digest:
         found["digest"] = "00ff"
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import jobs_of, made_up, row
 
-from benchmarks import guard, host, idle, parts, report, several, suite
+from benchmarks import checkpoints, guard, host, idle, memory, parts, report, saving, several, suite, systems
 from benchmarks.columns import NOTHING
 from benchmarks.goals import Goal, Verdict
 from benchmarks.parts import Job, Segment
@@ -149,15 +152,32 @@ def test_what_is_left_is_what_machine_and_control_groups_leave(tmp_path: Path, m
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(str(used))
     assert (host.left_bytes(), host.left_bytes(total=200)) == (10, 10)
-    (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 7\n")
-    assert host.left_bytes() == 17
+    (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 7\nactive_file 2\n")
+    assert host.left_bytes() == 19
+
+
+def test_what_programs_hold_is_counted_without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "MemTotal: 9 kB\nCached: 7 kB\nAnonPages:   2 kB\nShmem: 1 kB\nShmemHugePages: 0 kB\n"
+    monkeypatch.setattr(host, "_text", lambda path: text)
+    assert host.program_bytes() == 3 * 1024
+    monkeypatch.setattr(host, "_text", lambda path: "MemTotal: 9 kB\n")
+    monkeypatch.setattr(host, "used_bytes", lambda: 5)
+    assert host.program_bytes() == 5
+
+
+def test_the_innermost_mount_names_the_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [
+        SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (("/", "a"), ("/x/y", "b"), ("/x", "c"))
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert [host.file_system(Path(path)) for path in ("/x/y/z", "/x/yy", "/tmp")] == ["b", "c", "a"]
 
 
 # ---------------------------------------------------------------- jobs, parts, rows
 
 
 def test_every_part_names_known_systems_survives_the_command_line_and_is_short() -> None:
-    from benchmarks import ranks, systems
+    from benchmarks import ranks
 
     assert {system.partition(":")[0] for system in parts.KNOWN} == {*systems.SYSTEMS, *ranks.SYSTEMS}
     for name in parts.PARTS:
@@ -251,6 +271,35 @@ def test_different_bits_and_an_idle_gpu_are_missed_goals() -> None:
     assert [met for met in verdicts(Rows(found)).values() if met is not None] == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("stalls / the save's duration", {"save_stall_share": 0.11}),
+        ("more host memory", {"save_host_gb": 1.01}),
+        ("bytes per parameter", {"disk_bytes_per_parameter": 14.21}),
+    ],
+)
+def test_a_save_can_cost_too_much(words: str, change: dict[str, float]) -> None:
+    found = made_up("saving")
+    assert [met for met in verdicts(found).values() if met is not None] == [True] * 3
+    changed = Rows(one | change if one["system"] == parts.AUTO else one for one in found)
+    assert [what for what, met in verdicts(changed).items() if met is False] == [
+        next(goal.what for goal in GOALS if words in goal.what)
+    ]
+
+
+def test_what_failed_after_a_save_is_said() -> None:
+    [one, *_] = made_up("saving")
+    failed = {"resume_error": "OSError: gone", "resume_s": None, "restored": None}
+    lines = [report.saving(Rows([one | change])).splitlines()[-1] for change in ({}, {"restored": False}, failed)]
+    assert [line.split(" | ")[-2:] for line in lines] == [
+        ["20.0", "yes |"],
+        ["20.0", "**no** |"],
+        ["failed: OSError: gone", "– |"],
+    ]
+    assert "failed: no disk" in report.saving(Rows([{**one, "step_s": None, "error": "no disk"}]))
+
+
 def test_every_table_can_be_made_and_says_when_nothing_was_measured() -> None:
     full, empty = report.blocks(made_up(), {}), report.blocks(Rows([]), {})
     assert [name for name, text in full.items() if text == NOTHING] == ["kernel"]
@@ -301,6 +350,130 @@ def test_fine_tuning_has_the_same_loss_with_both_optimizers(tmp_path: Path) -> N
     [[plain], [ours]] = found
     assert plain["loss"] == ours["loss"] and 0.3 < ours["k"] < 0.7
     assert len(ours["steps_s"]) == 3 and "error" not in ours
+
+
+# ---------------------------------------------------------------- saving
+
+
+SAVES = Job(
+    shape="demo", sequence=64, device="cpu", segments=(Segment(batch=2, settle=1, measure=2, label="x", saves=True),)
+)
+
+
+@pytest.mark.spawns
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("system", "at_least"), [("no-offload", 14.0), ("hytrain:0.5", 12.0)], ids=["no-offload", "hytrain"]
+)
+def test_a_state_is_saved_while_it_is_trained_and_loaded_again(tmp_path: Path, system: str, at_least: float) -> None:
+    from benchmarks import step
+
+    [found] = step.rows(replace(SAVES, system=system), str(tmp_path))
+    assert "error" not in found and "resume_error" not in found
+    assert found["restored"] and len(found["save_steps_s"]) >= 1
+    assert at_least <= found["disk_bytes_per_parameter"] < at_least + 0.5
+    assert found["save_stall_s"] == pytest.approx(found["save_stall_share"] * found["save_s"], abs=0.01)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_every_tensor_that_it_saved(tmp_path: Path, masters: torch.dtype) -> None:
+    """Two steps after the save, and two after loading: the same masters and moments."""
+    model = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
+    held = [parameter.detach().to(masters) for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(held, lr=0.1)
+
+    def trained() -> list[torch.Tensor]:
+        for _ in range(2):
+            for master in held:
+                master.grad = master.detach() + 1
+            optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), held)
+        state = optimizer.state_dict()["state"]
+        return [each.clone() for values in state.values() for each in (*values.values(), *held)]
+
+    trained()
+    way = checkpoints.of_torch(model, held, optimizer)
+    way.save(tmp_path).result()
+    before = saving.weights_sums(model)
+    first = trained()
+    assert saving.weights_sums(model) != before
+    way.load(tmp_path)
+    assert saving.weights_sums(model) == before
+    assert all(ours.equal(theirs) for ours, theirs in zip(first, trained(), strict=True))
+
+
+def test_growth_is_the_most_less_what_was_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks, ends = iter([[5, 50], [9, 40], [7, 60]]), iter([False, False, True])
+    monkeypatch.setattr(memory, "_now", lambda: next(looks))
+    monkeypatch.setattr(memory.select, "select", lambda *given: (next(ends), [], []))
+    memory.main()
+    assert capsys.readouterr().out.splitlines() == ["watching", "[4, 10]"]
+
+
+@pytest.mark.spawns
+def test_growth_is_watched_by_a_process_that_ends_with_the_block() -> None:
+    with memory.Growth() as seen:
+        pass
+    assert min(seen.used, seen.programs) >= 0 and seen._child.returncode == 0
+
+
+class Ticks:
+    """Steps of two seconds each, and one more for the first one's sums; the third finishes the save."""
+
+    def __init__(self, saved: Future[None]) -> None:
+        self.count, self._saved = 0, saved
+
+    def run(self) -> None:
+        self.count += 1
+        if self.count == 3:
+            self._saved.set_result(None)
+
+    def times(self) -> list[float]:
+        return [3.0, *[2.0] * (self.count - 1)]
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(("step_s", "stall_s"), [(1.5, 1.5), (2.5, 0.0)])
+def test_stalls_are_what_steps_take_longer_until_the_state_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, stall_s: float
+) -> None:
+    """By a clock that is a second later at each look: at the start, settled, summed, returned, whole."""
+    clock = map(float, itertools.count())
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    model, saved = torch.nn.Linear(2, 2), Future[None]()
+
+    def save(folder: Path) -> Future[None]:
+        (folder / "below").mkdir()
+        (folder / "below" / "state").write_bytes(bytes(60))
+        return saved
+
+    def load(folder: Path) -> None:
+        torch.nn.init.zeros_(model.weight)
+
+    way = checkpoints.Saving("a call", "written", save, load)
+    found = saving.measure(model, way, tmp_path / "saved", lambda: Ticks(saved), step_s)
+    assert (found["save_steps_s"], found["save_stall_s"]) == ([2.0] * 3, stall_s)
+    assert (found["save_s"], found["save_call_s"], found["save_stall_share"]) == (3.0, 2.0, stall_s / 3)
+    assert (found["disk_bytes"], found["disk_bytes_per_parameter"]) == (60, 10.0)
+    assert found["restored"] is False, "loading changed the weights"
+
+
+@pytest.mark.parametrize(("kind", "free", "why"), [("tmpfs", 10**6, "in memory"), ("ext4", 95, "0 GB left")])
+def test_a_state_that_does_not_fit_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, free: int, why: str
+) -> None:
+    """Six fp32 parameters with 16 bytes each."""
+    monkeypatch.setattr(host, "file_system", lambda path: kind)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    way = checkpoints.Saving("", "", lambda folder: pytest.fail("saved"), lambda folder: None)
+    with pytest.raises(systems.Unavailable, match=why):
+        saving.measure(torch.nn.Linear(2, 2), way, tmp_path / "saved", lambda: pytest.fail("trained"), 1.0)
+    assert not (tmp_path / "saved").exists()
 
 
 # ---------------------------------------------------------------- suite
