@@ -201,6 +201,18 @@ def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
     assert state["step"] == 8 and Recipe.model_validate(state["recipe"]) == config.load(
         runs.recipe_file, ["train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}"]
     )
+    assert (state["run"], state["parent"], state["versions"]["torch"]) == ("run", "step-4", torch.__version__)
+
+
+def test_a_checkpoint_of_another_version_is_told(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    runs.train("run", "train.steps=4")
+    folder = runs.folder / "run" / "checkpoints" / "step-4"
+    path = folder / "trainer_state.json"
+    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    (folder / manifest.SUMS).unlink()
+    manifest.seal(folder, manifest.files_in(folder))
+    runs.train("run", "train.resume=latest")
+    assert "step-4 was saved with torch 1.0: the bits may differ from here on" in caplog.messages
 
 
 def test_resume_from_an_earlier_step_replaces_the_later_ones(runs: Runs) -> None:

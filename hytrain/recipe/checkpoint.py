@@ -3,7 +3,8 @@
     run/checkpoints/step-600/
         config.json  model.safetensors  tokenizer.json …    for from_pretrained
         optimizer/                                          the optimizer's full state
-        trainer_state.json                                  step, random generators, recipe
+        trainer_state.json                                  step, random generators, recipe; of which run, what came
+                                                            before it, and the libraries' versions
         SHA256SUMS                                          the checksums of all of these
     run/checkpoints/history                                 the folders that this run went through, the newest last
 
@@ -45,6 +46,7 @@ from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.recipe.tokenizer import TextTokenizer
+from hytrain.run.environment import versions
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
 
@@ -84,7 +86,15 @@ def save(
         export(model, partial, job)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = job.ranks.gather(_random_state())
-        state = {"step": step, "random": randoms, "recipe": recipe.model_dump(mode="json")}
+        before = [folder for folder in history(run_dir) if folder != final]
+        state = {
+            "step": step,
+            "random": randoms,
+            "recipe": recipe.model_dump(mode="json"),
+            "run": run_dir.resolve().name,
+            "parent": _lines(run_dir, before)[-1] if before else None,
+            "versions": versions(),
+        }
         job.decided(lambda: _write_rest(partial, tokenizer, state))
 
     def finish(ranks: Ranks) -> Path:
@@ -263,6 +273,9 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
     If the checkpoint is of another number of ranks, the generators begin anew.
     """
     state = _read(folder)
+    then, now = state.get("versions", {}), versions()
+    if others := [f"{name} {then[name]}" for name in then.keys() & now.keys() if then[name] != now[name]]:
+        _log.warning("%s was saved with %s: the bits may differ from here on", folder.name, ", ".join(sorted(others)))
     opt.load(folder / OPTIMIZER_FOLDER)
     random, step = state["random"], int(state["step"])
     randoms = random if isinstance(random, list) else [random]  # as saved before there were several ranks
@@ -276,8 +289,13 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
 def _note(run_dir: Path, folders: list[Path]) -> None:
     own = folder_of(run_dir)
     own.mkdir(parents=True, exist_ok=True)
-    lines = [folder.name if folder.parent == own else str(folder) for folder in folders]
-    manifest.replace(own / HISTORY, "".join(f"{line}\n" for line in lines))
+    manifest.replace(own / HISTORY, "".join(f"{line}\n" for line in _lines(run_dir, folders)))
+
+
+def _lines(run_dir: Path, folders: list[Path]) -> list[str]:
+    """As they are called in the history."""
+    own = folder_of(run_dir)
+    return [folder.name if folder.parent == own else str(folder) for folder in folders]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def write(folder: Path, device: torch.device, launcher: int | None) -> None:
         "command": _command(os.getpid() if launcher is None else launcher),
         "folder": os.getcwd(),
         "commit": commit(os.getcwd()),
-        "versions": _versions(),
+        "versions": versions(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -69,7 +69,8 @@ def commit(folder: str) -> str | None:
     return None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of those of `LIBRARIES` that are imported."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         if (version := getattr(sys.modules.get(name), "__version__", None)) is not None:

@@ -64,6 +64,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def has_planned(run_dir: Path, after: int) -> bool:
+    """Whether the coordinator has planned after this step: it then knows how long one should take."""
+    return any(record["step"] > after and record["predicted_step_s"] is not None for record in records(run_dir))
+
+
 def test_layers_go_on_moving_and_nothing_is_lost() -> None:
     ours, theirs = perceptron(), perceptron()
     with adamw(ours, policy="random") as opt:
@@ -92,12 +97,13 @@ def test_what_a_monitor_has_ordered_stays() -> None:
         training.until(lambda: opt.statistics().k == 1.0)
         training.kill_coordinator()
         steps = training.steps
+        training.until(lambda: has_planned(opt.run_dir, steps))
+        steps = training.steps
         training.until(lambda: training.steps == steps + 20)
         assert opt.statistics().k == 1.0
         shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
         assert json.loads(shown.stdout)["policy"] == "fixed"
         assert {layer["owner"] for layer in json.loads(shown.stdout)["layers"]} == {"gpu"}
-        training.until(lambda: records(opt.run_dir)[-1]["step"] > steps)
         assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", "0").returncode == 0
         training.until(lambda: opt.statistics().k == 0.0)
 

@@ -36,7 +36,12 @@ CHECKPOINT_EVERY: Final = 20
 STATE_FILE: Final = "trainer_state.json"
 #: What differs by design in `STATE_FILE`: the run's name, whether it was resumed, and Python's own generator, which
 #: recipes neither seed nor use.
-OF_THE_RUN: Final = (("recipe", "run", "name"), ("recipe", "train", "resume"), ("random", "*", "python"))
+OF_THE_RUN: Final = (
+    ("run",),
+    ("recipe", "run", "name"),
+    ("recipe", "train", "resume"),
+    ("random", "*", "python"),
+)
 #: The same in tokenizer_config.json: Transformers notes that a tokenizer was read from a folder.
 OF_ITS_SOURCE: Final = (("is_local",), ("local_files_only",))
 
