@@ -82,14 +82,9 @@ def results(run_dir: Path) -> dict[str, Any]:
     return {**numbers, "losses": [record["loss"] for record in records]}
 
 
-@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
-def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(options: tuple[str, ...], tmp_path: Path) -> None:
-    """Every process gets it, as from a batch system. The resumed run is the one that nobody has disturbed."""
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole, parts = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "parts")
-    assert cluster(*options, whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
-    with begin(parts, *options) as launcher:
+def end_by_a_signal(recipe: Path, *options: str) -> Path:
+    """Every process gets it, as from a batch system, and the run ends with a checkpoint. Returns the run's folder."""
+    with begin(recipe, *options) as launcher:
         wait_for_step(launcher, 6)
         tree = psutil.Process(launcher.pid)
         for process in [tree, tree, *tree.children(recursive=True)]:  # twice, as from `timeout`
@@ -97,12 +92,28 @@ def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(options: tuple[st
         _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM, said
     [(step, folder)] = ENDED.findall(said)
-    run_dir = tmp_path / "parts" / "run"
+    run_dir = recipe.parent / "run"
     assert 6 <= int(step) < STEPS and folder == str(run_dir / "checkpoints" / f"step-{step}")
     assert [path.name for path in (run_dir / "checkpoints").glob("*step*")] == [f"step-{step}"]
-    again = cluster(*options, parts, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
+    return run_dir
+
+
+def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(tmp_path: Path) -> None:
+    """The resumed run is the one that nobody has disturbed."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "parts")
+    assert cluster(whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
+    run_dir = end_by_a_signal(parts)
+    again = cluster(parts, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
     assert again.returncode == 0, again.stderr
     assert results(run_dir) == results(tmp_path / "whole" / "run")
+
+
+def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
+    run_dir = end_by_a_signal(recipe_in(tmp_path), *RANKS)
+    last = [(run_dir / name).read_text().splitlines()[-1] for name in ("metrics.jsonl", "metrics-1.jsonl")]
+    assert len({json.loads(line)["step"] for line in last}) == 1
 
 
 def end_by_two_signals(launcher: subprocess.Popen[str]) -> None:
