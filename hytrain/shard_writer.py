@@ -3,18 +3,17 @@
     plan of torch.distributed.checkpoint ─▶ header ─▶ file ◀─ pieces of the arrays, in the order of the plan
 
 torch's `HuggingFaceStorageWriter` makes the same files from two copies of all their arrays in memory, and waits for the
-disk after each. Here nothing is copied but what is on the GPU, in pieces; several files are written at once; and
-nobody waits for the disk. `state_folder` does that later, for all files.
+disk after each. Here nothing is copied but what is on the GPU, in pieces (`tensor_file`); several files are written at
+once; and nobody waits for the disk. `state_folder` does that later, for all files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-#: As safetensors calls them.
-DTYPES: Final = {torch.float32: "F32", torch.int16: "I16"}
-#: How many files are written at once. Each takes as much memory as a piece, for what is on the GPU.
-WRITERS: Final = 4
-PIECE_BYTES: Final = 64 << 20
+from hytrain import tensor_file
+from hytrain.tensor_file import WRITERS
+
 #: How the reader knows which part of an array a shard is.
 OFFSETS: Final = "DCP_SHARDING_INFO"
 VERSION: Final = ("DCP_VERSION", "1.0")
-ALIGNMENT: Final = 8
 
 
 class ShardWriter(StorageWriter):
@@ -55,27 +51,16 @@ class ShardWriter(StorageWriter):
         done.set_result([])
         return done
 
-    def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> None:
-        with (self._folder / f"{name}.safetensors").open("wb", buffering=0) as file:
-            for piece in (self._header(items), *(_pieces(items, planner))):
-                left = memoryview(piece)
-                while left:  # a single write takes at most 2 GiB
-                    left = left[file.write(left) :]
-
-    def _header(self, items: list[WriteItem]) -> bytes:
-        described: dict[str, Any] = {}
-        offsets, end = {}, 0
+    def _write(self, file: str, items: list[WriteItem], planner: SavePlanner) -> None:
+        described, offsets = {}, {}
         for item in items:
-            name = item.index.fqn
             assert item.tensor_data is not None, "all that is saved are tensors"
-            offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-            shape, dtype = list(item.tensor_data.chunk.sizes), self._dtypes[name]
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            described[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        described["__metadata__"] = {OFFSETS: json.dumps(offsets), VERSION[0]: VERSION[1], "format": "pt"}
-        text = json.dumps(described).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+            name, chunk = item.index.fqn, item.tensor_data.chunk
+            described[name] = self._dtypes[name], chunk.sizes
+            offsets[name] = {"saved_offsets": list(chunk.offsets)}
+        metadata = {OFFSETS: json.dumps(offsets), VERSION[0]: VERSION[1]}
+        arrays = (cast(Tensor, planner.resolve_data(item)) for item in items)
+        tensor_file.write(self._folder / f"{file}.safetensors", described, arrays, metadata)
 
     # What torch's interface has besides.
 
@@ -94,14 +79,3 @@ class ShardWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-def _pieces(items: Iterable[WriteItem], planner: SavePlanner) -> Iterator[Any]:
-    """The bytes of the arrays: views of what is in host memory, copies of what is on the GPU, a piece at a time."""
-    for item in items:
-        values = planner.resolve_data(item)
-        assert isinstance(values, Tensor)
-        if values.numel():
-            flat = values.detach().reshape(-1).view(torch.uint8)
-            for piece in flat.split(PIECE_BYTES):
-                yield piece.cpu().numpy()

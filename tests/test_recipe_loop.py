@@ -27,11 +27,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hytrain import manifest
+from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, MissingPackage, SavingError
-from hytrain.recipe import config, loop, report
+from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.divergence import Divergence
@@ -202,6 +202,32 @@ def test_checkpoint_is_complete_and_loads_without_hytrain(runs: Runs) -> None:
         runs.recipe_file, ["train.checkpoint_every=4", "tokenizer={kind: bpe, vocab_size: 270}"]
     )
     assert (state["run"], state["parent"], state["versions"]["torch"]) == ("run", "step-4", torch.__version__)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [10**9, 20_000], ids=["one file", "several files"])
+def test_the_folder_is_the_one_that_transformers_writes(
+    size: int, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the order of the tensors in a file: they are written from where they lie."""
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", size)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 1000)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    like = AutoConfig.for_model("llama", vocab_size=100, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
+    model = AutoModelForCausalLM.from_config(like).bfloat16()
+    checkpoint.export(model, tmp_path / "ours", Job())
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    ours, theirs = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and (len(ours) > 4) == (size < 10**9)
+    for name, path in ours.items():
+        if path.suffix == ".json":
+            assert json.loads(path.read_text()) == json.loads(theirs[name].read_text())
+            continue
+        found, expected = load_file(path), load_file(theirs[name])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
 
 
 def test_a_checkpoint_of_another_version_is_told(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:

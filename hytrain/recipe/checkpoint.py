@@ -22,7 +22,7 @@ import logging
 import random
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +31,15 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hytrain import manifest
+from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError
 from hytrain.recipe.config import Recipe, Train
 from hytrain.recipe.optimizer import TrainingOptimizer
@@ -49,10 +49,11 @@ from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
+from hytrain.tensor_file import WRITERS
 
 OPTIMIZER_FOLDER = "optimizer"
 WEIGHTS = "model{suffix}.safetensors"
-MAX_FILE_BYTES = 5 * 10**9
+MAX_FILE_BYTES = 2 * 10**9
 #: The keys of `STATE_FILE`, in which the model's part of the recipe has `COMPARED`.
 KEYS = ("step", "random", "recipe")
 COMPARED = ("config", "dtype")
@@ -120,40 +121,77 @@ def _removed_if_unwritable(partial: Path, job: Job) -> Iterator[None]:
 def export(model: Any, folder: Path, job: Job) -> None:
     """Writes the model's Hugging Face folder.
 
-    The ranks of a job take turns to write its files, so that no rank has more than one file's tensors in memory.
+    The weights are written from where they lie. The ranks of a job take turns to write files.
     """
-    if job.mesh is None:
-        with _writing(folder):
-            model.save_pretrained(folder)
+    parts = _as_saved(model)
+    if parts is None:
+        _export_converted(model, folder, job)
         return
-    state = model.state_dict()
-    for name in model._keys_to_ignore_on_save or ():
-        state.pop(name, None)
-    shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    if revert_weight_conversion(model, shapes) is not shapes:  # the folder has other tensors than the model
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        with job.ranks.together(), _writing(folder):
-            if job.speaks:
-                model.save_pretrained(folder, state_dict=whole)
-        return
-    shapes = remove_tied_weights_from_state_dict(shapes, model)
+    state, shapes = parts
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
     with job.ranks.together(), _writing(folder):
         if job.speaks:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
             if plan.is_sharded:
-                index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+                metadata = {"total_parameters": model.num_parameters(), **plan.metadata}
+                index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+    def write(file: str, names: list[str], tensors: Iterator[Tensor]) -> None:
+        described = {name: (shapes[name].dtype, shapes[name].shape) for name in names}
+        tensor_file.write(folder / file, described, tensors, {})
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the threads below have streams of their own
+    if job.mesh is None:
+        with _writing(folder), ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
+            for written in [
+                pool.submit(write, file, names, map(state.__getitem__, names))
+                for file, names in plan.filename_to_tensors.items()
+            ]:
+                written.result()
+        return
     for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
-        is_ours = number % job.ranks.world == job.ranks.rank
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
-            if is_ours:
-                tensors[name] = value.cpu().contiguous()
+        whole = (state[name].full_tensor() if isinstance(state[name], DTensor) else state[name] for name in names)
         with job.ranks.together(), _writing(folder):
-            if is_ours:
-                save_file(tensors, folder / file, {"format": "pt"})
+            try:
+                if number % job.ranks.world == job.ranks.rank:
+                    write(file, names, whole)
+            finally:
+                for _ in whole:  # all ranks take part in making each tensor whole
+                    pass
+
+
+def _as_saved(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """The tensors that a folder of this model has, and their shapes, on meta.
+
+    None if the model is not saved as it is, as with adapters or quantized weights.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return None
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_device_map", None):
+        return None
+    state = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
+    if revert_weight_conversion(model, shapes) is not shapes:  # the folder has other tensors than the model
+        return None
+    if any(shape.dtype not in tensor_file.DTYPES for shape in shapes.values()):
+        return None
+    return state, remove_tied_weights_from_state_dict(shapes, model)
+
+
+def _export_converted(model: Any, folder: Path, job: Job) -> None:
+    """The same for a model that Transformers itself has to write, from one rank."""
+    if job.mesh is None:
+        with _writing(folder):
+            model.save_pretrained(folder)
+        return
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    with job.ranks.together(), _writing(folder):
+        if job.speaks:
+            model.save_pretrained(folder, state_dict=whole)
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:

@@ -1,0 +1,74 @@
+"""Writes safetensors files from where the tensors lie: nothing is copied but what is on the GPU, a piece at a time.
+
+    name, dtype, shape of each ─▶ header ─▶ file ◀─ pieces of the tensors, in the same order
+
+`safetensors.torch.save_file` copies all tensors of a file to host memory before it writes the first one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+#: As safetensors calls them.
+DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+#: How many files are written at once, at most. Each takes as much memory as a piece, for what is on the GPU.
+WRITERS: Final = 4
+PIECE_BYTES: Final = 64 << 20
+ALIGNMENT: Final = 8
+
+#: What a file says of each of its tensors: its name, with the dtype and the shape.
+Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+
+
+def write(path: Path, described: Described, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file. `tensors` are the described ones, in their order; each is let go before the next is taken.
+
+    Raises OSError if that fails; the file is then incomplete. Nobody waits for the disk.
+    """
+    with path.open("wb", buffering=0) as file:
+        _put(file, _header(described, metadata))
+        for tensor in tensors:
+            for piece in _pieces(tensor):
+                _put(file, piece)
+
+
+def _put(file: Any, piece: Any) -> None:
+    left = memoryview(piece)
+    while left:  # a single write takes at most 2 GiB
+        left = left[file.write(left) :]
+
+
+def _header(described: Described, metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: Tensor) -> Iterator[Any]:
+    """The tensor's bytes: views of what is in host memory, copies of what is on the GPU."""
+    if tensor.numel():
+        for piece in tensor.detach().reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+            yield piece.cpu().numpy()
