@@ -324,8 +324,12 @@ class Network:
         self.sockets.clear()
         # A signal, such as that of a DataLoader's worker which ends, would interrupt it in the main thread, for good.
         thread = threading.Thread(target=self.context.term, name="hytrain-term")
-        thread.start()
-        thread.join()
+        try:
+            thread.start()
+        except RuntimeError:  # Python is ending: some versions start no threads any more
+            self.context.term()
+        else:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self

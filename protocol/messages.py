@@ -415,7 +415,8 @@ class GiveUp(Message):
 class Introduce(Message):
     """Coordinator to all workers, at its start in the place of one that has died: say who you are, as to that one.
 
-    An optimizer answers with Hello, Ready and its last Calibration, a trainer with Rejoin, after its next step.
+    The answers are Hello and Ready. Behind them, an optimizer sends its last Calibration, and a trainer, after its
+    step, Rejoin.
     """
 
     coordinator_pid: int
@@ -426,15 +427,13 @@ class Introduce(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejoin(Message):
-    """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of it.
+    """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of its layers.
 
     `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
     `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved.
     What was reported and is not recorded yet comes again, behind this message.
     """
 
-    hello: Hello
-    ready: Ready
     table: LayerTable
     calibration: Calibration
     plan: Plan
@@ -446,7 +445,6 @@ class Rejoin(Message):
     def __post_init__(self) -> None:
         _require_placements(self.placements)
         _require(len(self.placements) == len(self.table.layers), "each layer has a placement")
-        _require(self.hello.inbox == self.table.inbox, "a trainer has one inbox")
         _require(self.step >= 0 and self.moved >= 0, "steps and moved layers are counted from 0")
 
 

@@ -220,8 +220,7 @@ class Link:
             return self._world.take("trainer", "coordinator")
 
         calibration = m.Calibration(d2h_s=1e-9, h2d_s=1e-9, gpu_update_s=1e-9)
-        hello, ready = m.Hello(pid=2, inbox=table.inbox), m.Ready(detail="")
-        self._introduction = partial(m.Rejoin, hello=hello, ready=ready, table=table, calibration=calibration)
+        self._introduction = partial(m.Rejoin, table=table, calibration=calibration)
         self.post("coordinator", table)
         self.post("coordinator", calibration)
         plan: m.Plan = expect()
@@ -271,8 +270,10 @@ class Link:
         assert self.listener is not None
         message = self._world.take("trainer", sender)
         if isinstance(message, m.Introduce):
+            self.post("coordinator", m.Hello(pid=2, inbox="trainer-0"))
+            self.post("coordinator", m.Ready(detail=""))
             self.is_asked = True
-        else:
+        elif not isinstance(message, m.Welcome):
             self.listener.on_message(message)
 
 
@@ -443,7 +444,7 @@ class Mortal(Coordinator):
         world.scheduler.add(Actor(lambda: self.reports > self._deaths, self._die))
 
     def handle(self, message: m.Message, sender: str) -> None:
-        if isinstance(message, m.Hello | m.Rejoin):
+        if isinstance(message, m.Hello):
             self._known.add(sender)
         with suppress(HandshakeError):  # two have asked, before one of them died
             if sender in self._known:

@@ -100,8 +100,6 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 def rejoins(draw: st.DrawFn) -> m.Rejoin:
     table = draw(instances(m.LayerTable))
     return m.Rejoin(
-        hello=m.Hello(pid=draw(st.integers(1, 2**31 - 1)), inbox=table.inbox),
-        ready=draw(instances(m.Ready)),
         table=table,
         calibration=draw(instances(m.Calibration)),
         plan=draw(instances(m.Plan)),

@@ -1,6 +1,6 @@
 """The coordinator process: the I/O around `coordinator_state`.
 
-    inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note ─▶ sockets, metrics.jsonl, log
+    inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note … ─▶ sockets, metrics.jsonl, log
                                                                                   └─▶ timeline, if there is one
 
 It sleeps until its inbox has a message or a second has passed, and exits when the launcher is gone. A trainer that is
@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--hang-timeout-s", type=float, required=True)
     parser.add_argument("--again", action="store_true", help="take the place of a coordinator that has died")
     arguments = begin_worker(parser)
+    kept = read_kept(arguments.socket_dir) if arguments.again else None
     state = CoordinatorState(
         run_name=arguments.run_name,
         run_dir=arguments.run_dir,
@@ -68,7 +69,7 @@ def main() -> int:
         replan_every=arguments.replan_every,
         ranks=arguments.ranks,
         hang_timeout_s=arguments.hang_timeout_s,
-        kept=read_kept(arguments.socket_dir) if arguments.again else None,
+        kept=kept,
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -77,7 +78,7 @@ def main() -> int:
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
-        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd)
+        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -93,7 +94,7 @@ def read_kept(socket_dir: str) -> dict[int, Commands]:
         return {int(rank): tuple((str(name), str(value)) for name, value in given) for rank, given in kept.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         _log.warning("the commands that were given are lost: %s", error)
         return {}
 
@@ -145,12 +146,14 @@ class Coordinator:
         trace: TraceWriter | None,
         *,
         life_fd: int,
+        kept: dict[int, Commands] | None,
     ) -> None:
         self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
-        self._kept = dict[int, Commands]()
+        self._kept = kept or {}
+        self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
         self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
         self._trainers: dict[str, Address] = {}  # by the names of their connections
 
@@ -160,9 +163,18 @@ class Coordinator:
             for path in sorted(Path(self._network.socket_dir).glob(f"{role}-*")):
                 rank = path.name.split("-")[1]
                 if path.is_socket() and rank.isdecimal():
-                    outbox = self._network.outbox(path.name)
-                    outbox.send(m.Introduce(coordinator_pid=os.getpid()))
-                    self._outboxes[path.name] = Address(role, int(rank)), outbox
+                    self._asked[path.name] = Address(role, int(rank))
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask those who have not answered, over a new connection each time.
+
+        An inbox that was not read while one coordinator took another's place ignores the connection of the second.
+        """
+        for inbox, address in self._asked.items():
+            self._disconnect(inbox)
+            self._outboxes[inbox] = address, self._network.outbox(inbox)
+            self._outboxes[inbox][1].send(m.Introduce(coordinator_pid=os.getpid()))
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -185,6 +197,7 @@ class Coordinator:
                 self._handle(incoming)
 
     def _beat(self) -> None:
+        self._ask()
         for address, outbox in self._outboxes.values():
             while (answer := outbox.receive(0.0)) is not None:
                 if isinstance(answer, m.Pong):
@@ -233,9 +246,10 @@ class Coordinator:
                 self._carry_out(command)
         if self._trace is not None:
             _draw(self._trace, incoming, commands, now_s)
-        match incoming.message:
-            case (m.Hello() as hello) | m.Rejoin(hello=hello) if incoming.address.role == "trainer":
-                self._watch(incoming.address, incoming.sender, hello.pid)
+        if isinstance(incoming.message, m.Hello):
+            self._asked.pop(incoming.sender, None)
+            if incoming.address.role == "trainer":
+                self._watch(incoming.address, incoming.sender, incoming.message.pid)
 
     def _watch(self, trainer: Address, name: str, pid: int) -> None:
         self._inbox.unwatch(name)  # if it says Hello again

@@ -41,6 +41,7 @@ class CoordinatorState:
         self.fleet = Fleet(replan_every=replan_every)
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
+        self._takes_over = kept is not None
         for rank, commands in (kept or {}).items():
             self.fleet.seat(rank).commands = commands
 
@@ -48,8 +49,6 @@ class CoordinatorState:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
         if isinstance(message, m.Hello):
             return message.inbox == connection
-        if isinstance(message, m.Rejoin):
-            return message.hello.inbox == connection
         if sender.role == "monitor" or isinstance(message, m.KeyRequest | m.Collect | m.ReportTo):
             return True
         return self._handshake.is_joined(sender, connection)
@@ -62,8 +61,6 @@ class CoordinatorState:
             case m.Ready():
                 self._handshake.on_ready(sender, message)
                 return [Note(f"{sender} is ready: {message.detail}")]
-            case m.Rejoin():
-                return self._on_rejoin(sender, message)
             case m.StatusRequest():
                 return [Answer(self._status())]
             case m.Command():
@@ -81,7 +78,8 @@ class CoordinatorState:
 
     def beat(self) -> list[Command]:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
-        ready = [seat.trainer for seat in self.fleet.taken if seat.stays and self._handshake.is_ready(seat.trainer)]
+        stay = [seat.trainer for seat in self.fleet.seats if seat.stays]
+        ready = [trainer for trainer in stay if self._handshake.is_ready(trainer)]
         asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
         asked = [address for address in asked if self._handshake.is_ready(address)]  # or else about to join again
         news, hung = self.heartbeats.beat(asked)
@@ -100,7 +98,8 @@ class CoordinatorState:
         if not self._handshake.is_joined(trainer, inbox):  # it has waited, perhaps before another one that waits now
             seat.waiting = None if seat.waiting is not None and seat.waiting.inbox == inbox else seat.waiting
             return [Note(f"{trainer} is gone before its turn")]
-        told = [Send(Address("optimizer", trainer.rank), m.Goodbye())] if seat.planning is not None else []
+        is_known = seat.planning is not None or self._takes_over  # to the optimizer
+        told = [Send(Address("optimizer", trainer.rank), m.Goodbye())] if is_known else []
         return [Note(f"{trainer} is gone"), *told, *self._on_goodbye(trainer)]
 
     def inbox(self, address: Address) -> str:
@@ -113,6 +112,10 @@ class CoordinatorState:
     def _on_command(self, command: m.Command) -> list[Command]:
         """Give a command to all trainers, up to the first refusal."""
         replies, commands = [m.CommandReply(ok=False, text="there is no trainer")], list[Command]()
+        for seat in self.fleet.seats:
+            if seat.planning is None and self._handshake.is_ready(seat.trainer):
+                text = f"{seat.trainer} gets a new coordinator after its next step: try again then"
+                return [Answer(m.CommandReply(ok=False, text=text))]
         for seat in self.fleet.taken:
             reply, more = seat.command(command.name, command.value)
             replies.append(reply)
@@ -125,18 +128,12 @@ class CoordinatorState:
         return [Answer(reply), *commands]
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
+        if self._handshake.joined.get(sender) == hello:
+            return []  # asked twice, it answers twice
         if sender.role == "trainer" and sender in self._handshake.joined:
             self.fleet.seat(sender.rank).waiting = hello
             return [Note(f"another {sender} waits until the current one has left")]
         return [Send(sender, self._handshake.on_hello(sender, hello))]
-
-    def _on_rejoin(self, sender: Address, message: m.Rejoin) -> list[Command]:
-        """A trainer that the last coordinator knew. One that is asked twice answers twice."""
-        if self._handshake.is_joined(sender, message.hello.inbox):
-            return []
-        self._handshake.on_hello(sender, message.hello)
-        self._handshake.on_ready(sender, message.ready)
-        return [Note(f"{sender} is back after {message.step} steps"), *self.fleet.seat(sender.rank).rejoin(message)]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
         note = Note(f"{sender} says goodbye")

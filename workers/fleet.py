@@ -21,6 +21,8 @@ from workers.records import Late, Line, Records
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16
+#: What one of these commands means may depend on the others before.
+ENTANGLED: Final = ("k", "policy")
 #: Names and values, in the order in which they were given.
 Commands = tuple[tuple[str, str], ...]
 
@@ -45,10 +47,16 @@ class TrainerSeat:
         if isinstance(message, m.LayerTable):
             self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
             self._gathers_s.clear()
-            if message.continues and self._before is not None:
+            self._farewells.clear()
+            if not message.continues:
+                return [*self._keep(()), *self.planning.begin()]
+            if self._before is not None:
                 self.planning.continue_from(self._before)
-                return self.planning.begin()
-            return [*self._keep(()), *self.planning.begin()]
+            else:  # the last coordinator knew it
+                self._command_again()
+            return self.planning.begin()
+        if isinstance(message, m.Rejoin):
+            return self._rejoin(message)
         if self.planning is None and isinstance(message, m.Calibration):
             self._calibration = message  # of an optimizer that is back before its trainer
             return []
@@ -59,19 +67,27 @@ class TrainerSeat:
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
 
-    def rejoin(self, message: m.Rejoin) -> list[Command]:
-        """The trainer that the last coordinator knew, with the commands that were given to it."""
+    def _rejoin(self, message: m.Rejoin) -> list[Command]:
+        """The trainer that the last coordinator knew, with the commands that were given to it. It may come twice."""
+        if self.planning is not None:
+            return []
+        self._farewells.clear()
         planning = self.planning = Planning(message.table, self.trainer.rank, replan_every=self._replan_every)
         planning.rejoin(message)
         if self._calibration is not None:
             planning.on_calibration(Address("optimizer", self.trainer.rank), self._calibration)
-        return [told for name, value in self.commands for told in planning.command(name, value)[1]]
+        return [Note(f"{self.trainer} is back after {message.step} steps"), *self._command_again()]
+
+    def _command_again(self) -> list[Command]:
+        assert self.planning is not None, "the seat is taken"
+        return [told for name, value in self.commands for told in self.planning.command(name, value)[1]]
 
     def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
         """Give the trainer's planning a command."""
         assert self.planning is not None, "the seat is taken"
         reply, commands = self.planning.command(name, value)
-        return reply, [*commands, *self._keep((*self.commands, (name, value)))] if reply.ok else commands
+        before = tuple(known for known in self.commands if known[0] != name or name in ENTANGLED)
+        return reply, [*commands, *self._keep((*before, (name, value)))] if reply.ok else commands
 
     def _keep(self, commands: Commands) -> list[Command]:
         changed, self.commands = commands != self.commands, commands
@@ -146,6 +162,8 @@ class TrainerSeat:
 
     def ends(self, role: str) -> bool:
         """The trainer or its optimizer has ended the session. Returns whether both have; then the seat is free."""
+        if self.planning is None:
+            return False
         self._farewells.add(role)
         if self._farewells != {"trainer", "optimizer"}:
             return False
@@ -167,9 +185,14 @@ class Fleet:
         return self._seats[rank]
 
     @property
+    def seats(self) -> list[TrainerSeat]:
+        """All seats, by rank."""
+        return [seat for _, seat in sorted(self._seats.items())]
+
+    @property
     def taken(self) -> list[TrainerSeat]:
-        """The seats that have a trainer, by rank."""
-        return [seat for _, seat in sorted(self._seats.items()) if seat.planning is not None]
+        """The seats that have a trainer with layers, by rank."""
+        return [seat for seat in self.seats if seat.planning is not None]
 
     @property
     def shown(self) -> TrainerSeat:

@@ -150,7 +150,8 @@ def _process_json(process: m.Process, usage: Usage | None) -> dict[str, Any]:
 def line(status: m.Status) -> str:
     """The newest record as one line."""
     record = json.loads(status.record)
-    busy = f"optimizer busy {seconds(record['cpu_busy_s'])}"
+    busy_s = record["cpu_busy_s"]  # of the first steps of another coordinator, it is not known
+    busy = "optimizer busy" + (" ?" if busy_s is None else f" {seconds(busy_s)}")
     k = f"k {record['k']:.3f} {record['policy']}"
     return "  ".join([*_training(record), k, *_timing(record), busy, *_waiting(status)])
 
@@ -348,7 +349,7 @@ def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:
     step_s = record["step_s"]
     busy_s = step_s - record["stall_s"] if role == "trainer" else record["cpu_busy_s"]
     stalled = _share(record["stall_s"], step_s) if role == "trainer" else ""
-    return _share(busy_s, step_s), stalled
+    return "" if busy_s is None else _share(busy_s, step_s), stalled
 
 
 def _share(part_s: float, step_s: float) -> str:

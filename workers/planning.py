@@ -76,6 +76,7 @@ class Planning:
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))
         self._uncalibrated = {self._trainer, self._optimizer}
         self._step, self._first_measured = -1, WARM_UP_STEPS
+        self._first_known = -1  # of earlier steps, what the CPU did is not known
         self._planned_at: int | None = None  # None: plan as soon as possible
         self._plan: m.Plan | None = None
         self._steps: defaultdict[int, _Step] = defaultdict(_Step)
@@ -99,6 +100,7 @@ class Planning:
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved = message.moved
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
+        self._first_known = message.step
         self._knows_mode = False
         self.on_calibration(self._trainer, message.calibration)
 
@@ -249,7 +251,7 @@ class Planning:
     def _mode(self) -> str | None:
         """What happens to gradients before the verdict; None if there is no verdict."""
         mode = "speculate" if self.speculates else "defer"
-        return mode if self.table.awaits_verdict else None
+        return mode if self.table.awaits_verdict and self._knows_mode else None
 
     def _in_mode(self, profile: Profile, speculates: bool) -> Profile:
         return planner.ahead(profile, self._clipped.value) if speculates else profile
@@ -380,7 +382,7 @@ class Planning:
             "at_s": report.at_s,
             "step_s": report.step_s,
             "stall_s": report.stall_s,
-            "cpu_busy_s": self._steps[report.step - 1].cpu_busy_s,
+            "cpu_busy_s": self._steps[report.step - 1].cpu_busy_s if report.step > self._first_known else None,
             "threads": self.threads,
             "k": report.k,
             "gpu_layers": len(_gpu_lids(report.placements)),

@@ -181,6 +181,7 @@ class Supervisor:
         [dead], step = ended, run_folder.last_step(self.run_dir)
         self._deaths = (step, self._deaths[1] + 1 if step == self._deaths[0] else 1)
         if self._deaths[1] > COORDINATORS:
+            process.say(f"\nhytrain-cluster: {self._deaths[1]} coordinators have died, without a step between")
             return False
         arguments, environment = [*self._coordinator, "--again"], _environment()
         try:

@@ -43,6 +43,7 @@ from protocol.messages import (
     Calibration,
     Failure,
     Goodbye,
+    Hello,
     Introduce,
     LayerTable,
     Log,
@@ -52,6 +53,7 @@ from protocol.messages import (
     PlanesRefused,
     Pong,
     PositionsLearned,
+    Ready,
     Reassign,
     Rejoin,
     TrainerReport,
@@ -77,6 +79,14 @@ class Draft:
     """Posted in place of a message whose content is known only after a copy has finished."""
 
     __slots__ = ()
+
+
+class _Asked(Exception):
+    """Another coordinator, process `pid`, has taken the place of the one that was to answer."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__("the coordinator died and was replaced")
+        self.pid = pid
 
 
 class Listener(Protocol):
@@ -131,6 +141,8 @@ class Link:
         self._closed = self._is_ready = False
         self.coordinator_pid = cluster.coordinator_pid
         self._has_coordinator = False
+        self._hello: Hello | None = None
+        self._ready: Ready | None = None
         self._introduction: Callable[..., Rejoin] = Rejoin  # with what the coordinator was told
         self._positions: PositionsLearned | None = None
         self._keeping = threading.Lock()
@@ -146,10 +158,9 @@ class Link:
             self._watch_coordinator()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}
-            hello = self._handshake.hello()
-            self._outboxes["coordinator"].send(hello)
-            self._introduction = partial(Rejoin, hello=hello)
-            self._handshake.on_welcome(self._expect(Welcome))
+            self._hello = self._handshake.hello()
+            self._outboxes["coordinator"].send(self._hello)
+            self._handshake.on_welcome(self._await_welcome())
         except PeerDied as death:
             raise self._worker_died(death) from None
 
@@ -163,12 +174,14 @@ class Link:
         try:
             self._outboxes["coordinator"].send(table)
             self._outboxes["coordinator"].send(calibration)
-            self._introduction = partial(self._introduction, table=table, calibration=calibration)
+            self._introduction = partial(Rejoin, table=table, calibration=calibration)
             plan = self._expect(Plan)
             self._outboxes["coordinator"].send(book.on_plan(plan))
             book.on_reassign(self._expect(Reassign))
         except PeerDied as death:
             raise self._worker_died(death) from None
+        except _Asked as asked:
+            raise ClusterError(f"{asked} while the first plan was agreed on") from None
         return plan
 
     def _watch_coordinator(self) -> None:
@@ -185,6 +198,20 @@ class Link:
                     raise
                 time.sleep(RETRY_S)
 
+    def _await_welcome(self) -> Welcome:
+        """Another coordinator, if this one dies, has not got the Hello."""
+        while True:
+            try:
+                return self._expect(Welcome)
+            except PeerDied as death:
+                if death.name != _COORDINATOR:
+                    raise
+                self._lose_coordinator()
+            except _Asked as asked:
+                self._find_coordinator(asked.pid)
+                assert self._hello is not None, "sent before"
+                self._outboxes["coordinator"].send(self._hello)
+
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
         try:
@@ -199,6 +226,8 @@ class Link:
         incoming = self._inbox.receive(self._timeout_s)
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
+        if isinstance(incoming.message, Introduce):
+            raise _Asked(incoming.message.coordinator_pid)
         if isinstance(incoming.message, Failure):
             raise ClusterError(describe_failure(incoming.address, incoming.message))
         if not isinstance(incoming.message, kind):
@@ -215,9 +244,8 @@ class Link:
 
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
-        ready = self._handshake.ready(detail)
-        self.post("coordinator", ready)
-        self._introduction = partial(self._introduction, ready=ready)
+        self._ready = self._handshake.ready(detail)
+        self.post("coordinator", self._ready)
         self._is_ready = True
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
@@ -251,7 +279,12 @@ class Link:
     def await_coordinator(self) -> None:
         """If the coordinator has died, wait for another one, for as long as closing may take."""
         ends_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while has_ended(self.coordinator_pid) and time.monotonic() < ends_s:
+        while has_ended(self.coordinator_pid):
+            if time.monotonic() >= ends_s:
+                with self._keeping:
+                    lost = sum(isinstance(message, TrainerReport) for message in self._unrecorded)
+                _log.warning("there is no other coordinator yet: the records of up to %d steps are lost", lost)
+                return
             time.sleep(RETRY_S)
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | PlanesRefused:
@@ -312,14 +345,21 @@ class Link:
 
     def _find_coordinator(self, pid: int) -> None:
         """Another coordinator has been started."""
+        is_news = pid != self.coordinator_pid
         self._inbox.unwatch(_COORDINATOR)
+        self._has_coordinator = False
         try:
             self._inbox.watch(_COORDINATOR, pid)
         except PeerDied:
             return  # and so there will be another one
-        self.is_asked = self._has_coordinator = True
+        self._has_coordinator = True
+        if self._hello is not None and self._ready is not None:
+            self._jobs.put(_Job("coordinator", self._hello, None))
+            self._jobs.put(_Job("coordinator", self._ready, None))
+            self.is_asked = True
         self.coordinator_pid = pid
-        _log.warning("another coordinator (process %d) has been started", pid)
+        if is_news:
+            _log.warning("another coordinator (process %d) has been started", pid)
 
     def _receive_all(self, listener: Listener) -> None:
         silence = _Silence()
@@ -348,6 +388,8 @@ class Link:
                 elif isinstance(incoming.message, Introduce):
                     self._find_coordinator(incoming.message.coordinator_pid)
                     silence.ends()
+                elif isinstance(incoming.message, Welcome):
+                    pass  # the answer to our second Hello
                 elif isinstance(incoming.message, Failure):
                     listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
                 else:

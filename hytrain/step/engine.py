@@ -316,13 +316,15 @@ class Engine:
         try:
             if failure is None and self._health.life.state not in IN_BACKWARD:
                 self._end_last_step()
-            if failure is None:
-                self._link.await_coordinator()
-                self._boundary.rejoin(self._health.life.step)
         finally:
-            self._health.fail(UsageError(last_words))
-            self._link.close()
-            self.release()
+            try:
+                if not isinstance(self._health.failure, ClusterError):  # or else there is nobody to tell
+                    self._link.await_coordinator()
+                    self._boundary.rejoin(self._health.life.step)
+            finally:
+                self._health.fail(UsageError(last_words))
+                self._link.close()
+                self.release()
 
     def _end_last_step(self) -> None:
         """Raises `NonFiniteGradients` for the last step, since no later call can."""

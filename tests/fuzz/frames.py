@@ -59,9 +59,7 @@ class Maker:
         if kind is m.LayerTable and self.drawn.random() < 0.9:
             values |= {"awaits_verdict": True, "threads": None, "rank": 0, "world": self.drawn.choice([1, 1, 2])}
         if kind is m.Rejoin:
-            hello, layers = values["hello"], values["table"].layers
-            values["table"] = dataclasses.replace(values["table"], inbox=hello.inbox)
-            values["placements"] = tuple(self.drawn.choices([*PLACEMENTS], k=len(layers)))
+            values["placements"] = tuple(self.drawn.choices([*PLACEMENTS], k=len(values["table"].layers)))
         return kind(**values)
 
     def _field(self, name: str, hint: Any) -> Any:

@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from small_models import perceptron, square_loss
 from torch import nn
 
 import hytrain
+from hytrain.run.link import LOOK_S, SILENCE_S, Link
+from protocol.channel import Inbox, Incoming
 from workers.supervisor import COORDINATORS
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -137,3 +140,93 @@ def test_the_launcher_says_so_and_a_monitor_follows(tmp_path: Path) -> None:
         assert monitor.wait(SOON_S) == 0
     found = records(tmp_path / "run")
     assert [record["step"] for record in found] == [*range(1, len(found) + 1)]
+
+
+def test_the_fourth_death_without_a_step_ends_the_run(tmp_path: Path) -> None:
+    command = (sys.executable, CLUSTER, "--run-dir", tmp_path / "run", SCRIPTS / "endless.py")
+    with started(*command, stderr=subprocess.PIPE) as launcher:
+        read_until(launcher, "step 5")
+        family = roles_below(psutil.Process(launcher.pid))
+        family["endless"].suspend()
+        time.sleep(0.5)  # what it has reported is recorded
+        for _ in range(COORDINATORS + 1):
+            dead = roles_below(psutil.Process(launcher.pid))["coordinator"]
+            dead.kill()
+            wait_for(lambda dead=dead: launcher.poll() is not None or lives_another(launcher.pid, dead.pid))
+        _, said = launcher.communicate(timeout=SOON_S)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert said.count("training goes on") == COORDINATORS
+    assert "4 coordinators have died, without a step between" in said
+
+
+def lives_another(launcher: int, dead: int) -> bool:
+    """Whether the launcher has another coordinator than the dead one."""
+    with suppress(psutil.Error, KeyError, AssertionError):  # one is being started
+        return roles_below(psutil.Process(launcher))["coordinator"].pid != dead
+    return False
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + SOON_S
+    while not happened():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+def test_a_trainer_that_is_busy_meanwhile_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inbox is not read while one coordinator takes another's place."""
+    model, busy = perceptron(), threading.Event()
+    receive = Inbox.receive
+
+    def late(self: Inbox, timeout_s: float | None) -> Incoming | None:
+        if busy.is_set():
+            wait_for(lambda: not busy.is_set())
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Inbox, "receive", late)
+    with adamw(model, policy="random") as opt:
+        training = Training(opt, model)
+        training.until_layers_move()
+        dead = process(opt, "coordinator")
+        launcher = dead.parent()
+        assert launcher is not None
+        busy.set()
+        time.sleep(2 * LOOK_S)  # until the receiver's wait is over
+        dead.kill()
+        wait_for(lambda: lives_another(launcher.pid, dead.pid))
+        time.sleep(2 * LOOK_S)  # it has asked
+        busy.clear()
+        training.until(lambda: coordinator(opt) not in (None, dead.pid))
+        training.until_layers_move()
+    assert [record["step"] for record in records(opt.run_dir)] == [*range(1, training.steps + 1)]
+
+
+def test_a_trainer_that_joins_when_its_coordinator_dies_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = Link.join
+
+    def killed(self: Link) -> None:
+        psutil.Process(self.coordinator_pid).kill()
+        join(self)
+
+    monkeypatch.setattr(Link, "join", killed)
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(3), square_loss)
+    assert [record["step"] for record in records(opt.run_dir)] == [1, 2, 3]
+
+
+def test_a_trainer_between_two_steps_is_known_at_once() -> None:
+    """Before its next step it has no plans, but it is asked whether it lives, and a command is refused for now."""
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        training = Training(opt, model)
+        training.until(lambda: training.steps == 5)
+        dead = process(opt, "coordinator")
+        dead.kill()
+        wait_for(lambda: coordinator(opt) not in (None, dead.pid))
+        time.sleep(SILENCE_S + 2 * LOOK_S)
+        refused = run(sys.executable, MONITOR, opt.run_dir, "--set-k", "1")
+        assert refused.returncode == 2 and "gets a new coordinator after its next step" in refused.stderr
+        log = opt.run_dir / "logs" / "coordinator-0.log"
+        assert "has not answered" not in log.read_text()
+        training.until(lambda: training.steps == 10)

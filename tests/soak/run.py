@@ -180,10 +180,14 @@ class Run:
     def reach(self, step: int) -> int:
         """Wait until a step is recorded; the newest one. Raises `Broken` if the run ends before."""
         self.reaches(step, "before a fault was injected")
-        if self.cluster is None:
-            [folder] = self.temporary.iterdir()
-            self.cluster = Cluster.read(str(folder))
+        self._find_cluster()
         return self.step()
+
+    def _find_cluster(self) -> None:
+        """The processes that run now, which may be started again, in another folder. Without one, as they were."""
+        for folder in self.temporary.glob("hytrain-*"):
+            with suppress(ConfigError):
+                self.cluster = Cluster.read(str(folder))
 
     def reaches(self, step: int, when: str) -> None:
         """Wait until a step is recorded. Raises `Broken` if the run ends or stands still."""
@@ -253,9 +257,8 @@ class Run:
         found: list[psutil.Process] = []
 
         def look() -> bool:
+            self._find_cluster()
             assert self.cluster is not None
-            with suppress(ConfigError):  # its socket folder was removed
-                self.cluster = Cluster.read(self.cluster.socket_dir)
             process = psutil.Process(self.cluster.coordinator_pid)
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
