@@ -68,7 +68,7 @@ soak: setup
 	$(IN_VENV) -m tests.soak --faults 54 --seed 2 --ranks 2 --max-restarts 3
 
 fuzz: setup
-	$(IN_VENV) -m tests.fuzz --frames 1000000
+	$(IN_VENV) -m tests.fuzz --frames 2000000
 	$(IN_VENV) -m tests.fuzz.live --frames 1000000
 
 lint: setup

@@ -29,7 +29,7 @@ import zmq
 from protocol.address import ROLES, Address
 from protocol.codec import encode
 from tests.fuzz.frames import Maker
-from tests.soak.run import Broken, Run, differences, write_recipe
+from tests.soak.run import Broken, Run, differences, unless_gone, write_recipe
 
 READERS: Final = ("trainer", "optimizer", "coordinator")
 #: What all logs of the run may have grown by.
@@ -142,14 +142,14 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
                     break
                 run.reaches(step + 1, f"after {sent.total():,} frames")
             if behind := due - sent.total() > MOST_BEHIND:
-                roles[0].suspend()  # the run would be at its end before all frames are sent
+                unless_gone(roles[0].suspend)  # the run would be at its end before all frames are sent
             while sent.total() < due and run.launcher.poll() is None:
                 path = drawn.choice([*to])
                 try:
                     sent[strangers[path].send()] += 1
                 except zmq.Again:
                     if behind:
-                        roles[0].resume()  # it has to read
+                        unless_gone(roles[0].resume)  # it has to read
                     time.sleep(0.001)
                     continue
                 to[path] += 1
@@ -159,8 +159,8 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
             if run.launcher.poll() is not None:
                 break
             if behind:
-                roles[0].resume()
-            after = [process.memory_info().rss for process in roles]
+                unless_gone(roles[0].resume)
+            after = unless_gone(lambda: [process.memory_info().rss for process in roles]) or after
         for stranger in strangers.values():
             stranger.close()
     ended = run.ended()
