@@ -70,6 +70,8 @@ _COORDINATOR: Final = "the coordinator process"
 #: So many reports and logs are kept while nobody records them; then the oldest ones go.
 KEPT: Final = 100_000
 RETRY_S: Final = 0.05
+#: Another coordinator is there after a second, on a busy machine later.
+START_TIMEOUT_S: Final = 30.0
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
@@ -186,7 +188,7 @@ class Link:
 
     def _watch_coordinator(self) -> None:
         """Raises `PeerDied` if there is none. If one has just died, the launcher starts another one."""
-        ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        ends_s = time.monotonic() + START_TIMEOUT_S
         while not self._has_coordinator:
             with contextlib.suppress(ConfigError):
                 self.coordinator_pid = Cluster.read(self._cluster.socket_dir).coordinator_pid
@@ -194,7 +196,7 @@ class Link:
                 self._inbox.watch(_COORDINATOR, self.coordinator_pid)
                 self._has_coordinator = True
             except PeerDied:
-                if time.monotonic() >= ends_s:
+                if time.monotonic() >= ends_s or has_ended(self._cluster.launcher_pid):
                     raise
                 time.sleep(RETRY_S)
 
@@ -277,10 +279,10 @@ class Link:
                     self._jobs.put(_Job("coordinator", message, None))
 
     def await_coordinator(self) -> None:
-        """If the coordinator has died, wait for another one, for as long as closing may take."""
-        ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        """If the coordinator has died, wait for another one, as long as there is somebody to start one."""
+        ends_s = time.monotonic() + START_TIMEOUT_S
         while has_ended(self.coordinator_pid):
-            if time.monotonic() >= ends_s:
+            if time.monotonic() >= ends_s or has_ended(self._cluster.launcher_pid):
                 with self._keeping:
                     lost = sum(isinstance(message, TrainerReport) for message in self._unrecorded)
                 _log.warning("there is no other coordinator yet: the records of up to %d steps are lost", lost)
