@@ -140,7 +140,7 @@ class Link:
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stop_read, self._stop_write = os.pipe()
         self._threads: list[threading.Thread] = []
-        self._closed = self._is_ready = False
+        self._closed = False
         self.coordinator_pid = cluster.coordinator_pid
         self._has_coordinator = False
         self._hello: Hello | None = None
@@ -248,7 +248,6 @@ class Link:
         """Tell the coordinator that construction has succeeded."""
         self._ready = self._handshake.ready(detail)
         self.post("coordinator", self._ready)
-        self._is_ready = True
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
@@ -374,7 +373,7 @@ class Link:
                         raise
                     self._lose_coordinator()
                     continue
-                if self._is_ready and self._has_coordinator and silence.passes():
+                if self._ready is not None and self._has_coordinator and silence.passes():
                     _log.warning(
                         "the coordinator (process %d) has not been heard for %.0f s; training goes on",
                         self.coordinator_pid,
