@@ -215,8 +215,14 @@ def test_the_folder_is_the_one_that_transformers_writes(
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     like = AutoConfig.for_model("llama", vocab_size=100, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
     model = AutoModelForCausalLM.from_config(like).bfloat16()
-    checkpoint.export(model, tmp_path / "ours", Job())
     model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(checkpoint, "_export_converted", None)
+    for name, each in (("first", model), ("ours", again)):
+        checkpoint.export(each, tmp_path / name, Job())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()
+    }
     ours, theirs = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys() and (len(ours) > 4) == (size < 10**9)
     for name, path in ours.items():

@@ -175,8 +175,9 @@ def _as_saved(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
-    if revert_weight_conversion(model, shapes) is not shapes:  # the folder has other tensors than the model
-        return None
+    converted = revert_weight_conversion(model, dict(shapes))
+    if converted.keys() != shapes.keys() or any(converted[name] is not shape for name, shape in shapes.items()):
+        return None  # the folder has other tensors than the model
     if any(shape.dtype not in tensor_file.DTYPES for shape in shapes.values()):
         return None
     return state, remove_tied_weights_from_state_dict(shapes, model)
