@@ -59,6 +59,8 @@ def test_impossible_numbers_are_refused(wrong: float) -> None:
     for call, name in ((Ewma().add, "measured time"), (book_of(1).cpu_changed, "ratio")):
         with pytest.raises(ValueError, match=name):
             call(wrong)
+    with pytest.raises(ValueError, match="measured time"):
+        Ewma().add(1e300)  # a sum of such times would be no number
     with pytest.raises(ValueError, match="h2d_s"):
         book_of(1).calibrate(h2d_s=wrong)
 

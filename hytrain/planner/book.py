@@ -35,6 +35,8 @@ THREADS_EXPONENT: Final = 0.6
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
+#: No measured time is longer, so that sums of times are numbers.
+LONGEST_S: Final = 1e9
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
 
 
@@ -55,9 +57,9 @@ class Ewma:
     suspects: list[float] = field(default_factory=list)
 
     def add(self, sample: float) -> None:
-        """Add a time in seconds. ValueError if it is negative or not finite."""
-        if not 0 <= sample < inf:
-            raise ValueError(f"a measured time must be finite and not negative, got {sample!r}")
+        """Add a time in seconds. ValueError if it is negative or longer than any."""
+        if not 0 <= sample <= LONGEST_S:
+            raise ValueError(f"a measured time is from 0 to {LONGEST_S:.0e} s, got {sample!r}")
         if self.value is None or not self.count:
             self.value, self.count = sample, 1
             return
