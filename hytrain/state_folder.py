@@ -42,6 +42,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.saving import Resting, clean, gather, hyper, plane_dtypes, scatter
 from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
+from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
 
 INDEX: Final = "index.json"
@@ -113,8 +114,7 @@ def save(
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
-    for device in {array.like.device for array in arrays.values() if array.like.is_cuda}:
-        torch.cuda.synchronize(device)  # the writer's threads have streams of their own
+    await_devices(array.like for array in arrays.values())
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")

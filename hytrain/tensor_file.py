@@ -41,13 +41,21 @@ Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 def write(path: Path, described: Described, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
     """Write a file. `tensors` are the described ones, in their order; each is let go before the next is taken.
 
-    Raises OSError if that fails; the file is then incomplete. Nobody waits for the disk.
+    Raises OSError if that fails; the file is then incomplete. Nobody waits for the disk. On a thread, call
+    `await_devices` before.
     """
     with path.open("wb", buffering=0) as file:
         _put(file, _header(described, metadata))
-        for tensor in tensors:
+        for (name, (dtype, shape)), tensor in zip(described.items(), tensors, strict=True):
+            assert (tensor.dtype, [*tensor.shape]) == (dtype, [*shape]), f"{name} is not what the header says"
             for piece in _pieces(tensor):
                 _put(file, piece)
+
+
+def await_devices(tensors: Iterable[Tensor]) -> None:
+    """Wait until their values are there: threads have streams of their own."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _put(file: Any, piece: Any) -> None:

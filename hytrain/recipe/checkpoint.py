@@ -141,9 +141,8 @@ def export(model: Any, folder: Path, job: Job) -> None:
         described = {name: (shapes[name].dtype, shapes[name].shape) for name in names}
         tensor_file.write(folder / file, described, tensors, {})
 
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the threads below have streams of their own
     if job.mesh is None:
+        tensor_file.await_devices(state.values())
         with _writing(folder), ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
             for written in [
                 pool.submit(write, file, names, map(state.__getitem__, names))
@@ -174,6 +173,8 @@ def _as_saved(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     state = model.state_dict()
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
+    if not all(isinstance(value, Tensor) for value in state.values()):
+        return None
     shapes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
     converted = revert_weight_conversion(model, dict(shapes))
     if converted.keys() != shapes.keys() or any(converted[name] is not shape for name, shape in shapes.items()):

@@ -184,6 +184,18 @@ def _becomes_readable(descriptor: int, timeout_s: float) -> bool:
     return bool(poll.poll(max(timeout_s, 0.0) * 1e3))
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return _becomes_readable(descriptor, 0.0)
+    finally:
+        os.close(descriptor)
+
+
 def _environment() -> dict[str, str]:
     """This process's environment, with HyTrain's packages importable from where this process imported them."""
     environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}

@@ -18,7 +18,6 @@ import math
 import os
 import queue
 import secrets
-import select
 import socket
 import threading
 import time
@@ -32,7 +31,7 @@ from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
-from hytrain.run.cluster import PrivateCluster
+from hytrain.run.cluster import PrivateCluster, has_ended
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from protocol.address import COORDINATOR, Address
@@ -401,19 +400,6 @@ class Link:
                 listener.on_failure(self._worker_died(death, way_on))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    ended = bool(poll.poll(0))
-    os.close(descriptor)
-    return ended
 
 
 class _Silence:

@@ -31,6 +31,13 @@ MONITOR = ROOT / "bin" / "hytrain-monitor"
 SOON_S = 60.0
 
 
+def wait_for(happened: Callable[[], bool], meanwhile: Callable[[], object] = lambda: time.sleep(0.01)) -> None:
+    ends_s = time.monotonic() + SOON_S
+    while not happened():
+        assert time.monotonic() < ends_s
+        meanwhile()
+
+
 class Training:
     """A loop that goes on until something has happened."""
 
@@ -38,11 +45,11 @@ class Training:
         self._opt, self._model, self.steps = opt, model, 0
 
     def until(self, happened: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + SOON_S
-        while not happened():
-            assert time.monotonic() < ends_s
-            train(self._model, self._opt, [self.steps], square_loss)
-            self.steps += 1
+        wait_for(happened, self._step)
+
+    def _step(self) -> None:
+        train(self._model, self._opt, [self.steps], square_loss)
+        self.steps += 1
 
     def until_layers_move(self) -> None:
         moved = self._opt.statistics().moved
@@ -164,13 +171,6 @@ def lives_another(launcher: int, dead: int) -> bool:
     with suppress(psutil.Error, LookupError, AssertionError):  # one is being started
         return roles_below(psutil.Process(launcher))["coordinator"].pid != dead
     return False
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + SOON_S
-    while not happened():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 def test_a_trainer_that_is_busy_meanwhile_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
