@@ -68,10 +68,14 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker to coordinator: the first message. `inbox` names the worker's inbox in the run's socket folder."""
+    """Worker to coordinator: the first message. `inbox` names the worker's inbox in the run's socket folder.
+
+    `attempt`: that of the Introduce which this answers; 0 if nobody has asked.
+    """
 
     pid: int
     inbox: str
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         _require_pid(self.pid)
@@ -416,13 +420,15 @@ class Introduce(Message):
     """Coordinator to all workers, at its start in the place of one that has died: say who you are, as to that one.
 
     The answers are Hello and Ready. Behind them, an optimizer sends its last Calibration, and a trainer, after its
-    step, Rejoin.
+    step, Rejoin. `attempt` counts from 1: only an answer to the last one says that its connection is heard.
     """
 
     coordinator_pid: int
+    attempt: int
 
     def __post_init__(self) -> None:
         _require_pid(self.coordinator_pid)
+        _require(self.attempt > 0, "attempts are counted from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ class Run:
         self._report(m.Calibration(cpu_update_s=1e-9))
         self.session.run(inbox)
 
-    def _introduce(self) -> None:
+    def _introduce(self, attempt: int) -> None:
         """As the optimizer's server does."""
         for message in (m.Hello(pid=3, inbox="optimizer-0"), m.Ready(detail=""), m.Calibration(cpu_update_s=1e-9)):
             self._report(message)

@@ -459,9 +459,9 @@ class Mortal(Coordinator):
             return
         self.world.moved_before_death = self.world.moved
         self.world.story.append("the coordinator dies")
-        for worker in self._known:
+        for worker in sorted(self._known):
             network.lose(f"coordinator from {worker}", first=rng.randint(0, 3))
             network.lose(f"{worker} from coordinator", last=rng.randint(0, 3))
         self.state, self._known = self._new(), set()
         for worker in ("trainer", "optimizer"):
-            self.world.send("coordinator", worker, m.Introduce(coordinator_pid=1))
+            self.world.send("coordinator", worker, m.Introduce(coordinator_pid=1, attempt=1))

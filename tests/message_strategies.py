@@ -28,6 +28,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Hello, "pid"): st.integers(1, 2**31 - 1),
     (m.Hello, "inbox"): INBOXES,
     (m.Introduce, "coordinator_pid"): st.integers(1, 2**31 - 1),
+    (m.Introduce, "attempt"): st.integers(1, 2**31),
     (m.LayerTable, "inbox"): INBOXES,
     (m.PlanesReady, "nbytes"): st.integers(1, 2**63),
     (m.LayerTable, "awaits_verdict"): st.just(True),

@@ -154,6 +154,7 @@ class Coordinator:
         self._publisher = network.publisher()
         self._kept = kept or {}
         self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
+        self._attempts = 0
         self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
         self._trainers: dict[str, Address] = {}  # by the names of their connections
 
@@ -169,12 +170,13 @@ class Coordinator:
     def _ask(self) -> None:
         """Ask those who have not answered, over a new connection each time.
 
-        An inbox that was not read while one coordinator took another's place ignores the connection of the second.
+        An inbox ignores a connection that begins before it has been read to the end of the one before, for good.
         """
+        self._attempts += 1
         for inbox, address in self._asked.items():
             self._disconnect(inbox)
             self._outboxes[inbox] = address, self._network.outbox(inbox)
-            self._outboxes[inbox][1].send(m.Introduce(coordinator_pid=os.getpid()))
+            self._outboxes[inbox][1].send(m.Introduce(coordinator_pid=os.getpid(), attempt=self._attempts))
 
     def run(self) -> int:
         """Handle messages until the launcher is gone."""
@@ -218,6 +220,10 @@ class Coordinator:
 
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()
+        if isinstance(incoming.message, m.Hello) and incoming.sender in self._asked:
+            if incoming.message.attempt != self._attempts:
+                return  # it has heard an earlier connection, and perhaps not this one
+            del self._asked[incoming.sender]
         if not self._state.admits(incoming.message, incoming.address, incoming.sender):
             if isinstance(incoming.message, m.Goodbye) and incoming.sender in self._trainers:
                 self._inbox.unwatch(incoming.sender)  # it has waited, and waits no longer
@@ -246,10 +252,8 @@ class Coordinator:
                 self._carry_out(command)
         if self._trace is not None:
             _draw(self._trace, incoming, commands, now_s)
-        if isinstance(incoming.message, m.Hello):
-            self._asked.pop(incoming.sender, None)
-            if incoming.address.role == "trainer":
-                self._watch(incoming.address, incoming.sender, incoming.message.pid)
+        if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
+            self._watch(incoming.address, incoming.sender, incoming.message.pid)
 
     def _watch(self, trainer: Address, name: str, pid: int) -> None:
         self._inbox.unwatch(name)  # if it says Hello again

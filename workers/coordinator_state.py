@@ -128,7 +128,7 @@ class CoordinatorState:
         return [Answer(reply), *commands]
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
-        if self._handshake.joined.get(sender) == hello:
+        if self._handshake.is_joined(sender, hello.inbox):
             return []  # asked twice, it answers twice
         if sender.role == "trainer" and sender in self._handshake.joined:
             self.fleet.seat(sender.rank).waiting = hello

@@ -99,11 +99,11 @@ class Server:
         handshake.on_welcome(incoming.message)
         self.coordinator.send(handshake.ready(self.pinning.describe_place()))  # each report has the thread count
 
-    def introduce(self) -> None:
+    def introduce(self, attempt: int) -> None:
         """Tell another coordinator what the first one knew."""
         _log.warning("another coordinator has been started")
         name = str(self.network.address)
-        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=name))
+        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=name, attempt=attempt))
         self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))
         if self._calibration is not None:
             self.coordinator.send(self._calibration)
@@ -112,7 +112,7 @@ class Server:
         """Serve one trainer, from its layer table to its Goodbye. Before raising an error, send both a `Failure`."""
         incoming = self.inbox.receive(None)
         if incoming is not None and isinstance(incoming.message, m.Introduce):
-            return self.introduce()
+            return self.introduce(incoming.message.attempt)
         if incoming is None or not isinstance(incoming.message, m.LayerTable):
             if incoming is None or not isinstance(incoming.message, m.Ping | m.Welcome):  # which may cross a Goodbye
                 _log.warning("there is no trainer: dropped %s", incoming)
@@ -226,8 +226,8 @@ class Session:
             case m.PlanApplied():
                 self._plans.forget(message.plan_id)
                 _log.info("plan %d holds from step %d on", message.plan_id, message.step)
-            case m.Introduce():
-                self._server.introduce()
+            case m.Introduce(attempt=attempt):
+                self._server.introduce(attempt)
             case m.Welcome():
                 pass  # it has joined again
             case _:

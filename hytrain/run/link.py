@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -83,11 +83,11 @@ class Draft:
 
 
 class _Asked(Exception):
-    """Another coordinator, process `pid`, has taken the place of the one that was to answer."""
+    """Another coordinator has taken the place of the one that was to answer."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, asked: Introduce) -> None:
         super().__init__("the coordinator died and was replaced")
-        self.pid = pid
+        self.by = asked
 
 
 class Listener(Protocol):
@@ -209,9 +209,7 @@ class Link:
                     raise
                 self._lose_coordinator()
             except _Asked as asked:
-                self._find_coordinator(asked.pid)
-                assert self._hello is not None, "sent before"
-                self._outboxes["coordinator"].send(self._hello)
+                self._outboxes["coordinator"].send(self._find_coordinator(asked.by))
 
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
@@ -228,7 +226,7 @@ class Link:
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
         if isinstance(incoming.message, Introduce):
-            raise _Asked(incoming.message.coordinator_pid)
+            raise _Asked(incoming.message)
         if isinstance(incoming.message, Failure):
             raise ClusterError(describe_failure(incoming.address, incoming.message))
         if not isinstance(incoming.message, kind):
@@ -343,23 +341,26 @@ class Link:
         self._has_coordinator = False
         _log.warning("the coordinator (process %d) died; training goes on, and waits for no plan", self.coordinator_pid)
 
-    def _find_coordinator(self, pid: int) -> None:
-        """Another coordinator has been started."""
+    def _find_coordinator(self, asked: Introduce) -> Hello:
+        """Another coordinator has been started. Returns the Hello that answers it."""
+        assert self._hello is not None, "nobody asks who has not joined"
+        pid, self._hello = asked.coordinator_pid, replace(self._hello, attempt=asked.attempt)
         is_news = pid != self.coordinator_pid
         self._inbox.unwatch(_COORDINATOR)
         self._has_coordinator = False
         try:
             self._inbox.watch(_COORDINATOR, pid)
         except PeerDied:
-            return  # and so there will be another one
+            return self._hello  # and so there will be another one
         self._has_coordinator = True
-        if self._hello is not None and self._ready is not None:
+        if self._ready is not None:
             self._jobs.put(_Job("coordinator", self._hello, None))
             self._jobs.put(_Job("coordinator", self._ready, None))
             self.is_asked = True
         self.coordinator_pid = pid
         if is_news:
             _log.warning("another coordinator (process %d) has been started", pid)
+        return self._hello
 
     def _receive_all(self, listener: Listener) -> None:
         silence = _Silence()
@@ -386,7 +387,7 @@ class Link:
                     self._recorded_s = incoming.message.recorded_s or self._recorded_s
                     self._inbox.reply(incoming.sender, Pong(waits_for=listener.waits_for))
                 elif isinstance(incoming.message, Introduce):
-                    self._find_coordinator(incoming.message.coordinator_pid)
+                    self._find_coordinator(incoming.message)
                     silence.ends()
                 elif isinstance(incoming.message, Welcome):
                     pass  # the answer to our second Hello

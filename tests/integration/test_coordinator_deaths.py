@@ -24,6 +24,7 @@ from torch import nn
 import hytrain
 from hytrain.run.link import LOOK_S, SILENCE_S, Link
 from protocol.channel import Inbox, Incoming
+from workers.heartbeats import BEAT_S
 from workers.supervisor import COORDINATORS
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -173,17 +174,31 @@ def lives_another(launcher: int, dead: int) -> bool:
     return False
 
 
-def test_a_trainer_that_is_busy_meanwhile_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its inbox is not read while one coordinator takes another's place."""
-    model, busy = perceptron(), threading.Event()
-    receive = Inbox.receive
+@pytest.mark.parametrize("since", ["before the death", "its notice of the death"])
+def test_a_trainer_that_is_busy_meanwhile_is_asked_again(since: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inbox is not read while one coordinator takes another's place, and asks more than once.
+
+    Then it may ignore a connection for good, or read one that is closed already.
+    """
+    busy, is_waiting = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if busy.is_set():
+            is_waiting.set()
+            wait_for(lambda: not busy.is_set())
+
+    receive, lose = Inbox.receive, Link._lose_coordinator
 
     def late(self: Inbox, timeout_s: float | None) -> Incoming | None:
-        if busy.is_set():
-            wait_for(lambda: not busy.is_set())
+        wait()
         return receive(self, timeout_s)
 
-    monkeypatch.setattr(Inbox, "receive", late)
+    def lost(self: Link) -> None:
+        lose(self)
+        wait()
+
+    monkeypatch.setattr(*(Inbox, "receive", late) if since == "before the death" else (Link, "_lose_coordinator", lost))
+    model = perceptron()
     with adamw(model, policy="random") as opt:
         training = Training(opt, model)
         training.until_layers_move()
@@ -191,10 +206,11 @@ def test_a_trainer_that_is_busy_meanwhile_is_asked_again(monkeypatch: pytest.Mon
         launcher = dead.parent()
         assert launcher is not None
         busy.set()
-        time.sleep(2 * LOOK_S)  # until the receiver's wait is over
+        if since == "before the death":
+            wait_for(is_waiting.is_set)
         dead.kill()
-        wait_for(lambda: lives_another(launcher.pid, dead.pid))
-        time.sleep(2 * LOOK_S)  # it has asked
+        wait_for(lambda: is_waiting.is_set() and lives_another(launcher.pid, dead.pid))
+        time.sleep(3 * BEAT_S)  # it has asked
         busy.clear()
         training.until(lambda: coordinator(opt) not in (None, dead.pid))
         training.until_layers_move()
