@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -462,6 +462,15 @@ def test_an_interrupted_recipe_says_how_to_go_on(
         error = capsys.readouterr().err
         assert said in error and "Traceback" not in error
         runs.train("run", "train.steps=4")
+
+
+def test_a_signal_ends_a_run_before_its_first_step_though_the_exception_was_caught(runs: Runs) -> None:
+    ending = Ending()
+    with suppress(Ended):
+        ending.on_signal(signal.SIGTERM)
+    with pytest.raises(Ended, match="interrupted"):
+        runs.train("run", ending=ending)
+    assert not (runs.folder / "run" / "checkpoints").exists()
 
 
 def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

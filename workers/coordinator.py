@@ -154,7 +154,7 @@ class Coordinator:
         self._publisher = network.publisher()
         self._kept = kept or {}
         self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
-        self._attempts = 0
+        self._attempts = self._beats = 0
         self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
         self._trainers: dict[str, Address] = {}  # by the names of their connections
 
@@ -199,7 +199,9 @@ class Coordinator:
                 self._handle(incoming)
 
     def _beat(self) -> None:
-        self._ask()
+        self._beats += 1
+        if self._beats.bit_count() == 1:  # after 1, 2, 4, 8 … beats: a busy machine's answer may take longer than one
+            self._ask()
         for address, outbox in self._outboxes.values():
             while (answer := outbox.receive(0.0)) is not None:
                 if isinstance(answer, m.Pong):

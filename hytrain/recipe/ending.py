@@ -49,9 +49,14 @@ class Ending:
 
     @contextmanager
     def after_a_step(self) -> Iterator[None]:
-        """In this block, the loop asks for `number`, and signals do nothing else."""
+        """In this block, the loop asks for `number`, and signals do nothing else.
+
+        Raises Ended if there was one before: code that it interrupted may have caught every exception.
+        """
         self._waits = True
         try:
+            if self.number:
+                raise Ended(self.number)
             yield
         finally:
             self._waits = False

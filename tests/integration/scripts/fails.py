@@ -4,5 +4,5 @@ import os
 import sys
 
 count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-print(f"start {count}", flush=True)
+os.write(sys.stdout.fileno(), f"start {count}\n".encode())  # at once: the other rank may end this one
 sys.exit(0 if count == int(sys.argv[1]) else int(sys.argv[2]))
