@@ -271,9 +271,10 @@ class Link:
         message = self._world.take("trainer", sender)
         if isinstance(message, m.Introduce):
             self.post("coordinator", m.Hello(pid=2, inbox="trainer-0"))
+        elif isinstance(message, m.Welcome):
             self.post("coordinator", m.Ready(detail=""))
             self.is_asked = True
-        elif not isinstance(message, m.Welcome):
+        else:
             self.listener.on_message(message)
 
 

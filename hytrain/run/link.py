@@ -141,7 +141,7 @@ class Link:
         self._threads: list[threading.Thread] = []
         self._closed = False
         self.coordinator_pid = cluster.coordinator_pid
-        self._has_coordinator = False
+        self._has_coordinator = self._is_known = False  # and it knows us
         self._hello: Hello | None = None
         self._ready: Ready | None = None
         self._introduction: Callable[..., Rejoin] = Rejoin  # with what the coordinator was told
@@ -162,6 +162,7 @@ class Link:
             self._hello = self._handshake.hello()
             self._outboxes["coordinator"].send(self._hello)
             self._handshake.on_welcome(self._await_welcome())
+            self._is_known = True
         except PeerDied as death:
             raise self._worker_died(death) from None
 
@@ -275,9 +276,9 @@ class Link:
                     self._jobs.put(_Job("coordinator", message, None))
 
     def await_coordinator(self) -> None:
-        """If the coordinator has died, wait for another one, as long as there is somebody to start one."""
+        """If the coordinator has died, wait until another one knows us, as long as there is somebody to start one."""
         ends_s = time.monotonic() + START_TIMEOUT_S
-        while has_ended(self.coordinator_pid):
+        while has_ended(self.coordinator_pid) or not self._is_known:
             if time.monotonic() >= ends_s or has_ended(self._cluster.launcher_pid):
                 with self._keeping:
                     lost = sum(isinstance(message, TrainerReport) for message in self._unrecorded)
@@ -338,7 +339,7 @@ class Link:
 
     def _lose_coordinator(self) -> None:
         self._inbox.unwatch(_COORDINATOR)
-        self._has_coordinator = False
+        self._has_coordinator = self._is_known = False
         _log.warning("the coordinator (process %d) died; training goes on, and waits for no plan", self.coordinator_pid)
 
     def _find_coordinator(self, asked: Introduce) -> Hello:
@@ -347,7 +348,7 @@ class Link:
         pid, self._hello = asked.coordinator_pid, replace(self._hello, attempt=asked.attempt)
         is_news = pid != self.coordinator_pid
         self._inbox.unwatch(_COORDINATOR)
-        self._has_coordinator = False
+        self._has_coordinator = self._is_known = False
         try:
             self._inbox.watch(_COORDINATOR, pid)
         except PeerDied:
@@ -355,12 +356,16 @@ class Link:
         self._has_coordinator = True
         if self._ready is not None:
             self._jobs.put(_Job("coordinator", self._hello, None))
-            self._jobs.put(_Job("coordinator", self._ready, None))
-            self.is_asked = True
         self.coordinator_pid = pid
         if is_news:
             _log.warning("another coordinator (process %d) has been started", pid)
         return self._hello
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        """Another coordinator has taken our answer: from here on it takes what we know."""
+        if welcome.coordinator_pid == self.coordinator_pid and self._ready is not None:
+            self._jobs.put(_Job("coordinator", self._ready, None))
+            self.is_asked = self._is_known = True
 
     def _receive_all(self, listener: Listener) -> None:
         silence = _Silence()
@@ -390,7 +395,7 @@ class Link:
                     self._find_coordinator(incoming.message)
                     silence.ends()
                 elif isinstance(incoming.message, Welcome):
-                    pass  # the answer to our second Hello
+                    self._on_welcome(incoming.message)
                 elif isinstance(incoming.message, Failure):
                     listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
                 else:
