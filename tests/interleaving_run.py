@@ -128,7 +128,7 @@ class Run:
         for layer in self.layers:
             layer.life.check()
             is_owned = (layer.lid in queue.owned) == (layer.life.placement.updates == "cpu")
-            require(is_owned or layer.lid in self.world.handing, f"I3: layer {layer.lid} has two owners or none")
+            require(is_owned or self.world.handing[layer.lid], f"I3: layer {layer.lid} has two owners or none")
 
     def optimize(self) -> None:
         """The optimizer process, on a thread of its own."""

@@ -230,7 +230,7 @@ class Link:
 
     def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
         if isinstance(what, m.TakeOver | m.GiveUp):
-            self._world.handing.add(what.lid)
+            self._world.handing[what.lid] += 1
         self._jobs.append((to, what, after))
         self._world.scheduler.pause()
 
@@ -373,7 +373,7 @@ class Inbox:
             return None
         message = self._world.take("optimizer", rng.choice(here))
         if isinstance(message, m.TakeOver | m.GiveUp):
-            self._world.handing.discard(message.lid)
+            self._world.handing[message.lid] -= 1
         return SimpleNamespace(message=message)
 
 

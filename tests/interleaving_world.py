@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,7 +241,7 @@ class World:
     accepted: dict[int, set[str]] = field(default_factory=dict)
     plans: dict[int, m.Plan] = field(default_factory=dict)
     scales: dict[int, float | None] = field(default_factory=dict)
-    handing: set[int] = field(default_factory=set)
+    handing: Counter[int] = field(default_factory=Counter)  # handovers under way: a layer may have two
     story: deque[str] = field(default_factory=lambda: deque(maxlen=60))
     moved: int = 0
     moved_before_death: int | None = None  # of the last coordinator but one

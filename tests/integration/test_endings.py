@@ -189,6 +189,8 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) 
         killed = []
         for step in (4, 16):
             wait_for_step(launcher, step)
+            while step > 10 and latest(tmp_path / "parts" / "run") is None:  # it is saved while training goes on
+                time.sleep(0.01)
             optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
             killed.append(f"optimizer-0 (process {optimizer.pid}) was killed by SIGKILL after step ")
             optimizer.kill()
