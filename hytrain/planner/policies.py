@@ -111,14 +111,20 @@ def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> 
 
 
 def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
-    """The layers whose state visits the GPU: the first that it does not own, with at least this share of all."""
+    """The layers whose state visits the GPU, with at least this share of all.
+
+    They are spread evenly among those that it does not own, so that link and CPU both work during all of backward.
+    """
     layers = sorted(layers, key=lambda layer: layer.position)
-    all_numel = sum(layer.numel for layer in layers)
-    left, lids = share * all_numel, set()
-    for layer in layers:
-        if layer.lid not in gpu_lids and left > 1e-9 * all_numel:
+    others = [layer for layer in layers if layer.lid not in gpu_lids]
+    numel = sum(layer.numel for layer in layers)
+    of_others = min(1.0, share * numel / max(1, sum(layer.numel for layer in others)))
+    owed, lids = 0.0, set[int]()
+    for layer in others:
+        owed += of_others * layer.numel
+        if owed > 1e-9 * numel:
             lids.add(layer.lid)
-            left -= layer.numel
+            owed -= layer.numel
     return frozenset(lids)
 
 
