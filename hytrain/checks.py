@@ -40,7 +40,7 @@ class Options:
     speculate: bool | None
     loss_scale: float | str | None
     overlap: bool
-    visit: float = 0.0
+    visit: float | None = 0.0
 
     @property
     def awaits_verdict(self) -> bool:
@@ -66,21 +66,27 @@ class Options:
 _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 
 
-def check_options(*, k: float | str, **others: Any) -> Options:
+def check_options(*, k: float | str, visit: float | str, **others: Any) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
-    if k != "auto" and (isinstance(k, str) or not (_is_number(k) and 0.0 <= k <= 1.0)):
-        raise ConfigError(f'k is {k!r}: a fraction in [0, 1], or "auto"')
-    options = Options(k=None if isinstance(k, str) else float(k), **others)
+    options = Options(k=_fraction("k", k), visit=_fraction("visit", visit), **others)
     for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
         if is_wrong:
             raise ConfigError(sentence)
     return options if options.k is None else replace(options, policy="fixed")
 
 
+def _fraction(name: str, given: float | str) -> float | None:
+    """The number; None for "auto". Raises `ConfigError`."""
+    if given == "auto":
+        return None
+    if isinstance(given, str) or not (_is_number(given) and 0.0 <= given <= 1.0):
+        raise ConfigError(f'{name} is {given!r}: a fraction in [0, 1], or "auto"')
+    return float(given)
+
+
 def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether an option is wrong by itself, what to say then)."""
     backwards, scale = o.grad_accumulation, o.loss_scale
-    yield not (_is_number(o.visit) and 0.0 <= o.visit <= 1.0), f"visit is {o.visit!r}: a fraction in [0, 1]"
     norm_fits = o.max_grad_norm is None or (_is_number(o.max_grad_norm) and o.max_grad_norm > 0)
     dtype_fits = o.gradient_dtype in (None, torch.bfloat16, torch.float32)
     count_fits = isinstance(backwards, int) and not isinstance(backwards, bool) and backwards >= 1
@@ -107,8 +113,12 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
 def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether options contradict each other, what to say then)."""
     yield (
-        bool(o.visit) and (o.k is None or o.k + o.visit > 1.0),
+        bool(o.visit) and (o.k is None or o.k + (o.visit or 0.0) > 1.0),
         f"visit is {o.visit!r} with k={'auto' if o.k is None else o.k}: give a number for k too, both 1 at most",
+    )
+    yield (
+        o.visit is None and (o.k is not None or o.policy != "deadline"),
+        'visit="auto" needs k="auto" and policy="deadline", which decides both',
     )
     yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
     yield (

@@ -90,8 +90,9 @@ class AdamW(torch.optim.Optimizer):
             Norm and update are those of the gradients divided by the scale. Steps that are not finite are skipped and
             lower a dynamic scale.
         k: Fraction of the parameters that the GPU owns, in [0, 1], or "auto" to let the coordinator decide.
-        visit: With a number for k, the fraction of the parameters that the GPU updates although their state is in host
-            memory, from where it is fetched for each update. The CPU updates the rest.
+        visit: The fraction of the parameters that the GPU updates although their state is in host memory, from where
+            it is fetched for each update. The CPU updates the rest. A number with a number for k, or "auto" with
+            k="auto" and policy "deadline", which then decides both.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
         backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
@@ -131,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
         speculate: bool | None = None,
         loss_scale: float | str | None = None,
         k: float | str = "auto",
-        visit: float = 0.0,
+        visit: float | str = 0.0,
         policy: str = "deadline",
         objective: str = "speed",
         backend: str = "auto",

@@ -143,7 +143,7 @@ class LayerTable(Message):
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
-    `k`: None means "auto". `visit`: with a number for k, the fraction of the parameters whose state visits the GPU.
+    `k`: None means "auto". `visit`: the fraction of the parameters whose state visits the GPU; None means "auto".
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
@@ -165,7 +165,7 @@ class LayerTable(Message):
     threads: int | None = None
     rank: int = 0
     world: int = 1
-    visit: float = 0.0
+    visit: float | None = 0.0
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -175,7 +175,7 @@ class LayerTable(Message):
         positions = sorted(layer.position for layer in self.layers)
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
-        _require(0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
+        _require(self.visit is None or 0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")

@@ -267,6 +267,18 @@ def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_upd
     assert bool(driver.sent(report(WARM_UP_STEPS))) is moves
 
 
+def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
+    """They can do what the CPU is late with, over a link that is fast, and go back to it with a number for k."""
+    driver.start(policy="deadline", visit=None, device="cuda")
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    plan = driver.plan(report(WARM_UP_STEPS))
+    assert "visit" in plan.placements and "visit the GPU" in plan.reason
+    driver.hold(plan)
+    driver.ask("k", "0.5")
+    fixed = driver.plan(report(plan.step + 1, on_gpu(plan.placements)))
+    assert "visit" not in fixed.placements and fixed.k == 0.5
+
+
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
     driver.join(TRAINER, 11)
     driver.handle(table(host_bytes=1, gpu_bytes=1))

@@ -84,15 +84,68 @@ def test_two_layers_in_one_tile_each() -> None:
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
+def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
+    """State is five times as long on its way as weights. Copies that pass make the visits longer."""
+    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
+    timeline, first, second = simulate(two, NONE), 1000, 999
+    assert two.visiting(NONE) == {first} and two.visiting(two.lids) == NONE
+    assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [
+        ("cpu_update", second, 3, 6),
+        ("visit", first, 4, 10),
+        ("stall", first, 4, 10),
+    ]
+    both = replace(two, visit=1.0)
+    for profile, order in ((both, [(second, 2, 7), (first, 7, 12)]), (_held(both), [(first, 4, 9), (second, 9, 14)])):
+        events = simulate(profile, NONE).events
+        assert [event[1:] for event in events if event[0] == "visit"] == order
+    assert (_held(both).gpu_state_bytes(NONE), both.gpu_state_bytes(NONE)) == (400, 0), "gradients await the verdict"
+
+
+def _held(profile: Profile) -> Profile:
+    layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200) for layer in profile.layers)
+    return replace(profile, layers=layers, awaits_verdict=True)
+
+
+@given(st.data(), st.floats(0, 1))
+def test_visits_are_spread_over_the_layers_that_the_gpu_does_not_own(data: st.DataObject, share: float) -> None:
+    profile = replace(data.draw(profiles), visit=share)
+    gpu_lids = data.draw(subsets(profile))
+    visiting, others = profile.visiting(gpu_lids), [one for one in profile.layers if one.lid not in gpu_lids]
+    assert visiting <= {one.lid for one in others}
+    numel = sum(one.numel for one in others)
+    wanted = min(1.0, share * profile.numel / numel) if numel else 0.0
+    largest = max((one.numel for one in others), default=0)
+    before = visits = 0
+    for one in others:
+        before, visits = before + one.numel, visits + one.numel * (one.lid in visiting)
+        assert -1e-6 * numel <= visits - wanted * before <= largest
+
+
+def test_visits_are_planned_where_they_save_memory_at_the_same_speed() -> None:
+    """A CPU that needs half of the layers taken off it, and a link that can do that."""
+    profile = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
+    without, planned = choose("deadline", profile), choose("deadline", profile, visit=None)
+    assert without.visit == 0 < planned.visit and f"{planned.visit:.0%} visit the GPU; " in planned.reason
+    assert planned.predicted_step_s <= 1.01 * without.predicted_step_s and len(planned.gpu_lids) < len(without.gpu_lids)
+    there = replace(profile, visit=planned.visit)
+    assert not choose("deadline", there, current=planned.gpu_lids, visit=None).changed
+    assert choose("deadline", profile, current=planned.gpu_lids, visit=planned.visit).changed, "from no visits to these"
+    back = choose("deadline", there, current=planned.gpu_lids, visit=0.0)
+    assert back.changed and back.gpu_lids == without.gpu_lids
+    slow_link = uniform(28, cpu_update_s=5.0, d2h_s=4.0, h2d_s=4.0)
+    assert choose("deadline", slow_link, visit=None).visit == 0
+    assert choose("deadline", slow_link, visit=None, objective="gpu-memory").gpu_lids == NONE
+
+
 @given(st.data())
 def test_every_server_does_one_thing_at_a_time_in_its_order(data: st.DataObject) -> None:
-    profile = data.draw(profiles)
+    profile = replace(data.draw(profiles), visit=data.draw(st.sampled_from([0.0, 0.3])))
     timeline = simulate(profile, data.draw(subsets(profile)), tile_numel=data.draw(tile_numels))
     by_kind = defaultdict(list)
     for kind, lid, start_s, end_s in timeline.events:
         by_kind[kind].append((lid, start_s, end_s))
     gpu = sorted(by_kind["backward"] + by_kind["gpu_update"] + by_kind["forward"], key=lambda event: event[1:])
-    for events in (gpu, by_kind["d2h"], by_kind["cpu_update"], by_kind["h2d"]):
+    for events in (gpu, by_kind["d2h"], by_kind["cpu_update"], by_kind["h2d"], by_kind["visit"]):
         assert all(a[2] <= b[1] for a, b in zip(events, events[1:]))
 
     landed = {lid: end_s for lid, _, end_s in by_kind["d2h"]}

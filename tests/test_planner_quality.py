@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from planner_layers import around
@@ -64,6 +65,21 @@ def test_no_prefix_is_more_than_one_percent_faster_and_none_as_fast_is_smaller(b
         assert step_s(profile, chosen) <= enough_s, seed
         least = min(profile.gpu_state_bytes(some) for some in steps_s if steps_s[some] <= enough_s)
         assert limited or profile.gpu_state_bytes(chosen) <= least, seed
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_with_visits_no_step_is_clearly_slower_and_no_plan_larger(batch: int) -> None:
+    less = 0
+    for seed in CASES:
+        profile = llama(seed, batch)
+        alone = aim("speed", profile, Limits()).gpu_lids
+        usual: dict[str, Any] = {"fixed_k": None, "current": frozenset(), "horizon_steps": 10**9, "min_gain": 0.0}
+        planned = decide("deadline", profile, Limits(), visit=None, **usual)
+        assert planned.predicted_step_s <= (SAME + 0.01) * step_s(profile, alone), seed
+        saved = profile.gpu_state_bytes(alone) - profile.gpu_state_bytes(planned.gpu_lids)
+        less += saved > 0.03 * profile.gpu_state_bytes(profile.lids)
+        assert saved >= 0 or planned.predicted_step_s < 0.99 * step_s(profile, alone), seed
+    assert less > 1
 
 
 @pytest.mark.parametrize("clipped", [0.0, 0.05, 0.3, 1.0])

@@ -61,6 +61,7 @@ class Planning:
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
+        self._visit = self._planned_visit = 0.0  # the share of visits that is in effect, and of the last plan
         self.reason = ""
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -99,6 +100,8 @@ class Planning:
         self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved = message.moved
+        visiting = [fact.numel for fact in self._facts if message.placements[fact.lid] == VISIT.name]
+        self._visit = self._planned_visit = sum(visiting) / sum(fact.numel for fact in self._facts)
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
         self._first_known = message.step
         self._knows_mode = False
@@ -119,7 +122,7 @@ class Planning:
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
-        return self._propose(lids, 0, "the first plan, before a step is measured", None)
+        return self._propose(lids, self._wanted_visit or 0.0, 0, "the first plan, before a step is measured", None)
 
     # ------------------------------------------------------------ measurements
 
@@ -192,7 +195,7 @@ class Planning:
         """Decide again, if it is time and no plan is being agreed on."""
         every = 1 if self.policy == "random" else self._replan_every
         due = self._planned_at is None or self._step - self._planned_at >= every
-        profile = self._book.profile() if due and not self._ledger.busy else None
+        profile = self._profile() if due and not self._ledger.busy else None
         if profile is None or self._uncalibrated or self._awaits_cpu_times():
             return []
         self._planned_at = self._step
@@ -206,6 +209,7 @@ class Planning:
             horizon_steps=HORIZON_STEPS,
             min_gain=MIN_GAIN,
             objective=self.objective,
+            visit=self._wanted_visit,
             seed=self._step,
         )
         try:
@@ -222,8 +226,21 @@ class Planning:
         self.predicted_step_s = self._simulated_s(profile, current)
         self.reason = decision.reason
         if decision.changed:
-            commands += self._propose(decision.gpu_lids, self._step + 2, decision.reason, decision.predicted_step_s)
+            facts = decision.reason, decision.predicted_step_s
+            commands += self._propose(decision.gpu_lids, decision.visit, self._step + 2, *facts)
         return commands
+
+    @property
+    def _wanted_visit(self) -> float | None:
+        """The share of visits that the user has asked for; None if the planner is to choose it."""
+        if self.policy == "deadline" and self.table.visit is None:
+            return None
+        return self.table.visit or 0.0 if self.policy == "fixed" else 0.0
+
+    def _profile(self) -> Profile | None:
+        """The book's, with the present share of visits."""
+        profile = self._book.profile()
+        return None if profile is None else replace(profile, visit=self._visit)
 
     def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], planner.Decision]) -> tuple[bool, str]:
         """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
@@ -262,8 +279,10 @@ class Planning:
             return False
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
-    def _propose(self, gpu_lids: frozenset[int], step: int, reason: str, predicted_s: float | None) -> list[Command]:
-        placements = self._placed(gpu_lids, step)
+    def _propose(
+        self, gpu_lids: frozenset[int], visit: float, step: int, reason: str, predicted_s: float | None
+    ) -> list[Command]:
+        placements, self._planned_visit = self._placed(gpu_lids, visit, step), visit
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -279,13 +298,13 @@ class Planning:
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def _placed(self, gpu_lids: frozenset[int], step: int) -> tuple[str, ...]:
+    def _placed(self, gpu_lids: frozenset[int], visit: float, step: int) -> tuple[str, ...]:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         if self.policy == "random":
             visiting = planner.drawn_visits(facts, gpu_lids, step)
         else:
-            visiting = planner.visiting_lids(facts, gpu_lids, self.table.visit if self.policy == "fixed" else 0.0)
+            visiting = planner.visiting_lids(facts, gpu_lids, visit)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
         return tuple(names.get(lid, CPU.name) for lid in range(len(facts)))
 
@@ -297,6 +316,7 @@ class Planning:
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
+        self._visit = self._planned_visit
         self.moved += applied.moved
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -313,7 +333,7 @@ class Planning:
         """The predicted step time. The placements differ from the plan's if the GPU had no room for all of it."""
         if self._plan is not None and placements == self._plan.placements:
             return self._plan.predicted_step_s
-        profile = self._book.profile()
+        profile = self._profile()
         return None if profile is None else self._simulated_s(profile, _gpu_lids(placements))
 
     def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:

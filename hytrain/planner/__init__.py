@@ -15,8 +15,8 @@ from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
-from hytrain.planner.policies import POLICIES, Decision, decide, drawn_visits, first_lids, visiting_lids
-from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
+from hytrain.planner.policies import POLICIES, Decision, decide, drawn_visits, first_lids
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile, visiting_lids
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [

@@ -13,13 +13,13 @@ decision out as a plan.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 from hytrain.planner.book import ROLES
-from hytrain.planner.deadline import Target, aim, worth_moving
+from hytrain.planner.deadline import CLEAR_SAVING, Target, aim, worth_moving
 from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
-from hytrain.planner.ladder import Infeasible, Ladder, build_ladder
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, build_ladder
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES
@@ -27,12 +27,14 @@ from protocol.messages import OBJECTIVES
 POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
+SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # of the parameters: those that are tried for visits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     gpu_lids: frozenset[int]
     k: float  # of `gpu_lids`, which are whole layers
+    visit: float  # the share of the parameters whose state visits the GPU, as `visiting_lids` takes it
     reason: str  # one sentence for people
     predicted_step_s: float
     changed: bool  # from `current`
@@ -48,9 +50,13 @@ def decide(
     horizon_steps: int,
     min_gain: float,
     objective: str = "speed",
+    visit: float | None = 0.0,
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
+
+    `profile.visit` is the current share of visits, and `visit` the wanted one. With None, "deadline" chooses one for
+    its objective, and keeps the current one unless another is clearly better.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -68,6 +74,10 @@ def decide(
         raise ValueError(f"unknown objective {objective!r}, choose one of {', '.join(OBJECTIVES)}")
     if policy == "fixed" and fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
+    visits_now = profile.visit
+    if visit is None and policy == "deadline":
+        visit = _best_share(objective, profile, limits, min_gain)
+    profile = replace(profile, visit=visit or 0.0)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
         target = _by_formula("k as given", fixed_k, profile, ladder)
@@ -90,10 +100,35 @@ def decide(
     return Decision(
         gpu_lids=target.gpu_lids,
         k=profile.k_of(target.gpu_lids),
-        reason=target.reason if policy == "deadline" else _without(objective, target.reason),
+        visit=profile.visit,
+        reason=_visiting(profile) + (target.reason if policy == "deadline" else _without(objective, target.reason)),
         predicted_step_s=simulate(profile, target.gpu_lids).step_s,
-        changed=target.gpu_lids != current,
+        changed=target.gpu_lids != current or profile.visit != visits_now,
     )
+
+
+def _best_share(objective: str, profile: Profile, limits: Limits, min_gain: float) -> float:
+    """The share of visits with the least GPU memory among those within 1 % of the fastest, each with its best layers.
+
+    A share costs no move of state, but steps in which layers change owners, so a clear gain or saving is needed.
+    """
+    now = profile.visit
+    aims = {
+        share: (there, aim(objective, there, limits).gpu_lids)
+        for share in sorted({*SHARES, now})
+        if (there := replace(profile, visit=share))
+    }
+    steps_s = {share: simulate(there, lids).step_s for share, (there, lids) in aims.items()}
+    nbytes = {share: there.gpu_state_bytes(lids) for share, (there, lids) in aims.items()}
+    enough_s = (1 + SAME_SPEED) * min(steps_s.values())
+    best = min((share for share in aims if steps_s[share] <= enough_s), key=lambda share: (nbytes[share], share))
+    gains = steps_s[now] - steps_s[best] > (min_gain + SAME_SPEED) * steps_s[now]
+    saves = nbytes[now] - nbytes[best] > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
+    return best if gains or saves else now
+
+
+def _visiting(profile: Profile) -> str:
+    return f"{profile.visit:.0%} visit the GPU; " if profile.visit else ""
 
 
 def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> frozenset[int]:
@@ -108,24 +143,6 @@ def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> 
     profile = Profile(layers=tuple(layers))
     ladder = build_ladder(profile, limits, profile.layers)
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
-
-
-def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
-    """The layers whose state visits the GPU, with at least this share of all.
-
-    They are spread evenly among those that it does not own, so that link and CPU both work during all of backward.
-    """
-    layers = sorted(layers, key=lambda layer: layer.position)
-    others = [layer for layer in layers if layer.lid not in gpu_lids]
-    numel = sum(layer.numel for layer in layers)
-    of_others = min(1.0, share * numel / max(1, sum(layer.numel for layer in others)))
-    owed, lids = 0.0, set[int]()
-    for layer in others:
-        owed += of_others * layer.numel
-        if owed > 1e-9 * numel:
-            lids.add(layer.lid)
-            owed -= layer.numel
-    return frozenset(lids)
 
 
 def drawn_visits(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -35,7 +36,7 @@ class LayerProfile(LayerFacts):
 
     @property
     def move_s(self) -> float:
-        """Seconds in which the link moves the layer's state to another owner: 10 bytes per bf16 parameter.
+        """Seconds in which the link moves the layer's state one way, as to another owner: 10 bytes per bf16 parameter.
 
         The host planes are gradients, weights and state, so one copy of `d2h_s` or `h2d_s` carries half of what is
         not state. The slower direction counts. Training goes on meanwhile, and waits for part of this at most.
@@ -54,6 +55,8 @@ class Profile:
     which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
     `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
 
+    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says.
+
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
     """
@@ -66,6 +69,7 @@ class Profile:
     clipped: float = 0.0
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
+    visit: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -115,12 +119,37 @@ class Profile:
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """GPU memory for the optimizer state of the layers that the GPU owns."""
-        return sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
+        """GPU memory for the optimizer state of the layers that the GPU owns, and for gradients held for visits."""
+        held = sum(layer.held_bytes for layer in self.layers if layer.lid in self.visiting(gpu_lids))
+        return held + sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
+
+    def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
+        """The layers whose state visits the GPU, if it owns these."""
+        return visiting_lids(self.layers, gpu_lids, self.visit)
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
         """Host memory for the planes of the CPU-owned layers."""
         return sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
+
+
+def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
+    """The layers whose state visits the GPU, with at least this share of all.
+
+    They are spread evenly among those that it does not own, so that link and CPU both work during all of backward.
+    """
+    if not share:
+        return frozenset()
+    layers = sorted(layers, key=lambda layer: layer.position)
+    others = [layer for layer in layers if layer.lid not in gpu_lids]
+    numel = sum(layer.numel for layer in layers)
+    of_others = min(1.0, share * numel / max(1, sum(layer.numel for layer in others)))
+    owed, lids = 0.0, set[int]()
+    for layer in others:
+        owed += of_others * layer.numel
+        if owed > 1e-9 * numel:
+            lids.add(layer.lid)
+            owed -= layer.numel
+    return frozenset(lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

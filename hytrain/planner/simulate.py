@@ -4,6 +4,7 @@
     D2H   ┃          └─ 3 ──┐   └─ 2 ──┐                   ▲                ▲         first in, first out
     CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         in forward order
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
+    visits┃                                                                           first in, first out, both ways
 
 Between backward and forward is the loop's other work. Further micro-batches of a step follow the forward. Each layer's
 forward waits for its own update, so both links and the CPU are idle when a backward begins: all steps are the same,
@@ -12,6 +13,9 @@ the resulting slowdown agree.
 
 The CPU checks its queue after each tile, so a layer that is earlier in forward order starts at the end of the current
 tile. All tiles of a layer take the same time. A layer is copied in one piece.
+
+Visits take the link in both directions, once a layer's gradients are complete. Gradients and weights pass them in small
+pieces, and make each take longer by its part of the time that these copies take.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from hytrain.planner.profile import LayerProfile, Profile
 TILE_NUMEL = 16 << 20
 ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
 
-# (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, stall, forward.
+# (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, visit, stall, forward.
 # The step's backward begins at 0.
 Event = tuple[str, int, float, float]
 
@@ -53,7 +57,10 @@ class Timeline:
 
 
 def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TILE_NUMEL) -> Timeline:
-    """The steady state if the GPU owns these layers and the CPU all others. ValueError for unknown layers."""
+    """The steady state if the GPU owns these layers. The CPU updates the others that do not visit the GPU.
+
+    Raises ValueError for unknown layers.
+    """
     profile.require(gpu_lids)
     timeline = _steady(profile, gpu_lids, tile_numel)
     if not (profile.speculates and profile.clipped):
@@ -80,7 +87,7 @@ def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Time
 
 def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     events: list[Event] = []
-    landed, over_s, now = _backward(profile, gpu_lids, events)
+    landed, visits, over_s, now = _backward(profile, gpu_lids, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
@@ -91,6 +98,7 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
     ready_s = {
         layer.lid: end_s for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
     }
+    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, [layer for layer, _ in landed], events)}
     stalls_s = {}
     gpu_busy_s = now
     now += profile.other_s
@@ -113,12 +121,15 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
 
 def _backward(
     profile: Profile, gpu_lids: frozenset[int], events: list[Event]
-) -> tuple[list[tuple[LayerProfile, float]], float, float]:
-    """When each gradient has arrived, when backward is over, and when the GPU is done.
+) -> tuple[list[tuple[LayerProfile, float]], list[tuple[LayerProfile, float]], float, float]:
+    """When each gradient has arrived, when each visit can begin, when backward is over, and when the GPU is done.
 
-    If updates await a verdict, the GPU's start when backward is over, in no particular order.
+    If updates await a verdict, the GPU's start when backward is over, in no particular order, and visits in forward
+    order.
     """
     now = 0.0
+    visiting = profile.visiting(gpu_lids)
+    visits: list[tuple[LayerProfile, float]] = []
     leaving: list[tuple[LayerProfile, float, float]] = []
     held: list[LayerProfile] = []
 
@@ -130,7 +141,9 @@ def _backward(
     for layer in reversed(profile.layers):
         events.append(("backward", layer.lid, now, now + layer.backward_s))
         now += layer.backward_s
-        if layer.lid not in gpu_lids:
+        if layer.lid in visiting:
+            visits.append((layer, now))
+        elif layer.lid not in gpu_lids:
             leaving.append((layer, layer.d2h_s, now))
         elif profile.awaits_verdict:
             held.append(layer)
@@ -139,7 +152,19 @@ def _backward(
     over_s = now
     for layer in held:
         update(layer)
-    return _link("d2h", leaving, events), over_s, now
+    if profile.awaits_verdict:
+        visits = [(layer, over_s) for layer, _ in reversed(visits)]
+    return _link("d2h", leaving, events), visits, over_s, now
+
+
+def _visits(
+    visits: list[tuple[LayerProfile, float]], others: list[LayerProfile], events: list[Event]
+) -> list[tuple[LayerProfile, float]]:
+    """When each layer is updated by a visit that can begin at its time, while the others' copies pass."""
+    visits_s = sum(layer.move_s for layer, _ in visits)
+    passing_s = max(sum(layer.d2h_s for layer in others), sum(layer.h2d_s for layer in others))
+    longer = 1 + passing_s / visits_s if visits_s else 1.0
+    return _link("visit", ((layer, longer * layer.move_s, at) for layer, at in visits), events)
 
 
 def _link(

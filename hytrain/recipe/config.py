@@ -71,6 +71,9 @@ Scale = Annotated[float | Literal["dynamic"], _number_or("dynamic", "the loss's 
 Share = Annotated[
     float | Literal["auto"], _number_or("auto", "k, the share of the parameters that the GPU owns,", 0, 1)
 ]
+VisitingShare = Annotated[
+    float | Literal["auto"], _number_or("auto", "visit, the share of the parameters whose state visits the GPU,", 0, 1)
+]
 
 
 Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
@@ -221,6 +224,7 @@ class Optimizer(Section):
     """How GPU and CPU share the update."""
 
     k: Share = "auto"
+    visit: VisitingShare = 0.0  # the share whose state visits the GPU: a number with one for k, or auto with k: auto
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
     speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: decided by speed

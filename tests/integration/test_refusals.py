@@ -80,6 +80,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"k": 0.5, "visit": "0.5"}, r"visit is '0\.5': a fraction"),
     ({"visit": 0.5}, r"visit is 0\.5 with k=auto: give a number for k too"),
     ({"k": 0.7, "visit": 0.5}, r"visit is 0\.5 with k=0\.7: .*both 1 at most"),
+    ({"k": 0.7, "visit": "auto"}, 'visit="auto" needs k="auto" and policy="deadline"'),
+    ({"policy": "random", "visit": "auto"}, 'visit="auto" needs k="auto" and policy="deadline"'),
     ({"k": "half"}, '"auto"'),
     ({"k": True}, "k is True"),
     ({"policy": "fixed"}, 'policy="fixed" needs a k'),
