@@ -41,6 +41,7 @@ from hytrain.checks import (
 )
 from hytrain.config import ClusterConfig
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.parts import Parts
@@ -395,19 +396,20 @@ class AdamW(torch.optim.Optimizer):
         self._write(folder, "opt.save()")(Ranks.of_job(), in_parallel=True)
 
     def async_save(self, folder: str | Path) -> Future[None]:
-        """Like `save`, but return as soon as the state of this step is in the files, and train on meanwhile.
+        """Like `save`, but return as soon as there is a copy of this step's state, and train on meanwhile.
 
-        The system has the files in memory then. A thread of this process waits for the disk, computes the checksums,
-        and makes the state the folder's current one. Then the future is done, or has the `SavingError`, which is also
-        logged. The next save waits for it, and so does `close`.
+        The copy is in GPU memory that no step so far has needed. Without so much of it on every rank, it is the files,
+        which the system has in memory. A thread of this process writes the files, waits for the disk, computes the
+        checksums, and makes the state the folder's current one. Then the future is done, or has the `SavingError`,
+        which is also logged. The next save waits for it, and so does `close`.
 
         The name and the meaning are those of `torch.distributed.checkpoint.async_save`. Model weights are not part of
         it: save them before the next step.
         """
-        finish = self._write(folder, "opt.async_save()")
+        finish = self._write(folder, "opt.async_save()", self._session.memory)
         return self._saver.start(finish, f"the optimizer's state in {folder}")
 
-    def _write(self, folder: str | Path, asked: str) -> state_folder.Finish:
+    def _write(self, folder: str | Path, asked: str, memory: GpuMemory | None = None) -> state_folder.Finish:
         """Write the state into files, and return what makes them the folder's state."""
         from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
 
@@ -416,7 +418,8 @@ class AdamW(torch.optim.Optimizer):
         engine.import_written()
         engine.before_load(asked)
         engine.expose_state()
-        return state_folder.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale)
+        facts: dict[str, Any] = {"steps": engine.steps, "loss_scale": engine.loss_scale}
+        return state_folder.save(Path(folder), *self._saved, **facts, memory=memory)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.

@@ -31,7 +31,7 @@ from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.memory.arena import allow_descriptors
-from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, require_host_memory, second_bank_fits
+from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
 from hytrain.model import fsdp, hooks
 from hytrain.model.layers import split_layers
@@ -89,6 +89,7 @@ class Session:
         self.ranks = ranks
         self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
         self._model, self._options, self._device = model, options, check_model(model)
+        self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
         self.resting = saving.Resting()
@@ -183,7 +184,7 @@ class Session:
             self._options.k,
             limit,
             ranks=ranks,
-            gpu_bytes=GpuMemory(self._device).for_state_bytes(),
+            gpu_bytes=self.memory.for_state_bytes(),
             awaits_verdict=self._options.awaits_verdict,
         )
         if self._options.may_speculate:
@@ -211,7 +212,7 @@ class Session:
         options, cluster = self._options, self._cluster
         if options.backend == "auto" and (reason := choice.why_not_native()):
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
-        memory, transfers = GpuMemory(self._device), transfers_for(self._device)
+        memory, transfers = self.memory, transfers_for(self._device)
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)

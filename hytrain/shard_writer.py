@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from hytrain import tensor_file
-from hytrain.tensor_file import WRITERS
 
 #: How the reader knows which part of an array a shard is.
 OFFSETS: Final = "DCP_SHARDING_INFO"
@@ -33,20 +32,30 @@ VERSION: Final = ("DCP_VERSION", "1.0")
 class ShardWriter(StorageWriter):
     """Writes arrays of one rank into `folder`: of which array `file_of` knows the file's number, `dtypes` its dtype."""
 
-    def __init__(self, folder: Path, rank: int, file_of: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        file_of: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        in_parallel: bool,
+    ) -> None:
         self._folder, self._rank, self._file_of, self._dtypes = folder, rank, file_of, dtypes
+        self._in_parallel = in_parallel
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         files: dict[int, list[WriteItem]] = {}
         for item in plan.items:
             files.setdefault(self._file_of[item.index.fqn], []).append(item)
         last = max(self._file_of.values(), default=1)
-        with ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
-            for written in [
-                pool.submit(self._write, f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{last:05d}", items, planner)
+        tensor_file.write_all(
+            [
+                partial(self._write, f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{last:05d}", items, planner)
                 for number, items in files.items()
-            ]:
-                written.result()
+            ],
+            in_parallel=self._in_parallel,
+        )
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

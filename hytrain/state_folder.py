@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
 from hytrain.errors import ClusterError, ConfigError, SavingError
+from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.loan import Loan, borrow
 from hytrain.memory.planes import STATE_PLANES
 from hytrain.model.trained import TrainedParameter
 from hytrain.run.ranks import Ranks
@@ -84,12 +86,14 @@ def save(
     *,
     steps: int,
     loss_scale: LossScale | None = None,
+    memory: GpuMemory | None = None,
 ) -> Finish:
     """Write the state after `steps` steps into `folder`, which is created, and return what makes it the current one.
 
-    All ranks call that, too, perhaps on another thread: it waits for the disk, and reads no state. Until it has
-    returned, a state that was there before is in force. Both raise `SavingError` on all ranks if something cannot be
-    written. Then the state that was there is whole.
+    All ranks call that, too, perhaps on another thread: it waits for the disk, and reads no state. With `memory` that
+    has room for a copy of the state on every rank, it also writes the files. Until it has returned, a state that was
+    there before is in force. Both raise `SavingError` on all ranks if something cannot be written. Then the state that
+    was there is whole.
     """
     ranks = Ranks.of_job()
     step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
@@ -105,7 +109,10 @@ def save(
     current, free = ranks.gather(slots)[0]
     arrays = _trained(parameters) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
-    writer = ShardWriter(free, ranks.rank, file_of, {name: array.dtype for name, array in arrays.items()})
+    await_devices(array.like for array in arrays.values())
+    loan = None if memory is None else _copy(arrays, memory, ranks)
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+    writer = ShardWriter(free, ranks.rank, file_of, dtypes, in_parallel=loan is None)
     index = {
         "format": FORMAT,
         "steps": steps,
@@ -114,7 +121,6 @@ def save(
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
     }
-    await_devices(array.like for array in arrays.values())
 
     def written() -> Iterator[Path]:
         yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
@@ -130,20 +136,42 @@ def save(
                 shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
             raise
 
+    def write(ranks: Ranks) -> None:
+        call = partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays))
+        with or_removed():
+            with manifest.writing(folder):
+                _run(ranks, call)
+            with ranks.together(), manifest.writing(folder):
+                if ranks.rank == 0:
+                    (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's are not JSON's
+
     def finish(ranks: Ranks, in_parallel: bool = False) -> None:
+        if loan is not None:
+            try:
+                write(ranks)
+            finally:
+                loan.give_back()
         with or_removed():
             manifest.seal(folder, written(), ranks, in_parallel=in_parallel)
         if ranks.rank == 0:
             shutil.rmtree(current, ignore_errors=True)
 
-    call = partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays))
-    with or_removed():
-        with manifest.writing(folder):
-            _run(ranks, call)
-        with ranks.together(), manifest.writing(folder):
-            if ranks.rank == 0:
-                (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's numbers are not JSON's
+    if loan is None:
+        write(ranks)
     return finish
+
+
+def _copy(arrays: Arrays, memory: GpuMemory, ranks: Ranks) -> Loan | None:
+    """Let `arrays` read copies of what they read now, if every rank has memory for its own."""
+    loan = borrow(memory, {name: (array.dtype, local(array.like).shape) for name, array in arrays.items()})
+    if not all(ranks.gather(loan is not None)):
+        return None
+    assert loan is not None
+    for name, array in arrays.items():
+        loan.put(name, array.read())
+        arrays[name] = replace(array, read=partial(loan.copies.__getitem__, name))
+    await_devices(loan.copies.values())
+    return loan
 
 
 def load(
@@ -294,7 +322,7 @@ def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            call(no_dist=ranks.world == 1)
+            call(no_dist=ranks.world == 1, process_group=ranks.group)
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         full = isinstance(first, OSError)

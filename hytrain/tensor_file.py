@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +53,17 @@ def write(path: Path, described: Described, tensors: Iterable[Tensor], metadata:
                 _put(file, piece.numpy())
 
 
+def write_all(files: Sequence[Callable[[], None]], *, in_parallel: bool) -> None:
+    """Write several files: at once, or one after the other behind a training, which leaves no cores or threads."""
+    if not in_parallel:
+        for file in files:
+            file()
+        return
+    with ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
+        for written in [pool.submit(file) for file in files]:
+            written.result()
+
+
 def await_devices(tensors: Iterable[Tensor]) -> None:
     """Wait until their values are there: threads have streams of their own."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -87,5 +99,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from pieces
         return
     room = torch.empty(pieces[0].numel(), dtype=torch.uint8, pin_memory=True)  # of a pool that torch keeps
+    stream = torch.cuda.Stream(tensor.device)  # so that it does not wait for training
     for piece in pieces:
-        yield room[: piece.numel()].copy_(piece)
+        with torch.cuda.stream(stream):
+            room[: piece.numel()].copy_(piece)
+        yield room[: piece.numel()]

@@ -60,6 +60,31 @@ def test_state_that_has_just_come_is_used_at_once(monkeypatch: pytest.MonkeyPatc
     assert before is not None and memory.free_bytes() == before - 6 * GB
 
 
+def test_what_is_lent_is_used_until_it_is_back_and_then_not_needed_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, told = tell(monkeypatch, 1.0, 60, 35, 20, 30), {"allocated": 20.0, "peak": 30.0}
+    usable = 60 + 35 - GPU_MARGIN * 100
+
+    def allocate(gb: float) -> None:
+        told["allocated"] += gb
+        told["peak"] = max(told.values())
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: told["peak"] * GB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: told.update(peak=told["allocated"]))
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: allocate(nbytes / GB) or "lent")
+    assert memory.lend(int((usable - 29) * GB)) is None, "a step has needed 30"
+    assert memory.lend(40 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 40 - 30) * GB)
+    assert memory.lend(10 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 50 - 30) * GB)
+    for step_gb in (15, -15):
+        allocate(step_gb)
+    assert memory.free_bytes() == pytest.approx((usable - 50 - 35) * GB)
+    for nbytes in (40, 10):
+        allocate(-nbytes)
+        memory.take_back(nbytes * GB)
+    assert memory.free_bytes() == pytest.approx((usable - 35) * GB)
+    allocate(16)
+    assert memory.free_bytes() == pytest.approx((usable - 36) * GB)
+
+
 def test_without_a_gpu_nothing_is_known() -> None:
     memory = GpuMemory(torch.device("cpu"))
     assert memory.free_bytes() is None and memory.for_state_bytes() is None

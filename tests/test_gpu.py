@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hytrain
+from hytrain.memory.capacity import GpuMemory, gpu_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
@@ -274,6 +275,39 @@ def test_saved_and_resumed(dtype: torch.dtype, k: float, tmp_path: Path) -> None
         assert all(torch.equal(found[0][name], tensor) for name, tensor in expected[0].items())
         for index, entry in expected[1]["state"].items():
             assert all(torch.equal(found[1]["state"][index][name], tensor) for name, tensor in entry.items())
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_state_is_saved_while_training_goes_on(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a copy on the GPU, or without room for one from where it lies. What was lent is free again."""
+    memory = gpu_memory(torch.device("cuda", torch.cuda.current_device()))
+    if not has_room:
+        monkeypatch.setattr(GpuMemory, "lend", lambda *_: None)
+    model, steps = wide(torch.bfloat16), 3
+    optimizer = hytrain.AdamW(model, k=0.5, run_dir=str(tmp_path / "run"))
+
+    def train() -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 3000, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def planes() -> list[torch.Tensor]:
+        return [t.cpu().clone() for entry in optimizer.state_dict()["state"].values() for t in entry.values()]
+
+    train()
+    expected, needed = planes(), torch.cuda.max_memory_allocated()
+    saved = optimizer.async_save(tmp_path / "state")
+    assert bool(memory._lent) >= (has_room and not saved.done())
+    train()
+    saved.result()
+    assert memory._lent == 0 and torch.cuda.max_memory_allocated() <= needed
+    assert not all(map(torch.equal, planes(), expected))
+    optimizer.load(tmp_path / "state")
+    assert all(map(torch.equal, planes(), expected))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, MissingPackage, SavingError
+from hytrain.memory.capacity import GpuMemory, gpu_memory
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
@@ -234,6 +235,21 @@ def test_the_folder_is_the_one_that_transformers_writes(
         assert all(torch.equal(found[key], expected[key]) for key in found)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_may_change_while_a_copy_of_them_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuMemory, "free_bytes", lambda _: 1 << 40)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=100, **sizes))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    write = checkpoint.export(model, tmp_path, Job(), behind=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    write()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in before.items())
+    assert gpu_memory(torch.device("cpu"))._lent == 0
 
 
 def test_a_checkpoint_of_another_version_is_told(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:

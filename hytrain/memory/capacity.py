@@ -10,9 +10,11 @@ A second bank, with which the CPU may update ahead of the verdict on a step's no
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from hytrain.errors import CapacityError
 from hytrain.memory.host import available_bytes
@@ -26,13 +28,23 @@ HOST_MARGIN_BYTES: Final = 1 << 30
 DRIVER_EVERY: Final = 16
 
 
+@cache
+def gpu_memory(device: torch.device) -> GpuMemory:
+    """That of a device, for all who plan with it."""
+    return GpuMemory(device)
+
+
 class GpuMemory:
-    """What the GPU still has for optimizer state, as far as torch's allocator may take it."""
+    """What the GPU still has for optimizer state, as far as torch's allocator may take it.
+
+    What is lent counts as used until it is taken back, and then not as something that steps have needed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._asked = 0
         self._usable = 0
+        self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
     def free_bytes(self) -> int | None:
         """Bytes that no step so far has needed, less a margin; None without a GPU.
@@ -47,7 +59,39 @@ class GpuMemory:
             fragments = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0)
             self._usable = usable - fragments - int(GPU_MARGIN * cap)
         self._asked += 1
-        return max(self._usable - torch.cuda.max_memory_allocated(self._device), 0)
+        return max(self._usable - self._lent - self._peak(), 0)
+
+    def lend(self, nbytes: int) -> Tensor | None:
+        """Memory for a while, shape (nbytes,), or None without so much that no step so far has needed.
+
+        To tell later what steps need, torch's peak of allocated memory begins anew, here and in `take_back`.
+        """
+        free = self.free_bytes()
+        if free is None or nbytes > free:
+            return None
+        self._settle()
+        try:
+            lent = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:  # it is there, but in pieces
+            return None
+        self._lent += nbytes
+        return lent
+
+    def take_back(self, nbytes: int) -> None:
+        """What was lent has been freed."""
+        self._settle()
+        self._lent -= nbytes
+
+    def _peak(self) -> int:
+        """The most that was allocated, without what is lent."""
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return max(self._needed, peak - self._lent)
+
+    def _settle(self) -> None:
+        """The lent part is about to change: note the peak so far."""
+        self._needed = self._peak()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def for_state_bytes(self) -> int | None:
         """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""

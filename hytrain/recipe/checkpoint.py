@@ -17,12 +17,13 @@ The loop calls `begin` and `save`; at the start of a resumed run it calls `find`
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
 import random
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError
+from hytrain.memory.capacity import gpu_memory
+from hytrain.memory.loan import borrow
 from hytrain.recipe.config import Recipe, Train
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
@@ -49,7 +52,6 @@ from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
-from hytrain.tensor_file import WRITERS
 
 OPTIMIZER_FOLDER = "optimizer"
 WEIGHTS = "model{suffix}.safetensors"
@@ -84,7 +86,7 @@ def save(
     with _removed_if_unwritable(partial, job):
         job.decided(lambda: _make_room(partial))
         opt.synchronize()
-        export(model, partial, job)
+        write_weights = export(model, partial, job, behind=True)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = job.ranks.gather(_random_state())
         before = [folder for folder in history(run_dir) if folder != final]
@@ -101,7 +103,10 @@ def save(
     def finish(ranks: Ranks) -> Path:
         with _removed_if_unwritable(partial, job):
             with ranks.together():
-                optimizer.result()
+                try:
+                    write_weights()
+                finally:
+                    optimizer.result()
             replace(job, ranks=ranks).decided(lambda: _publish(run_dir, partial, final, recipe.train))
         return final
 
@@ -118,15 +123,17 @@ def _removed_if_unwritable(partial: Path, job: Job) -> Iterator[None]:
         raise
 
 
-def export(model: Any, folder: Path, job: Job) -> None:
+def export(model: Any, folder: Path, job: Job, *, behind: bool = False) -> Callable[[], None]:
     """Writes the model's Hugging Face folder.
 
-    The weights are written from where they lie. The ranks of a job take turns to write files.
+    The weights are written from where they lie. The ranks of a job take turns to write files. With `behind`, a model
+    that is whole may change while what this returns, called on any thread, writes a copy of its weights; or there was
+    no memory for one, and it has nothing to do.
     """
     parts = _as_saved(model)
     if parts is None:
         _export_converted(model, folder, job)
-        return
+        return _done
     state, shapes = parts
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
     with job.ranks.together(), _writing(folder):
@@ -141,15 +148,30 @@ def export(model: Any, folder: Path, job: Job) -> None:
         described = {name: (shapes[name].dtype, shapes[name].shape) for name in names}
         tensor_file.write(folder / file, described, tensors, {})
 
+    def write_all(found: dict[str, Tensor], in_parallel: bool) -> None:
+        files = plan.filename_to_tensors.items()
+        with _writing(folder):
+            writing = [functools.partial(write, file, names, map(found.__getitem__, names)) for file, names in files]
+            tensor_file.write_all(writing, in_parallel=in_parallel)
+
     if job.mesh is None:
         tensor_file.await_devices(state.values())
-        with _writing(folder), ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
-            for written in [
-                pool.submit(write, file, names, map(state.__getitem__, names))
-                for file, names in plan.filename_to_tensors.items()
-            ]:
-                written.result()
-        return
+        described = {name: (shape.dtype, shape.shape) for name, shape in shapes.items()}
+        loan = borrow(gpu_memory(model.device), described) if behind else None
+        if loan is None:
+            write_all(state, in_parallel=True)
+            return _done
+        for name in shapes:
+            loan.put(name, state[name])
+        tensor_file.await_devices(loan.copies.values())
+
+        def write_copies() -> None:
+            try:
+                write_all(loan.copies, in_parallel=False)
+            finally:
+                loan.give_back()
+
+        return write_copies
     for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
         whole = (state[name].full_tensor() if isinstance(state[name], DTensor) else state[name] for name in names)
         with job.ranks.together(), _writing(folder):
@@ -159,6 +181,11 @@ def export(model: Any, folder: Path, job: Job) -> None:
             finally:
                 for _ in whole:  # all ranks take part in making each tensor whole
                     pass
+    return _done
+
+
+def _done() -> None:
+    """Everything is written already."""
 
 
 def _as_saved(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

@@ -39,8 +39,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 import hytrain
-from hytrain import manifest
+from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError, UsageError
+from hytrain.memory.capacity import GpuMemory, gpu_memory
 
 
 def schedule(opt: torch.optim.Optimizer, last_step: int = -1) -> LambdaLR:
@@ -367,24 +368,38 @@ def test_a_save_that_cannot_be_written_goes_and_the_old_state_stays(tmp_path: Pa
 
 
 @contextmanager
-def held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checksums are written until the event is set, as on a slow disk."""
-    on, seal = threading.Event(), manifest.seal
+def held_back(patch: pytest.MonkeyPatch, *, writing: bool = False) -> Iterator[threading.Event]:
+    """No checksums are written until the event is set, as on a slow disk; nor, with `writing`, anything else."""
+    on, module, name = threading.Event(), *((tensor_file, "write") if writing else (manifest, "seal"))
+    write = getattr(module, name)
 
     def late(*arguments: Any, **options: Any) -> None:
         assert on.wait(60.0)
-        seal(*arguments, **options)
+        write(*arguments, **options)
 
     with patch.context() as patched:
-        patched.setattr(manifest, "seal", late)
+        patched.setattr(module, name, late)
         yield on
 
 
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is memory for a copy. In the end, nothing is lent."""
+    monkeypatch.setattr(GpuMemory, "free_bytes", lambda _: 1 << 40)
+    yield
+    assert gpu_memory(torch.device("cpu"))._lent == 0
+
+
+@pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("k", [0.0, 1.0])
-def test_training_goes_on_while_a_state_is_saved(k: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_state_is_saved(
+    k: float, has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The state of the step is saved, whatever is trained meanwhile; until then, the old one is in force."""
     model, folder = perceptron(dtype=torch.bfloat16), tmp_path / "state"
-    with adamw(model, k=k) as opt, held_back(monkeypatch) as disk:
+    if has_room:
+        request.getfixturevalue("room")
+    with adamw(model, k=k) as opt, held_back(monkeypatch, writing=has_room) as disk:
         train(model, opt, range(2), square_loss)
         disk.set()
         opt.save(folder)
@@ -436,6 +451,21 @@ def test_a_save_is_finished_though_the_program_ends(tmp_path: Path) -> None:
     with adamw(nn.Linear(8, 8)) as opt:
         opt.load(tmp_path / "state")
         assert opt.state_dict()["state"][0]["step"] == 1
+
+
+@pytest.mark.usefixtures("room")
+def test_a_copy_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    model, folder = perceptron(), tmp_path / "state"
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(folder)
+        before = state(opt)
+        with full_disk(5_000):
+            saved = opt.async_save(folder)
+            assert "File too large" in str(saved.exception()) and len(list(folder.iterdir())) == 2
+        train(model, opt, range(2, 4), square_loss)
+        opt.load(folder)
+        assert differing(state(opt), before) == []
 
 
 def test_a_save_that_fails_behind_the_training_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 import hytrain
 from hytrain import manifest
 from hytrain.errors import ConfigError, SavingError
+from hytrain.memory.capacity import GpuMemory
 from hytrain.shard_writer import ShardWriter
 
 #: By rank.
@@ -120,7 +121,13 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
     with adamw(model, **for_this_rank(K)) as opt:
         train(model, opt, range(3))
         saved = whole(model, opt)
-        saving = [opt.async_save(folder / "own")]
+        saving = []
+        for way, ranks in (("own", {0}), ("copied", {0, 1, 2, 3})):  # which have memory for a copy
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    GpuMemory, "free_bytes", lambda _, ranks=ranks: 1 << 40 if dist.get_rank() in ranks else None
+                )
+                saving.append(opt.async_save(folder / way))
         dcp_save(model, opt, folder / "sharded")
         dcp_save(model, opt, folder / "full", full_state_dict=True)
         weights, state = get_state_dict(model, opt)
@@ -144,8 +151,8 @@ def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str,
     """The state that every way loads, and the one two steps later."""
     model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
     with adamw(model, lr=0.5, **for_this_rank(K)) as opt:
-        for way in ("sharded", "full", "async", "staged by the writer", "own", "old"):
-            if way in ("own", "old"):
+        for way in ("sharded", "full", "async", "staged by the writer", "own", "copied", "old"):
+            if way in ("own", "copied", "old"):
                 opt.load(folder / way)
                 weights = model.state_dict()
                 dcp.load({"model": weights}, checkpoint_id=folder / "sharded")
