@@ -544,12 +544,13 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     driver.handle(replace(cpu_report(3, 0.1, lids=(2,)), busy_s=0.25))
-    driver.handle(report(4, (0, 1)))
+    driver.handle(report(4, (0, 1), placements=("gpu", "gpu", "visit", "cpu")))
     assert driver.records == []
     driver.handle(m.Log(step=5, numbers={"loss": 1.5}))
     (record,) = driver.records
     assert record["step"] == 5 and record["loss"] == 1.5 and record["k"] == 0.5
     assert record["cpu_busy_s"] == 0.25 and record["gpu_layers"] == 2 and record["moved"] == 0
+    assert record["visiting_layers"] == 1
     (published,) = [command.status for command in driver.commands if isinstance(command, Publish)]
     assert json.loads(published.record) == record
     assert driver.status() == published

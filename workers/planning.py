@@ -406,6 +406,7 @@ class Planning:
             "threads": self.threads,
             "k": report.k,
             "gpu_layers": len(_gpu_lids(report.placements)),
+            "visiting_layers": report.placements.count(VISIT.name),
             "moved": self.moved,
             "policy": self.policy,
             "objective": self.objective,
