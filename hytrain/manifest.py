@@ -41,6 +41,7 @@ def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (OSError, *errors)):
             raise
+        error.__traceback__ = None  # its frames hold what was to be written, as long as somebody holds the new one
         said = getattr(error, "strerror", None) or error
         raise SavingError(f"{folder} could not be written: {said}. What was saved before is whole") from None
 

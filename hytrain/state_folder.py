@@ -17,7 +17,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -137,10 +137,13 @@ def save(
             raise
 
     def write(ranks: Ranks) -> None:
-        call = partial(state_dict_saver.save, _plan(arrays), storage_writer=writer, planner=_Writing(arrays))
+        state, planner = _plan(arrays), _Writing(arrays)
         with or_removed():
             with manifest.writing(folder):
-                _run(ranks, call)
+                if ranks.world == 1:
+                    _save_alone(state, planner, writer)
+                else:
+                    _run(ranks, partial(state_dict_saver.save, state, storage_writer=writer, planner=planner))
             with ranks.together(), manifest.writing(folder):
                 if ranks.rank == 0:
                     (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's are not JSON's
@@ -295,7 +298,7 @@ class _Writing(DefaultSavePlanner):
         self._arrays = arrays
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._arrays[index.fqn].read().contiguous()
+        return self._arrays[index.fqn].read()
 
 
 class _Reading(DefaultLoadPlanner):
@@ -317,11 +320,19 @@ def _plan(arrays: Arrays) -> dict[str, Any]:
     return {name: array.like for name, array in arrays.items()}
 
 
+def _save_alone(state: dict[str, Any], planner: _Writing, writer: ShardWriter) -> None:
+    """Like torch's `save` on one rank, but without its warning: only all threads together can ignore one."""
+    planner.set_up_planner(state, is_coordinator=True)
+    plans, _ = planner.create_global_plan([planner.create_local_plan()])
+    writer.write_data(planner.finish_plan(plans[0]), planner)
+
+
 def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
     """Save or load with torch. What fails on one rank is raised there, on the others a `ClusterError`, or OSError."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        with warnings.catch_warnings() if ranks.world == 1 else nullcontext():
+            if ranks.world == 1:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
             call(no_dist=ranks.world == 1, process_group=ranks.group)
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())

@@ -42,8 +42,8 @@ Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 def write(path: Path, described: Described, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
     """Write a file. `tensors` are the described ones, in their order; each is let go before the next is taken.
 
-    Raises OSError if that fails; the file is then incomplete. Nobody waits for the disk. On a thread, call
-    `await_devices` before.
+    Raises OSError if that fails; the file is then incomplete. Nobody waits for the disk. The tensors' values have to be
+    there: `await_devices`.
     """
     with path.open("wb", buffering=0) as file:
         _put(file, _header(described, metadata))
@@ -65,7 +65,7 @@ def write_all(files: Sequence[Callable[[], None]], *, in_parallel: bool) -> None
 
 
 def await_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until their values are there: threads have streams of their own."""
+    """Wait until their values are there: files are written from streams that wait for no other."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
@@ -98,9 +98,11 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     if not tensor.is_cuda:
         yield from pieces
         return
+    if not tensor.is_contiguous():
+        await_devices([tensor])  # `reshape` makes a copy
     room = torch.empty(pieces[0].numel(), dtype=torch.uint8, pin_memory=True)  # of a pool that torch keeps
     stream = torch.cuda.Stream(tensor.device)  # so that it does not wait for training
     for piece in pieces:
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(tensor.device), torch.cuda.stream(stream):  # or else torch goes back to the first GPU
             room[: piece.numel()].copy_(piece)
         yield room[: piece.numel()]

@@ -71,13 +71,13 @@ def test_what_is_lent_is_used_until_it_is_back_and_then_not_needed_by_steps(monk
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: told["peak"] * GB)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: told.update(peak=told["allocated"]))
     monkeypatch.setattr(torch, "empty", lambda nbytes, **_: allocate(nbytes / GB) or "lent")
-    assert memory.lend(int((usable - 29) * GB)) is None, "a step has needed 30"
-    assert memory.lend(40 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 40 - 30) * GB)
-    assert memory.lend(10 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 50 - 30) * GB)
+    assert memory.lend(int((usable - 29) / 2 * GB)) is None, "a step has needed 30, and as much has to stay free"
+    assert memory.lend(20 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 20 - 30) * GB)
+    assert memory.lend(10 * GB) is not None and memory.free_bytes() == pytest.approx((usable - 30 - 30) * GB)
     for step_gb in (15, -15):
         allocate(step_gb)
-    assert memory.free_bytes() == pytest.approx((usable - 50 - 35) * GB)
-    for nbytes in (40, 10):
+    assert memory.free_bytes() == pytest.approx((usable - 30 - 35) * GB)
+    for nbytes in (20, 10):
         allocate(-nbytes)
         memory.take_back(nbytes * GB)
     assert memory.free_bytes() == pytest.approx((usable - 35) * GB)

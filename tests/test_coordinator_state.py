@@ -279,6 +279,30 @@ def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     assert "visit" not in fixed.placements and fixed.k == 0.5
 
 
+def test_visits_for_which_there_was_no_room_are_not_counted_on(driver: Driver) -> None:
+    driver.start(policy="deadline", visit=None, device="cuda")
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    plan = driver.plan(report(WARM_UP_STEPS))
+    owned = on_gpu(plan.placements)
+    driver.hold(plan, owned)
+    assert "visit" in plan.placements and driver.planning._visit == 0.0
+    again = driver.plan(report(plan.step + 1, owned))
+    assert "visit" in again.placements, "it may have room by now"
+
+
+def test_visits_that_were_drawn_end_with_the_policy(driver: Driver) -> None:
+    driver.start(policy="random")
+    step = WARM_UP_STEPS
+    while "visit" not in driver.status().placements:
+        if sent := driver.sent(report(step, driver.owned, placements=driver.status().placements)):
+            driver.hold(sent[0][1])
+        step += 1
+    before = driver.status().placements
+    driver.ask("k", str(len(on_gpu(before)) / LAYERS))
+    plan = driver.plan(report(step, driver.owned, placements=before))
+    assert "visit" not in plan.placements and plan.k == len(on_gpu(before)) / LAYERS
+
+
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
     driver.join(TRAINER, 11)
     driver.handle(table(host_bytes=1, gpu_bytes=1))

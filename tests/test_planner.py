@@ -26,6 +26,7 @@ from hytrain.planner import (
     prefix_for,
     simulate,
 )
+from protocol.messages import OBJECTIVES
 
 
 def layer(position: int, **changes: float) -> LayerProfile:
@@ -98,12 +99,33 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
     for profile, order in ((both, [(second, 2, 7), (first, 7, 12)]), (_held(both), [(first, 4, 9), (second, 9, 14)])):
         events = simulate(profile, NONE).events
         assert [event[1:] for event in events if event[0] == "visit"] == order
-    assert (_held(both).gpu_state_bytes(NONE), both.gpu_state_bytes(NONE)) == (400, 0), "gradients await the verdict"
+    assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await the verdict"
 
 
 def _held(profile: Profile) -> Profile:
     layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200) for layer in profile.layers)
     return replace(profile, layers=layers, awaits_verdict=True)
+
+
+@given(st.data(), st.sampled_from(OBJECTIVES))
+def test_limits_hold_with_planned_visits_too(data: st.DataObject, objective: str) -> None:
+    """Gradients that await a verdict take GPU memory, whether the GPU owns their layer or it visits."""
+    profile = _held(replace(data.draw(profiles), visit=data.draw(st.sampled_from([0.0, 0.5, 1.0]))))
+    room = data.draw(st.integers(0, 2 * profile.gpu_state_bytes(profile.lids)))
+    current = data.draw(subsets(profile))
+    decision = choose(
+        "deadline", profile, Limits(gpu_state_bytes=room), current=current, visit=None, objective=objective
+    )
+    there = replace(profile, visit=decision.visit)
+    held = sum(one.held_bytes for one in there.layers if one.lid in there.visiting(decision.gpu_lids))
+    assert held <= there.held_for_visits_bytes
+    assert there.gpu_state_bytes(decision.gpu_lids) + held <= room
+
+
+def test_visits_save_memory_and_not_time_where_that_is_asked_for() -> None:
+    slow = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
+    assert choose("deadline", slow, visit=None, objective="gpu-memory").visit > 0
+    assert choose("deadline", _held(slow), visit=None, objective="gpu-memory").visit == 0, "gradients take memory"
 
 
 @given(st.data(), st.floats(0, 1))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -100,8 +100,7 @@ class Planning:
         self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved = message.moved
-        visiting = [fact.numel for fact in self._facts if message.placements[fact.lid] == VISIT.name]
-        self._visit = self._planned_visit = sum(visiting) / sum(fact.numel for fact in self._facts)
+        self._visit, self._planned_visit = map(self._visiting_share, (message.placements, message.plan.placements))
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
         self._first_known = message.step
         self._knows_mode = False
@@ -143,6 +142,7 @@ class Planning:
             self._measure(report, self._steps[report.measured])
         if report.gpu_free_bytes is not None and report.step >= self._first_measured:
             owned = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
+            owned += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
             self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
         return self._replan()
 
@@ -237,6 +237,10 @@ class Planning:
             return None
         return self.table.visit or 0.0 if self.policy == "fixed" else 0.0
 
+    def _visiting_share(self, placements: Sequence[str]) -> float:
+        visiting = sum(self._facts[lid].numel for lid in _visiting_lids(placements))
+        return visiting / sum(fact.numel for fact in self._facts)
+
     def _profile(self) -> Profile | None:
         """The book's, with the present share of visits."""
         profile = self._book.profile()
@@ -249,7 +253,8 @@ class Planning:
         if self.policy == "random":
             return planner.drawn(self._step), f"drawn at random from seed {self._step}"
         share = self._clipped.value
-        gained = planner.gain(profile, plan(planner.ahead(profile, share)).gpu_lids, share)
+        decision = plan(planner.ahead(profile, share))
+        gained = planner.gain(replace(profile, visit=decision.visit), decision.gpu_lids, share)
         why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
         return planner.is_worth_it(gained, now=self.speculates), why
 
@@ -282,7 +287,8 @@ class Planning:
     def _propose(
         self, gpu_lids: frozenset[int], visit: float, step: int, reason: str, predicted_s: float | None
     ) -> list[Command]:
-        placements, self._planned_visit = self._placed(gpu_lids, visit, step), visit
+        placements = self._placed(gpu_lids, visit, step)
+        self._planned_visit = self._visiting_share(placements) if self.policy == "random" else visit
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -316,7 +322,8 @@ class Planning:
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
-        self._visit = self._planned_visit
+        as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
+        self._visit = self._planned_visit if as_planned else self._visiting_share(applied.placements)
         self.moved += applied.moved
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -324,7 +331,6 @@ class Planning:
             f"plan {applied.plan_id} in effect from step {applied.step} on: moved {applied.moved} layers, {waited}"
         )
         why, self._waits_from_plan = self._waits_from_plan, None
-        as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         mode = self._set_mode(False, why) if why is not None and as_planned else []
         self.predicted_step_s = self._predicted(applied.placements)
         return [note, *mode]
@@ -434,6 +440,10 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
 def _gpu_lids(placements: Iterable[str]) -> frozenset[int]:
     """The layers whose state is on the GPU: the planner's form of placements."""
     return frozenset(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu")
+
+
+def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
+    return frozenset(lid for lid, name in enumerate(placements) if name == VISIT.name)
 
 
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:

@@ -10,6 +10,7 @@ A second bank, with which the CPU may update ahead of the verdict on a step's no
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Final
 
@@ -44,6 +45,7 @@ class GpuMemory:
         self._device = device
         self._asked = 0
         self._usable = 0
+        self._lock = threading.Lock()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
     def free_bytes(self) -> int | None:
@@ -62,25 +64,30 @@ class GpuMemory:
         return max(self._usable - self._lent - self._peak(), 0)
 
     def lend(self, nbytes: int) -> Tensor | None:
-        """Memory for a while, shape (nbytes,), or None without so much that no step so far has needed.
+        """Memory for a while, shape (nbytes,), or None without twice as much that no step so far has needed.
 
-        To tell later what steps need, torch's peak of allocated memory begins anew, here and in `take_back`.
+        So a plan that is on its way, and knows nothing of it, still has room to bring as much state to the GPU. To tell
+        later what steps need, torch's peak of allocated memory begins anew, here and in `take_back`.
         """
-        free = self.free_bytes()
-        if free is None or nbytes > free:
-            return None
-        self._settle()
-        try:
-            lent = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:  # it is there, but in pieces
-            return None
-        self._lent += nbytes
-        return lent
+        with self._lock:
+            free = self.free_bytes()
+            if free is None or 2 * nbytes > free:
+                return None
+            self._settle()
+            try:
+                lent = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:  # it is there, but in pieces
+                return None
+            self._lent += nbytes
+            return lent
 
     def take_back(self, nbytes: int) -> None:
-        """What was lent has been freed."""
-        self._settle()
-        self._lent -= nbytes
+        """What was lent has been freed: give it to the driver, or torch would take small parts of it for others."""
+        with self._lock:
+            self._settle()
+            self._lent -= nbytes
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _peak(self) -> int:
         """The most that was allocated, without what is lent."""
@@ -97,6 +104,7 @@ class GpuMemory:
         """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""
         if self._device.type != "cuda":
             return None
+        self._asked = 0  # training begins anew
         return max(self._limits()[0] - torch.cuda.memory_allocated(self._device), 0) // 2
 
     def _limits(self) -> tuple[int, int]:

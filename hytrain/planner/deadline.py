@@ -29,41 +29,44 @@ class Target:
     reason: str
 
 
-def aim(objective: str, profile: Profile, limits: Limits) -> Target:
-    """The best layers for the objective, whoever owns them now. Raises Infeasible if nothing fits."""
+def aim(objective: str, profile: Profile, limits: Limits, *, few: int = FEW) -> Target:
+    """The best layers for the objective, whoever owns them now. Raises Infeasible if nothing fits.
+
+    Of at most `few` layers, all sets are tried.
+    """
     if objective == "gpu-memory":
-        return _least_on_the_gpu(profile, limits)
+        return _least_on_the_gpu(profile, limits, few)
     if objective == "host-memory":
-        return _most_on_the_gpu(profile, limits)
-    return _fastest(profile, limits)
+        return _most_on_the_gpu(profile, limits, few)
+    return _fastest(profile, limits, few)
 
 
-def _least_on_the_gpu(profile: Profile, limits: Limits) -> Target:
+def _least_on_the_gpu(profile: Profile, limits: Limits, few: int) -> Target:
     """The lowest rung without needless layers; with few layers, the best of all sets."""
     ladder = build_ladder(profile, limits, profile.layers)
     lids = ladder.rung(ladder.lowest)
     for layer in _largest_first(ladder.layers[: ladder.lowest]):
         if limits.allow(profile, lids - {layer.lid}):  # a larger layer after it makes it needless
             lids -= {layer.lid}
-    lids = min([lids, *_all_sets(profile, limits)], key=profile.gpu_state_bytes)
+    lids = min([lids, *_all_sets(profile, limits, few)], key=profile.gpu_state_bytes)
     why = "is the least that host memory allows" if lids else "and host memory holds everything"
     return Target(gpu_lids=lids, reason=f"GPU memory is to be saved: k={profile.k_of(lids):.2f} {why}")
 
 
-def _most_on_the_gpu(profile: Profile, limits: Limits) -> Target:
+def _most_on_the_gpu(profile: Profile, limits: Limits, few: int) -> Target:
     """In forward order or large layers first, whichever fills the GPU better; with few layers, the best of all sets."""
     by_rank = build_ladder(profile, limits, profile.layers)
     by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
     choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
-    lids = min([*choices, *_all_sets(profile, limits)], key=profile.host_bytes)
+    lids = min([*choices, *_all_sets(profile, limits, few)], key=profile.host_bytes)
     why = "is all that GPU memory has room for" if lids != profile.lids else "and GPU memory holds everything"
     return Target(gpu_lids=lids, reason=f"host memory is to be saved: k={profile.k_of(lids):.2f} {why}")
 
 
-def _all_sets(profile: Profile, limits: Limits) -> list[frozenset[int]]:
-    """All sets of layers that the limits allow, if there are few layers; else none."""
+def _all_sets(profile: Profile, limits: Limits, few: int) -> list[frozenset[int]]:
+    """All sets of layers that the limits allow, if there are so few layers; else none."""
     lids = [layer.lid for layer in profile.layers]
-    counts = range(len(lids) + 1) if len(lids) <= FEW else range(0)
+    counts = range(len(lids) + 1) if len(lids) <= few else range(0)
     sets = (frozenset(some) for count in counts for some in combinations(lids, count))
     return [some for some in sets if limits.allow(profile, some)]
 
@@ -72,7 +75,7 @@ def _largest_first(layers: Iterable[LayerProfile]) -> list[LayerProfile]:
     return sorted(layers, key=lambda layer: -layer.gpu_state_bytes)
 
 
-def _fastest(profile: Profile, limits: Limits) -> Target:
+def _fastest(profile: Profile, limits: Limits, few: int = FEW) -> Target:
     ladder = build_ladder(profile, limits, profile.layers)
     steps = Steps(profile, ladder)
     j = search(steps)
@@ -84,14 +87,14 @@ def _fastest(profile: Profile, limits: Limits) -> Target:
             if other_steps[len(other.layers)].step_s < (1 - SAME_SPEED) * steps[j].step_s:
                 steps, j = other_steps, search(other_steps)
     target = Target(gpu_lids=steps.ladder.rung(j), reason=_why(steps, j))
-    if len(profile.layers) > FEW:
+    if len(profile.layers) > few:
         return target
     return _best_set(profile, limits, target, steps[j].step_s)
 
 
 def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float) -> Target:
     """The best of all sets of few layers, which need not be a prefix, if it is clearly better than the target."""
-    steps_s = {some: simulate(profile, some).step_s for some in _all_sets(profile, limits)}
+    steps_s = {some: simulate(profile, some).step_s for some in _all_sets(profile, limits, FEW)}
     enough_s = (1 + SAME_SPEED) * min(steps_s.values())
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
     if target_s <= enough_s and not _saving(profile, target.gpu_lids, best):

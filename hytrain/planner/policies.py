@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, Final
 
 from hytrain.planner.book import ROLES
@@ -78,6 +79,7 @@ def decide(
     if visit is None and policy == "deadline":
         visit = _best_share(objective, profile, limits, min_gain)
     profile = replace(profile, visit=visit or 0.0)
+    limits = limits.beside_visits(profile)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
         target = _by_formula("k as given", fixed_k, profile, ladder)
@@ -108,20 +110,32 @@ def decide(
 
 
 def _best_share(objective: str, profile: Profile, limits: Limits, min_gain: float) -> float:
-    """The share of visits with the least GPU memory among those within 1 % of the fastest, each with its best layers.
+    """The best share of visits for the objective, each with its best layers.
 
-    A share costs no move of state, but steps in which layers change owners, so a clear gain or saving is needed.
+    For speed that is the one with the least GPU memory among those within 1 % of the fastest; for memory the fastest of
+    those that need the least. A share costs no move of state, but steps in which layers change owners, so a clear gain
+    or saving is needed.
     """
     now = profile.visit
-    aims = {
-        share: (there, aim(objective, there, limits).gpu_lids)
-        for share in sorted({*SHARES, now})
-        if (there := replace(profile, visit=share))
-    }
-    steps_s = {share: simulate(there, lids).step_s for share, (there, lids) in aims.items()}
-    nbytes = {share: there.gpu_state_bytes(lids) for share, (there, lids) in aims.items()}
-    enough_s = (1 + SAME_SPEED) * min(steps_s.values())
-    best = min((share for share in aims if steps_s[share] <= enough_s), key=lambda share: (nbytes[share], share))
+    steps_s, nbytes = dict[float, float](), dict[float, int]()
+    for share in sorted({*SHARES, now}):
+        there = replace(profile, visit=share)
+        if limits.gpu_state_bytes is not None and there.held_for_visits_bytes > limits.gpu_state_bytes:
+            continue
+        try:
+            lids = aim(objective, there, limits.beside_visits(there), few=0).gpu_lids
+        except Infeasible:
+            continue
+        steps_s[share] = simulate(there, lids).step_s
+        on_host = objective == "host-memory"
+        nbytes[share] = there.host_bytes(lids) if on_host else there.gpu_state_bytes(lids) + there.held_for_visits_bytes
+    if not steps_s:
+        return 0.0  # where it says what does not fit
+    enough_s = (1 + SAME_SPEED) * min(steps_s.values()) if objective == "speed" else inf
+    shares = [share for share in steps_s if steps_s[share] <= enough_s]
+    best = min(shares, key=lambda share: (nbytes[share], share if objective == "speed" else steps_s[share]))
+    if now not in steps_s:
+        return best
     gains = steps_s[now] - steps_s[best] > (min_gain + SAME_SPEED) * steps_s[now]
     saves = nbytes[now] - nbytes[best] > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
     return best if gains or saves else now

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from typing import Final
 
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -119,9 +120,15 @@ class Profile:
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """GPU memory for the optimizer state of the layers that the GPU owns, and for gradients held for visits."""
-        held = sum(layer.held_bytes for layer in self.layers if layer.lid in self.visiting(gpu_lids))
-        return held + sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
+        """GPU memory for the optimizer state of the layers that the GPU owns."""
+        return sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
+
+    @property
+    def held_for_visits_bytes(self) -> int:
+        """The most GPU memory that gradients of visiting layers take while they await a verdict, whoever visits."""
+        held = [layer.held_bytes for layer in self.layers]
+        of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
+        return min(sum(held), ceil(self.visit * self.numel * of_one) + max(held)) if self.visit else 0
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""
@@ -158,6 +165,12 @@ class Limits:
 
     gpu_state_bytes: int | None = None
     host_bytes: int | None = None
+
+    def beside_visits(self, profile: Profile) -> Limits:
+        """What the profile's visits leave for state on the GPU."""
+        if self.gpu_state_bytes is None:
+            return self
+        return replace(self, gpu_state_bytes=max(0, self.gpu_state_bytes - profile.held_for_visits_bytes))
 
     def allow(self, profile: Profile, gpu_lids: frozenset[int]) -> bool:
         fits_gpu = self.gpu_state_bytes is None or profile.gpu_state_bytes(gpu_lids) <= self.gpu_state_bytes

@@ -23,7 +23,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +98,11 @@ def save(
             "parent": _lines(run_dir, before)[-1] if before else None,
             "versions": versions(),
         }
-        job.decided(lambda: _write_rest(partial, tokenizer, state))
+        try:
+            job.decided(lambda: _write_rest(partial, tokenizer, state))
+        except SavingError:
+            wait([optimizer])  # it still writes into the folder
+            raise
 
     def finish(ranks: Ranks) -> Path:
         with _removed_if_unwritable(partial, job):
@@ -173,7 +177,7 @@ def export(model: Any, folder: Path, job: Job, *, behind: bool = False) -> Calla
 
         return write_copies
     for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
-        whole = (state[name].full_tensor() if isinstance(state[name], DTensor) else state[name] for name in names)
+        whole = map(_whole, map(state.__getitem__, names))
         with job.ranks.together(), _writing(folder):
             try:
                 if number % job.ranks.world == job.ranks.rank:
@@ -182,6 +186,13 @@ def export(model: Any, folder: Path, job: Job, *, behind: bool = False) -> Calla
                 for _ in whole:  # all ranks take part in making each tensor whole
                     pass
     return _done
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """On all ranks, with its values."""
+    made = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor_file.await_devices([made])
+    return made
 
 
 def _done() -> None:
