@@ -238,6 +238,8 @@ class Planning:
         return self.table.visit or 0.0 if self.policy == "fixed" else 0.0
 
     def _visiting_share(self, placements: Sequence[str]) -> float:
+        if len(placements) != len(self._facts):
+            raise ValueError(f"placements of {len(placements)} layers, where there are {len(self._facts)}")
         visiting = sum(self._facts[lid].numel for lid in _visiting_lids(placements))
         return visiting / sum(fact.numel for fact in self._facts)
 
