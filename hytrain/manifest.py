@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import clear_frames
 from typing import Final
 
 from hytrain.errors import ConfigError, SavingError
@@ -41,7 +42,7 @@ def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (OSError, *errors)):
             raise
-        error.__traceback__ = None  # its frames hold what was to be written, as long as somebody holds the new one
+        clear_frames(error.__traceback__)  # or whoever holds the new error holds what was to be written
         said = getattr(error, "strerror", None) or error
         raise SavingError(f"{folder} could not be written: {said}. What was saved before is whole") from None
 

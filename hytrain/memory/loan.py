@@ -3,7 +3,7 @@
     state, weights ── copy ──▶ loan ── a thread ──▶ files ─▶ given back
          └─ training goes on
 
-The copies take a second where writing takes ten. Without room there is no loan, and training waits for the files.
+Without room there is no loan, and training waits for the files.
 """
 
 from __future__ import annotations

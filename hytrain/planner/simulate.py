@@ -4,7 +4,6 @@
     D2H   ┃          └─ 3 ──┐   └─ 2 ──┐                   ▲                ▲         first in, first out
     CPU   ┃                 └── 3 ━━━━━┿ 2 ━━━━━━┓ 3 ━━━━━━┿━━━━━┓          │         in forward order
     H2D   ┃                                      └─── 2 ───┘     └─── 3 ────┘         first in, first out
-    visits┃                                                                           first in, first out, both ways
 
 Between backward and forward is the loop's other work. Further micro-batches of a step follow the forward. Each layer's
 forward waits for its own update, so both links and the CPU are idle when a backward begins: all steps are the same,
@@ -14,8 +13,8 @@ the resulting slowdown agree.
 The CPU checks its queue after each tile, so a layer that is earlier in forward order starts at the end of the current
 tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
-Visits take the link in both directions, once a layer's gradients are complete. Gradients and weights pass them in small
-pieces, and make each take longer by its part of the time that these copies take.
+Visits take the link in both directions, first in, first out, once a layer's gradients are complete. Gradients and
+weights pass them in small pieces, and make each take longer by its part of the time that these copies take.
 """
 
 from __future__ import annotations

@@ -245,10 +245,7 @@ class Link:
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
         self._ready = self._handshake.ready(detail)
-        if self._is_known or self._hello is None:
-            self.post("coordinator", self._ready)
-        else:
-            self.post("coordinator", self._hello)  # another one has asked meanwhile; its Welcome is answered
+        self.post("coordinator", self._ready)
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""

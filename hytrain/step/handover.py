@@ -153,6 +153,8 @@ class Handover:
             if leaving or move.visiting:
                 self._visits.prepare()
         except torch.OutOfMemoryError:
+            for layer in (*leaving, *move.visiting):
+                self._stays(layer, "no GPU memory for visits")
             move.leaving = [layer for layer in move.leaving if layer not in leaving]
             move.visiting.clear()
         for layer in list(move.visiting):

@@ -133,6 +133,24 @@ def test_layers_for_which_there_is_no_memory_stay(
         assert differing(moved, state(opt) | weights(expected)) == []
 
 
+@pytest.mark.usefixtures("own_run")
+def test_layers_for_whose_visits_there_is_no_memory_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: visits.Visits) -> None:
+        raise torch.OutOfMemoryError
+
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        monkeypatch.setattr(visits.Visits, "prepare", refuse)
+        assert monitor.main([str(opt.run_dir), "--set-policy", "random"]) == 0
+        train_and_prepare(model, opt, 40, square_loss, start=3)
+        assert opt.statistics().moved and not opt.statistics().visiting_layers
+        said = [message for message in caplog.messages if "no GPU memory for visits" in message]
+        assert said and len(said) == len(set(said)), "once for each layer"
+
+
 def test_more_threads_and_other_cores_change_nothing() -> None:
     fewest = {"k": 0.2, "threads": 1}
     same_bits(

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
@@ -454,8 +455,18 @@ def test_a_save_is_finished_though_the_program_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("room")
-def test_a_copy_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    model, folder = perceptron(), tmp_path / "state"
+def test_a_copy_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its memory is free, though the error is still there."""
+    model, folder, lend = perceptron(), tmp_path / "state", GpuMemory.lend
+    lent: list[StorageWeakRef] = []
+
+    def lends(self: GpuMemory, nbytes: int) -> Tensor | None:
+        buffer = lend(self, nbytes)
+        assert buffer is not None
+        lent.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    monkeypatch.setattr(GpuMemory, "lend", lends)
     with adamw(model) as opt:
         train(model, opt, range(2), square_loss)
         opt.save(folder)
@@ -463,6 +474,7 @@ def test_a_copy_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         with full_disk(5_000):
             saved = opt.async_save(folder)
             assert "File too large" in str(saved.exception()) and len(list(folder.iterdir())) == 2
+        assert [storage.expired() for storage in lent] == [True]
         train(model, opt, range(2, 4), square_loss)
         opt.load(folder)
         assert differing(state(opt), before) == []
