@@ -418,8 +418,9 @@ class AdamW(torch.optim.Optimizer):
         engine.import_written()
         engine.before_load(asked)
         engine.expose_state()
-        facts: dict[str, Any] = {"steps": engine.steps, "loss_scale": engine.loss_scale}
-        return state_folder.save(Path(folder), *self._saved, **facts, memory=memory)
+        return state_folder.save(
+            Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale, memory=memory
+        )
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.

@@ -226,8 +226,9 @@ class Planning:
         self.predicted_step_s = self._simulated_s(profile, current)
         self.reason = decision.reason
         if decision.changed:
-            facts = decision.reason, decision.predicted_step_s
-            commands += self._propose(decision.gpu_lids, decision.visit, self._step + 2, *facts)
+            commands += self._propose(
+                decision.gpu_lids, decision.visit, self._step + 2, decision.reason, decision.predicted_step_s
+            )
         return commands
 
     @property
