@@ -286,6 +286,9 @@ def test_a_state_is_saved_while_training_goes_on(
     if not has_room:
         monkeypatch.setattr(GpuMemory, "lend", lambda *_: None)
     model, steps = wide(torch.bfloat16), 3
+    for parameter in model.parameters():
+        if parameter.dim() == 2:  # files have it in another order than memory
+            parameter.data = parameter.data.t().contiguous().t()
     optimizer = hytrain.AdamW(model, k=0.5, run_dir=str(tmp_path / "run"))
 
     def train() -> None:
@@ -303,7 +306,8 @@ def test_a_state_is_saved_while_training_goes_on(
     assert bool(memory._lent) >= (has_room and not saved.done())
     train()
     saved.result()
-    assert memory._lent == 0 and torch.cuda.max_memory_allocated() <= needed
+    assert memory._lent == 0
+    assert not has_room or torch.cuda.max_memory_allocated() <= needed
     assert not all(map(torch.equal, planes(), expected))
     optimizer.load(tmp_path / "state")
     assert all(map(torch.equal, planes(), expected))
