@@ -192,7 +192,7 @@ def parse_options(text: str) -> dict[str, Any]:
         elif name == "threads":
             options[name] = int(value)
         else:
-            options[name] = float(value) if name in ("k", "visit") and value != "auto" else value
+            options[name] = float(value) if name in ("k", "visit", "stream") and value != "auto" else value
     return options
 
 

@@ -41,6 +41,7 @@ class Options:
     loss_scale: float | str | None
     overlap: bool
     visit: float | None = 0.0
+    stream: float = 0.0
 
     @property
     def awaits_verdict(self) -> bool:
@@ -66,9 +67,12 @@ class Options:
 _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 
 
-def check_options(*, k: float | str, visit: float | str, **others: Any) -> Options:
+def check_options(*, k: float | str, visit: float | str, stream: float, **others: Any) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
-    options = Options(k=_fraction("k", k), visit=_fraction("visit", visit), **others)
+    streamed = _fraction("stream", stream)
+    if streamed is None:
+        raise ConfigError(f"stream is {stream!r}: a fraction in [0, 1]")
+    options = Options(k=_fraction("k", k), visit=_fraction("visit", visit), stream=streamed, **others)
     for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
         if is_wrong:
             raise ConfigError(sentence)

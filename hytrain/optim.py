@@ -94,6 +94,9 @@ class AdamW(torch.optim.Optimizer):
         visit: The fraction of the parameters that the GPU updates although their state is in host memory, from where
             it is fetched for each update. The CPU updates the rest. A number with a number for k, or "auto" with
             k="auto" and policy "deadline", which then decides both.
+        stream: The fraction of the parameters whose weights rest in host memory. They are copied to the GPU before they
+            are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks are streamed,
+            and only while the GPU owns none of their state.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
         backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
@@ -134,6 +137,7 @@ class AdamW(torch.optim.Optimizer):
         loss_scale: float | str | None = None,
         k: float | str = "auto",
         visit: float | str = 0.0,
+        stream: float = 0.0,
         policy: str = "deadline",
         objective: str = "speed",
         backend: str = "auto",
@@ -151,6 +155,7 @@ class AdamW(torch.optim.Optimizer):
             options = check_options(
                 k=k,
                 visit=visit,
+                stream=stream,
                 policy=policy,
                 objective=objective,
                 backend=backend,

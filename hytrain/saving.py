@@ -169,7 +169,7 @@ class Resting:
                 if rest.version not in (None, known.found):
                     del rest.planes["remainder"]
                 else:
-                    fit_remainder(remainder, known.own.cpu())
+                    fit_remainder(remainder, known.values())
             for plane in STATE_PLANES:
                 scatter(known, plane, rest.planes.pop(plane, None))
 
@@ -218,7 +218,7 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
         if part is None:
             continue
         if value is None and plane == "remainder":
-            clear_remainder(part, segment.weights)
+            clear_remainder(part, layer.values[index])
         elif value is None:
             part.zero_()
         else:

@@ -34,9 +34,10 @@ from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
 from hytrain.model import fsdp, hooks
-from hytrain.model.layers import split_layers
+from hytrain.model.layers import find_blocks, split_layers
 from hytrain.model.sharing import counted_here
-from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_gates, build_layers
+from hytrain.model.streamed import streamed_blocks
+from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter, build_gates, build_layers
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
@@ -95,6 +96,7 @@ class Session:
         self.resting = saving.Resting()
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
+        self._blocks: list[StreamedBlock] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
         self._host_bytes = 0  # of host memory, this rank's part
@@ -163,6 +165,7 @@ class Session:
 
     def _split(self) -> tuple[list[TrainedLayer], list[TrainedParameter], list[tuple[Any, Gate]]]:
         """The layers of what is to be trained now, their parameters and gates. Checks that memory suffices."""
+        options = self._options
         theirs = set(_managed) - self._own()
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
         wanted = {id(parameter) for group in groups for parameter in group}
@@ -176,20 +179,24 @@ class Session:
             )
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
-        layers, parameters = build_layers(parts, groups, self._options.gradient_dtype, self.parameters, empty)
+        layers, parameters = build_layers(parts, groups, options.gradient_dtype, self.parameters, empty)
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes = host_bound(limit, ranks)
         require_host_memory(
             [layer.layout for layer in layers],
-            self._options.k,
+            options.k,
             limit,
             ranks=ranks,
             gpu_bytes=self.memory.for_state_bytes(),
-            awaits_verdict=self._options.awaits_verdict,
+            awaits_verdict=options.awaits_verdict,
         )
-        if self._options.may_speculate:
+        if options.may_speculate:
             self._add_banks(layers)
-        return layers, parameters, build_gates(layers, parts)
+        gates = build_gates(layers, parts)
+        if options.stream and self.ranks.world > 1:
+            raise UnsupportedError("stream works on one GPU: on several, FSDP2 shards the weights; leave stream out")
+        self._blocks = streamed_blocks(gates, find_blocks(self._model), options.stream)
+        return layers, parameters, gates
 
     def _own(self) -> set[int]:
         return {id(known.parameter) for known in self.parameters}
@@ -229,6 +236,7 @@ class Session:
             options=options,
             ranks=self.ranks,
             counted=self._counted,
+            blocks=self._blocks,
             is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
             updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
@@ -255,6 +263,7 @@ class Session:
                 rank=self.ranks.rank,
                 world=self.ranks.world,
                 visit=options.visit,
+                streamed=tuple(0 if (b := layer.streamed) is None else b.nbytes for layer in self.layers),
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)
@@ -269,6 +278,7 @@ class Session:
         before, left = self.engine, False
         check_model(self._model)
         before.import_written()
+        before.restore_weights()
         before.expose_state()
         self.resting.take(self.parameters)
 

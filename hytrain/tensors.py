@@ -98,6 +98,30 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def has_own_storage(tensor: Tensor) -> bool:
+    """Whether its storage has its elements and no others, and memory that can be freed and allocated again."""
+    storage = tensor.untyped_storage()
+    return tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes and storage.resizable()
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors have its storage, also views that autograd has saved, and arrays of NumPy."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the one just made
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give its storage memory again, from the current stream's pool. Raises `torch.OutOfMemoryError`."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes:
+        storage.resize_(tensor.nbytes)
+
+
+def free(tensor: Tensor) -> None:
+    """Free its storage's memory. All who share the storage lose it, and have it again after `allocate`."""
+    tensor.untyped_storage().resize_(0)
+
+
 def shaped(elements: Tensor, like: Tensor) -> Tensor:
     """The inverse of `flat`: a view of `elements`, shape (numel,), with the shape and strides of `like`."""
     return elements.as_strided(like.size(), like.stride(), elements.storage_offset())

@@ -144,6 +144,8 @@ class LayerTable(Message):
     `awaits_verdict`: updates become final only at the end of backward.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
     `k`: None means "auto". `visit`: the fraction of the parameters whose state visits the GPU; None means "auto".
+    `streamed`: for each layer, the bytes of weights that rest on the GPU if it owns the layer, and on the host if not;
+    empty if there are none.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
@@ -166,6 +168,7 @@ class LayerTable(Message):
     rank: int = 0
     world: int = 1
     visit: float | None = 0.0
+    streamed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -176,6 +179,9 @@ class LayerTable(Message):
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.visit is None or 0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
+        _require(
+            len(self.streamed) in (0, len(numbers)) and min(self.streamed, default=0) >= 0, "a size for each layer"
+        )
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")

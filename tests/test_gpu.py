@@ -75,10 +75,12 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
 def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0, "auto")]
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
+    choices += [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}]
     fixed = [train(llama(dtype), tmp_path, **choice)[0] for choice in choices]
-    random, moved = train(llama(dtype), tmp_path, policy="random")
-    assert_same([*fixed, random])
-    assert moved > 20
+    for stream in (0.0, 1.0):
+        random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream)
+        assert_same([*fixed, random])
+        assert moved > 20
 
 
 def wide(dtype: torch.dtype) -> nn.Module:
@@ -136,6 +138,7 @@ def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, m
     """Ahead of the verdict or behind it; in most steps, in some and in none."""
     ahead, behind = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
     runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}]
+    runs += [{"k": 0.0, "stream": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
     state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, on_nonfinite="skip")
     unclipped, _ = train(llama(dtype), tmp_path, k=0.0)
     assert not torch.equal(state["lm_head.weight"], unclipped["lm_head.weight"])
@@ -231,7 +234,7 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     host = {"accumulate_on": "host"}
-    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random"}
+    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random", "stream": 0.7}
     assert_same([train(llama(dtype), tmp_path, grad_accumulation=3, **options)[0] for options in runs])
 
 

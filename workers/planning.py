@@ -452,11 +452,12 @@ def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
     held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
+    weights_bytes = table.streamed[layer.lid] if table.streamed else 0
     return planner.LayerFacts(
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,
-        gpu_state_bytes=held_bytes + placed.state_nbytes,
+        gpu_state_bytes=held_bytes + placed.state_nbytes + weights_bytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,

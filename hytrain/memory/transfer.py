@@ -21,7 +21,7 @@ import torch
 
 from hytrain.errors import CapacityError
 from hytrain.memory.clock import CudaClock, HostClock, Span, Stream
-from hytrain.tensors import address, count_write
+from hytrain.tensors import address, allocate, count_write, free
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
@@ -103,6 +103,15 @@ class HostTransfers:
         now = self.clock.mark()
         return Transfer(None, (now, now))
 
+    def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
+        for tensor in tensors:
+            allocate(tensor)
+        return self._move(copies)
+
+    def free(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            free(tensor)
+
     def drain(self) -> None:
         """Nothing is pending."""
 
@@ -124,6 +133,7 @@ class CudaTransfers:
         self._in = tuple(torch.cuda.Stream(device) for _ in range(2))
         self._turn = 0
         self._fetching, self._visiting, self._returning = (torch.cuda.Stream(device) for _ in range(3))
+        self._streaming = torch.cuda.Stream(device)
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
@@ -240,6 +250,29 @@ class CudaTransfers:
         done.record(torch.cuda.current_stream(self._device))
         now = self.clock.mark()
         return Transfer(done, (now, now))
+
+    def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
+        """Allocate memory for tensors that were freed, and copy pinned weights into it.
+
+        `after`: whoever has used that memory, or has written those weights. Raises `torch.OutOfMemoryError`; then all
+        of `tensors` are freed.
+        """
+        with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
+            try:
+                for tensor in tensors:
+                    allocate(tensor)
+            except torch.OutOfMemoryError:
+                self.free(tensors)
+                raise
+        for event in after:
+            if event is not None:
+                self._streaming.wait_event(event)
+        return self._copy(self._streaming, copies)
+
+    def free(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Free their memory for `stream_in`, which waits for those who use it."""
+        for tensor in tensors:
+            free(tensor)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         if not copies:  # torch refuses an empty list

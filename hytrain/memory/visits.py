@@ -33,13 +33,17 @@ SLOT_NUMEL: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The update of one segment. `weights`, `grads` and each plane of `state`, on the host, have shape (numel,)."""
+    """The update of one segment. `weights`, `grads` and each plane of `state`, on the host, have shape (numel,).
+
+    So has `home`, where the weights are in host memory, too, if they are.
+    """
 
     segment: Segment
     weights: Tensor
     grads: Tensor
     state: Sequence[Tensor | None]
     scalars: Scalars
+    home: Tensor | None = None
 
 
 class Visits:
@@ -81,7 +85,8 @@ class Visits:
                 transfers.land(arrival)
                 weights, grads = visit.weights.data[part], visit.grads[part]
                 update_on(visit.segment, weights, grads, here, visit.scalars, host, verdict)
-                slot.returned = returned = transfers.send_back([(a, h) for h, a in pairs])
+                back = [] if visit.home is None else [(visit.home[part], weights)]
+                slot.returned = returned = transfers.send_back([*((a, h) for h, a in pairs), *back])
                 after = None  # one stream fetches, in order
                 marks += [*arrival.span, *returned.span]
             updated = transfers.so_far()

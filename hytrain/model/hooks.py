@@ -130,7 +130,7 @@ class AfterForward(_Hook["Reads"]):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         reads = self.target
         if reads is not None and self._gate is not None:
-            reads.leave(self._gate)
+            reads.leave(self._gate, output)
 
 
 class BeforeRoot(_Hook["Engine"]):

@@ -4,6 +4,7 @@ TrainedParameter   one parameter: its update count, whether it may be read, its 
 TrainedSegment     a piece of a parameter in a layer, as a 1-D view in storage order
 TrainedLayer       the unit that is moved: its life, its placement, its planes, this step's gradients
 Gate               a module that reads layers when it is called
+StreamedBlock      such a module, whose weights are on the device only while it computes
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
-from hytrain.tensors import address, count_write, flat, laid_out, local, local_like, version
+from hytrain.tensors import address, count_write, flat, holders, laid_out, local, local_like, shaped, version
 from protocol.handles import ArenaLayout, layout
 from protocol.messages import Layer, Segment
-from protocol.placement import GPU
+from protocol.placement import GPU, VISIT
 
 
 class TrainedParameter:
@@ -62,6 +63,11 @@ class TrainedParameter:
 
     def unwatch(self) -> None:
         self.parameter.__class__ = self._plain
+
+    def values(self) -> Tensor:
+        """This rank's part of its current weights on the CPU, in its shape, once all updates were waited for."""
+        parts = [layer.values[index].cpu() for layer, index in self.places] or [self.own.cpu()]
+        return shaped(parts[0] if len(parts) == 1 else torch.cat(parts), self.own)
 
     @property
     def is_in_place(self) -> bool:
@@ -135,7 +141,8 @@ class TrainedLayer:
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
-    from the CPU or from visits, or -1.
+    from the CPU or from visits, or -1. `streamed` is its block, if that may be streamed: then the arena's `weights`
+    are current also where the GPU updates.
     """
 
     lid: int
@@ -153,10 +160,27 @@ class TrainedLayer:
     sent: tuple[int, ...] = ()
     moving: Moving | None = None
     came: int = -1
+    streamed: StreamedBlock | None = None
 
     @property
     def weights(self) -> list[Tensor]:
         return [segment.weights for segment in self.segments]
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether its weights are streamed now."""
+        return self.streamed is not None and self.streamed.streams
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether its current weights are in the arena, too."""
+        return self.life.placement.updates == "cpu" or (self.streamed is not None and self.life.placement is VISIT)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Its current weights, once all updates were waited for: on the device, or in host memory where they rest."""
+        block = self.streamed
+        return self.arena.weights if block is not None and block.is_away else self.weights
 
     @property
     def is_arriving(self) -> bool:
@@ -219,9 +243,13 @@ class TrainedLayer:
 
 
 class Gate:
-    """The layers that a module must wait for before its forward, and the parameters that it may read then."""
+    """The layers that a module must wait for before its forward, and the parameters that it may read then.
+
+    `streamed`: its block, if that may be streamed.
+    """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
+        self.streamed: StreamedBlock | None = None
         self.layers: list[TrainedLayer] = []
         self.parameters: list[TrainedParameter] = []
         for layer in layers:
@@ -230,6 +258,76 @@ class Gate:
     def add(self, layer: TrainedLayer) -> None:
         self.layers.append(layer)
         self.parameters += [segment.owner for segment in layer.segments]
+
+
+@dataclass(slots=True, eq=False)
+class StreamedBlock:
+    """A block whose weights may rest in host memory. Its layers have no other reader.
+
+    A parameter keeps its identity, its shape and its storage object. Only the storage's memory comes and goes, so what
+    autograd has saved of a weight is there again when backward needs it.
+
+    `streams`: its weights rest in host memory; not while the GPU owns one of its layers. `is_present`: its parameters
+    have memory on the GPU. `is_stale`: an update on the host has begun since they came. `is_busy`: its forward runs, or
+    its backward, up to its last gradient. `is_used`: somebody else has used a parameter. `is_kept`: it stays, as it is
+    read where nobody sees it. `arrival`: the copy that brought it; `leaving`: copies out of it.
+    """
+
+    gate: Gate
+    parameters: list[TrainedParameter]
+    streams: bool = False
+    is_present: bool = True
+    is_stale: bool = False
+    is_busy: bool = False
+    is_used: bool = False
+    is_kept: bool = False
+    arrival: Transfer | None = None
+    leaving: list[Transfer] = field(default_factory=list)
+
+    @property
+    def layers(self) -> list[TrainedLayer]:
+        return self.gate.layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(known.own.nbytes for known in self.parameters)
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether the state of all its layers is in host memory, where weights can be, too."""
+        return all(isinstance(layer.planes, ArenaPlanes) for layer in self.layers)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its current weights are in host memory alone."""
+        return self.streams and (not self.is_present or self.is_stale)
+
+    @property
+    def is_current_on_host(self) -> bool:
+        """Whether no update of it is under way on the host."""
+        return all(layer.life.is_current or layer.landing is not None for layer in self.layers)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
+        if not (self.streams and self.is_present) or self.is_busy or self.is_kept:
+            return False
+        if any(known.was_written() or not known.is_in_place for known in self.parameters):
+            return False  # to be imported when the next step begins
+        return not (self.is_used and self.is_aliased)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether a tensor other than HyTrain's shares memory with a parameter: a view of it, or a graph's."""
+        return any(holders(known.own) > 2 + len(known.places) for known in self.parameters)
+
+    def incoming(self) -> list[Copy]:
+        """The copies of its weights out of host memory."""
+        return [
+            (segment.weights, weights)
+            for layer in self.layers
+            for segment, weights in zip(layer.segments, layer.arena.weights, strict=True)
+        ]
 
 
 def build_layers(
@@ -253,7 +351,7 @@ def build_layers(
             owner = owners.setdefault(
                 id(piece.parameter), TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)])
             )
-            weights = flat(local(piece.parameter).detach())[piece.start : piece.start + piece.numel]
+            weights = flat(owner.own)[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)

@@ -40,7 +40,9 @@ from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
+from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
+from hytrain.tensors import count_write
 from protocol.messages import GradReady, GroupHyper, Message, StepBegin, WeightsReady
 from protocol.placement import VISIT
 
@@ -94,13 +96,14 @@ class Backward:
         handover: Handover,
         boundary: Boundary,
         visits: Visits,
+        streaming: Streaming,
     ) -> None:
         self._layers, self._parameters, self._visits = layers, parameters, visits
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups, self._overlap, self._is_stage = read_groups, overlap, is_stage
         self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
         self._verdicts, self._accumulation = verdicts, accumulation
-        self._handover, self._boundary = handover, boundary
+        self._handover, self._boundary, self._streaming = handover, boundary, streaming
         self._groups: Groups = ()
         self._hypers: list[Hyper] = []
         self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until the verdict
@@ -130,6 +133,7 @@ class Backward:
             self._reads.meet_uncovered(parameter)
         if life.state is State.SUMMING:
             self._accumulation.add(parameter)
+            self._streaming.had_gradient(parameter)
             return
         if not parameter.is_in_place:
             health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
@@ -141,6 +145,7 @@ class Backward:
             self._meter.backward(layer.lid)
             if self._overlap:
                 self._send(layer, stream)
+        self._streaming.had_gradient(parameter)
 
     def _send(self, layer: TrainedLayer, stream: Stream) -> None:
         """Send a complete layer's gradients to the optimizer, or update on the device. `stream` is the current one."""
@@ -159,6 +164,8 @@ class Backward:
             else:
                 update()
             return
+        if layer.streamed is not None:
+            layer.streamed.is_stale = True
         norm = self._verdicts.norm_so_far(layer) if awaited else None
         leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
@@ -174,9 +181,11 @@ class Backward:
         verdict = None if on_host else self._verdicts.scale
         numbers = {i: scalars(self._hypers[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
         if layer.life.placement is VISIT:
+            self._streaming.before_update(layer)
             segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
+            homes = layer.arena.weights if layer.keeps_weights else [None] * len(segments)
             visits = [
-                Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i])
+                Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
                 for i, grads in gradients.items()
             ]
             updated, returned = self._visits.update(visits, after=layer.returned, host=self._host, verdict=verdict)
@@ -228,6 +237,7 @@ class Backward:
         life = self._health.life
         if life.state is State.COMMITTING:
             self._complete()
+        self._streaming.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
     def take_those_set_by_hand(self) -> None:
@@ -325,7 +335,11 @@ class Backward:
         layer = self._layers[done.lid]
         layer.life.on(LayerEvent.WEIGHTS_READY, done.step)
         layer.arena.banks = done.banks
-        landing = self._transfers.weights_in(layer.incoming())
+        copies = layer.incoming()
+        if layer.rests_on_host:
+            count_write([weights for weights, _ in copies])  # they stay where they are until they are needed
+            copies = []
+        landing = self._transfers.weights_in(copies)
         with self._health.changed:
             layer.note_writes()
             layer.landing, layer.source = landing, layer.planes

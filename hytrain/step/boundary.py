@@ -69,6 +69,7 @@ class Boundary:
             k=gpu_fraction(placements, self._numels),
             gpu_layers=tuple(lid for lid, name in enumerate(placements) if name == GPU.name),
             visiting_layers=tuple(lid for lid, name in enumerate(placements) if name == VISIT.name),
+            streamed_layers=tuple(layer.lid for layer in self._layers if layer.rests_on_host),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )

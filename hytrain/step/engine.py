@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Final
 
 import torch
@@ -23,7 +23,7 @@ from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, Usage
 from hytrain.kernels.backend import Backend
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
-from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
@@ -39,6 +39,7 @@ from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
+from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Verdicts
 from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
 
@@ -65,6 +66,7 @@ class Engine:
         options: Options,
         ranks: Ranks,
         counted: Set[int],
+        blocks: Sequence[StreamedBlock] = (),
         is_stage: bool = False,
         trace: TraceWriter | None = None,
         updater: str = "the optimizer process",
@@ -81,19 +83,27 @@ class Engine:
         )
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
+        self._streaming = Streaming(blocks, transfers)
         self.reads = Reads(
             layers,
             parameters,
             transfers=transfers,
             health=self._health,
             meter=self._meter,
+            streaming=self._streaming,
             overlap=options.overlap,
         )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments)
         self._handover = Handover(
-            layers, link=link, transfers=transfers, health=self._health, reads=self.reads, visits=self._visits
+            layers,
+            link=link,
+            transfers=transfers,
+            health=self._health,
+            reads=self.reads,
+            visits=self._visits,
+            streaming=self._streaming,
         )
         self._boundary = Boundary(
             layers,
@@ -122,11 +132,13 @@ class Engine:
             handover=self._handover,
             boundary=self._boundary,
             visits=self._visits,
+            streaming=self._streaming,
         )
 
     def start(self, plan: Plan) -> None:
         try:
             self._boundary.start(plan)
+            self._streaming.start()
         except ClusterError as error:
             health = self._health
             with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
@@ -169,6 +181,7 @@ class Engine:
             ended = life.step
             life.on(Event.STEP)
             self._accumulation.drop()
+            self._streaming.end_step()
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
         self._boundary.report(ended, self.steps)
@@ -282,6 +295,11 @@ class Engine:
         self.synchronize()
         self._handover.expose_state()
 
+    def restore_weights(self) -> None:
+        """Bring all weights to the GPU: this engine is about to be replaced."""
+        self.synchronize()
+        self._streaming.restore()
+
     def import_written(self) -> None:
         """Make parameters that were written from outside the masters. Raises `UsageError` if one cannot be."""
         self.synchronize()
@@ -298,6 +316,7 @@ class Engine:
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
         whole = self._health.life.state not in IN_BACKWARD and all(layer.life.is_current for layer in self._layers)
+        whole = whole and self._streaming.is_whole
         self._health.end_in_child(
             UsageError(
                 "this process was forked from the one that trains, and the optimizer is its parent's"
@@ -341,6 +360,7 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
+            self._streaming.restore()
         self._handover.close()
         for layer in self._layers:
             layer.close()

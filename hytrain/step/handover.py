@@ -32,6 +32,7 @@ from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
+from hytrain.step.streaming import Streaming
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import VISIT, Placement
 
@@ -86,9 +87,10 @@ class Handover:
         health: Health,
         reads: Reads,
         visits: Visits,
+        streaming: Streaming,
     ) -> None:
         self._layers, self._link, self._transfers = layers, link, transfers
-        self._health, self._reads, self._visits = health, reads, visits
+        self._health, self._reads, self._visits, self._streaming = health, reads, visits, streaming
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
@@ -232,12 +234,17 @@ class Handover:
         arena = move.arenas.pop(layer.lid, None) or layer.arena
         if for_cpu:
             self._reads.wait_for(layer)
-        copies = _weights_copies(layer, arena) if for_cpu else []
+        needs_weights = not layer.keeps_weights and (for_cpu or layer.streamed is not None)
+        copies = _weights_copies(layer, arena) if needs_weights else []
         if before is not arena:
             copies += _state_copies(arena, before)
         departure = self._transfers.state_out(copies)
         layer.planes = arena
         self._place(layer, move.plan, step, after=departure)
+        if layer.streamed is not None:
+            for other in layer.streamed.layers:
+                self._reads.wait_for(other)
+            self._streaming.review(layer.streamed, replace(departure, keep=()))
         if for_cpu:  # the sender of TakeOver keeps the sources of the copy alive
             departure = replace(departure, keep=())
             move.unpinned.append(arena)
@@ -256,6 +263,10 @@ class Handover:
             return None
         for layer in move.coming:
             self._reads.wait_for(layer)  # its weights may not have been needed in this step's forward
+            if layer.streamed is not None and layer.rests_on_host:
+                for other in layer.streamed.layers:
+                    self._reads.wait_for(other)
+                self._streaming.settle(layer.streamed)
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             arena, layer.planes = layer.arena, moving.device
@@ -373,7 +384,8 @@ def _clear_up(
 
 def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> list[Copy]:
     """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights."""
-    copies = _weights_copies(layer, arena) if now.updates == "cpu" else []
+    needs_weights = now.updates == "cpu" or layer.streamed is not None
+    copies = _weights_copies(layer, arena) if needs_weights else []
     for index, segment in enumerate(layer.segments):
         if segment.spec.dtype == "float16":
             master = arena.state("remainder")[index]

@@ -91,7 +91,7 @@ class Masters:
             layer, index = known.places[0]
             source = layer.source
             has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited
-            if not has_landed or not isinstance(source, ArenaPlanes):
+            if not has_landed or not isinstance(source, ArenaPlanes) or layer.rests_on_host:
                 continue
             present, landed = layer.segments[index].weights, source.weights[index]
             start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
@@ -146,8 +146,8 @@ class Masters:
             for layer, index in known.places:
                 segment, remainder = layer.segments[index], layer.state("remainder")[index]
                 if remainder is not None:
-                    (fit_remainder if keep_remainder else clear_remainder)(remainder, segment.weights)
-                if layer.life.placement.updates == "cpu":
+                    (fit_remainder if keep_remainder else clear_remainder)(remainder, layer.values[index])
+                if layer.keeps_weights and layer.values[index] is segment.weights:
                     copies.append((layer.arena.weights[index], segment.weights))
         self._transfers.state_out(copies).synchronize()
         for parameter in parameters:

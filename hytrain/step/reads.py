@@ -29,6 +29,7 @@ from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter, Waited
+from hytrain.step.streaming import Streaming
 from hytrain.tensors import is_distributed
 
 _USED_EARLY: Final = (
@@ -62,12 +63,13 @@ class Reads:
         transfers: Transfers,
         health: Health,
         meter: Meter,
+        streaming: Streaming,
         overlap: bool,
     ) -> None:
         self.root = Gate()
         self._layers, self._parameters, self._overlap = layers, parameters, overlap
         self._of = {id(known.parameter): known for known in parameters}
-        self._transfers, self._health, self._meter = transfers, health, meter
+        self._transfers, self._health, self._meter, self._streaming = transfers, health, meter, streaming
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
 
     def enter(self, gate: Gate) -> None:
@@ -120,6 +122,10 @@ class Reads:
             if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             self.wait_for(layer)
+            if gate is self.root:
+                self._streaming.use(layer)
+        if gate.streamed is not None:
+            self._streaming.enter(gate.streamed, inside)
         for parameter in gate.parameters:
             parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
@@ -140,10 +146,30 @@ class Reads:
             return None
         return self._meter.gather(_lids(gate))
 
-    def leave(self, gate: Gate) -> None:
-        """A module's forward has ended."""
+    def leave(self, gate: Gate, output: Any = None) -> None:
+        """A module's forward has ended, and returned `output`."""
         for parameter in gate.parameters:
             parameter.watch()
+        block = gate.streamed
+        if block is None or not block.streams or in_backward():
+            return
+        if torch.is_grad_enabled():
+            again = _EnterBeforeBackward(self, gate)
+            nodes = [tensor.grad_fn for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+            for node in nodes:
+                node.register_prehook(again)
+            if not nodes:
+                return  # nobody knows when its backward begins
+        self._streaming.leave(block)
+
+    def enter_backward(self, gate: Gate) -> None:
+        """The backward of the gate's module begins, on the current stream."""
+        if (again := self.updated_in_this_backward(gate)) is not None:
+            self.refuse_again(again)
+        for layer in gate.layers:
+            self.wait_for(layer)
+        if gate.streamed is not None:
+            self._streaming.enter(gate.streamed, True)
 
     def use(self, tensor: Tensor) -> None:
         """A parameter's value is used outside of its module's forward: make the current stream wait for its update.
@@ -167,6 +193,7 @@ class Reads:
             raise UsageError(_USED_EARLY.format(known.name))
         for layer, _ in known.places:
             self.wait_for(layer)
+            self._streaming.use(layer)
             if self._order is not None and torch.is_grad_enabled():
                 self._order.setdefault(layer.lid)
         self._require_own_writes(known)
@@ -248,6 +275,7 @@ class Reads:
                 self._health.abort(StaleReadError(stale.format(parameter.name)))
             if layer not in self.root.layers:
                 self.root.add(layer)
+                self._streaming.keep(layer)
 
     def learned_order(self) -> tuple[int, ...] | None:
         """Once, after the first step: the position of each layer in the order in which forward entered them.
@@ -275,6 +303,18 @@ class _RefuseSecondBackward:
         health = self._health()
         if health is not None and health.life.state is State.COMMITTED:
             health.require(Event.BEGIN, name="the model's output")
+
+
+class _EnterBeforeBackward:
+    """A pre-hook of the nodes that made a module's output: streamed weights have to be there for its backward."""
+
+    def __init__(self, reads: Reads, gate: Gate) -> None:
+        self._reads, self._gate = weakref.ref(reads), gate
+
+    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
+        reads = self._reads()
+        if reads is not None:
+            reads.enter_backward(self._gate)
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
+from hytrain.step import streaming
 from workers import monitor
 
 STEPS = 50
@@ -34,6 +35,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "auto": {"k": "auto"},
     "auto, with visits": {"k": "auto", "visit": "auto"},
     "moving": {"k": "auto", "policy": "random"},
+    "streamed": {"k": 0.0, "stream": 1.0},
+    "some streamed": {"k": 0.3, "stream": 0.4},
+    "streamed, visiting": {"k": 0.0, "visit": 0.5, "stream": 1.0},
+    "streamed, moving": {"k": "auto", "policy": "random", "stream": 0.8},
 }
 
 
@@ -62,9 +67,13 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int, *loss: A
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained_at_half(dtype)
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    model = make(dtype)
+    monkeypatch.setattr(streaming, "SLOTS", 1)
+    model, share = make(dtype), CHOICES[choice].get("stream", 0.0)
     with adamw(model, **CHOICES[choice]) as opt:
         train_and_prepare(model, opt, STEPS)
+        assert bool(opt.statistics().streamed_layers) >= (share > 0 and choice != "streamed, moving")
+        away = [known for known in opt._session.parameters if not known.own.untyped_storage().nbytes()]
+        assert bool(away) >= (share == 1.0)
         assert bool(opt.statistics().visiting_layers) >= isinstance(CHOICES[choice].get("visit"), float)
         if choice == "moving":
             assert opt.statistics().moved > 10

@@ -1,0 +1,200 @@
+"""Brings the weights of streamed blocks to the GPU before they are needed, and frees their memory there after that.
+
+    forward    enter ─▶ fetch, and the next blocks ahead       leave ─▶ free what is not needed soon
+    backward   enter, before the block's first gradient        after its last gradient: the same
+    update     the CPU's is in host memory: nothing to copy    a visit's weights are copied back with the state
+
+The order of blocks is learned: what came after a block in the step before is fetched next. So the last blocks of a
+forward are still there when backward begins with them. Only the threads that compute fetch and free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from hytrain.memory.transfer import Fence, Transfer, Transfers
+from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+
+_log = logging.getLogger(__name__)
+
+#: While one block computes, the next ones come: so many of the largest one's size have room.
+SLOTS: Final = 3
+
+#: A block in forward (False) or in backward (True).
+Place = tuple[StreamedBlock, bool]
+
+
+class Streaming:
+    """The streamed blocks of one model, in forward order."""
+
+    def __init__(self, blocks: Sequence[StreamedBlock], transfers: Transfers) -> None:
+        self._blocks, self._transfers = blocks, transfers
+        self._block_of = {id(known): block for block in blocks for known in block.parameters}
+        self._window_bytes = SLOTS * max((block.nbytes for block in blocks), default=0)
+        self._released: list[Fence] = []  # events before which memory that was freed may not be written
+        ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
+        self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
+        self._last: Place | None = None
+
+    def start(self) -> None:
+        """All layers have their first placement."""
+        self._transfers.drain()
+        for block in self._blocks:
+            block.streams, block.is_used = block.rests_on_host, True
+        if self._blocks:
+            self._make_room((self._blocks[0], False))
+
+    def enter(self, block: StreamedBlock, inside_backward: bool) -> None:
+        """The block is about to compute on the current stream. Its updates have been waited for."""
+        if not block.streams:
+            return
+        here = block, inside_backward
+        if self._last is not None and self._last != here:
+            self._next[self._last] = here
+        self._last = here
+        self._bring(block)
+        block.is_busy = True
+        self._look_ahead(here)
+        self._land(block)
+
+    def leave(self, block: StreamedBlock) -> None:
+        """The block's forward has ended. Backward enters it again."""
+        if block.streams:
+            self._rest(block, inside_backward=False)
+
+    def had_gradient(self, parameter: TrainedParameter) -> None:
+        """A parameter's gradient of this backward was taken. After the last one, the block has computed."""
+        block = self._block_of.get(id(parameter))
+        if block is not None and block.streams:
+            if all(known.backward == parameter.backward for known in block.parameters):
+                self._rest(block, inside_backward=True)
+
+    def end_backward(self) -> None:
+        """Some blocks may lack gradients."""
+        for block in self._blocks:
+            block.is_busy = False
+
+    def end_step(self) -> None:
+        """What else has used weights has ended by now, unless it keeps a view of them."""
+        for block in self._blocks:
+            block.is_used = block.is_used and block.is_aliased
+
+    def use(self, layer: TrainedLayer) -> None:
+        """Somebody else uses the layer's weights on the current stream, and may keep a view of them."""
+        block = layer.streamed
+        if block is not None and block.streams:
+            block.is_used = True
+            self._bring(block)
+            self._land(block)
+
+    def keep(self, layer: TrainedLayer) -> None:
+        """The layer is read where nobody sees it: its block stays on the GPU from now on."""
+        if layer.streamed is not None:
+            layer.streamed.is_kept = True
+
+    def before_update(self, layer: TrainedLayer) -> None:
+        """The GPU is about to update the layer, perhaps long after its backward."""
+        block = layer.streamed
+        if block is not None and block.streams and not block.is_present:
+            self._make_room((block, False))
+            self._bring(block)
+            self._land(block)
+
+    def settle(self, block: StreamedBlock) -> None:
+        """The GPU takes over a layer, so the block stays until `review`. All of its updates have been waited for."""
+        self._bring(block)
+        self._land(block)
+        block.streams = False
+
+    def review(self, block: StreamedBlock, leaving: Transfer) -> None:
+        """A layer's state has left the GPU with the copies `leaving`. All of the block's updates were waited for."""
+        block.leaving.append(leaving)
+        block.streams = block.rests_on_host
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are on the GPU."""
+        return all(block.is_present and not block.is_stale for block in self._blocks)
+
+    def restore(self) -> None:
+        """Bring all weights to the GPU for good. What has no room there stays in host memory."""
+        for block in self._blocks:
+            if block.is_away:
+                try:
+                    self._fetch(block)
+                except torch.OutOfMemoryError:
+                    for known in block.parameters:
+                        known.parameter.data = known.values().clone()
+                    _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
+            block.streams = False
+        self._transfers.drain()
+
+    # ------------------------------------------------------------ memory
+
+    def _rest(self, block: StreamedBlock, *, inside_backward: bool) -> None:
+        block.is_busy = False
+        self._look_ahead(self._next[block, inside_backward])
+
+    def _look_ahead(self, place: Place) -> None:
+        """Free what will not be needed soon, then fetch what will be, as far as it is current in host memory."""
+        for block in self._make_room(place):
+            if block.streams and (not block.is_present or block.is_stale) and not block.is_busy:
+                if not block.is_current_on_host:
+                    return
+                try:
+                    self._fetch(block)
+                except torch.OutOfMemoryError:
+                    return
+
+    def _make_room(self, place: Place) -> list[StreamedBlock]:
+        """Free all blocks but those that are needed from `place` on, which are returned in their order."""
+        soon = dict[StreamedBlock, None]()
+        for _ in self._next:
+            soon[place[0]] = None
+            if sum(block.nbytes for block in soon) > self._window_bytes:
+                soon.popitem()
+                break
+            place = self._next[place]
+        self._free(block for block in self._blocks if block not in soon)
+        return list(soon)
+
+    def _free(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Free those that may leave."""
+        fence: Fence = None
+        for block in blocks:
+            if block.may_leave:
+                fence = fence or self._transfers.fence()
+                copies = [*block.leaving, *(layer.returned for layer in block.layers if layer.returned is not None)]
+                self._released += [copy.done for copy in copies]
+                block.leaving.clear()
+                block.is_present = False
+                self._transfers.free([known.own for known in block.parameters])
+        if fence is not None:
+            self._released.append(fence)
+
+    def _bring(self, block: StreamedBlock) -> None:
+        if block.is_present and not block.is_stale:
+            return
+        try:
+            self._fetch(block)
+        except torch.OutOfMemoryError:
+            self._free(other for other in self._blocks if other is not block)
+            self._fetch(block)
+
+    def _fetch(self, block: StreamedBlock) -> None:
+        """Raises `torch.OutOfMemoryError`; then nothing has changed."""
+        if block.is_present:  # whoever reads the old weights comes first
+            self._released.append(self._transfers.fence())
+        back = [layer.returned.done for layer in block.layers if layer.returned is not None]
+        own = [known.own for known in block.parameters]
+        block.arrival = self._transfers.stream_in(own, block.incoming(), after=[*self._released, *back])
+        self._released.clear()
+        block.is_present, block.is_stale = True, not block.is_current_on_host
+
+    def _land(self, block: StreamedBlock) -> None:
+        if block.arrival is not None:
+            self._transfers.land(block.arrival)
