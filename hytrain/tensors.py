@@ -7,18 +7,27 @@ data is elsewhere has to be supported only here. (A DTensor's address is 0, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 #: Count one write per tensor that autograd did not see.
 count_write: Final[Callable[[Any], None]] = torch.autograd.graph.increment_version
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Whatever runs inside works on real memory, also while `torch.export` traces a model with tensors that have none."""
+    with _disable_current_modes():
+        yield
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -101,7 +110,8 @@ def flat(tensor: Tensor) -> Tensor:
 def has_own_storage(tensor: Tensor) -> bool:
     """Whether its storage has its elements and no others, and memory that can be freed and allocated again."""
     storage = tensor.untyped_storage()
-    return tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes and storage.resizable()
+    is_shared = storage.device.type == "cpu" and storage.is_shared()  # with other processes
+    return storage.nbytes() == tensor.nbytes and storage.resizable() and not is_shared
 
 
 def holders(tensor: Tensor) -> int:
@@ -112,9 +122,7 @@ def holders(tensor: Tensor) -> int:
 
 def allocate(tensor: Tensor) -> None:
     """Give its storage memory again, from the current stream's pool. Raises `torch.OutOfMemoryError`."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.nbytes:
-        storage.resize_(tensor.nbytes)
+    tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def free(tensor: Tensor) -> None:

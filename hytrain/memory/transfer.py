@@ -41,6 +41,10 @@ class Transfer:
     span: Span
     keep: Sequence[torch.Tensor] = ()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.done is None or self.done.query()
+
     def synchronize(self) -> None:
         """Block the calling thread until the copies have finished. It sleeps and does not spin."""
         if self.done is not None:
@@ -104,8 +108,7 @@ class HostTransfers:
         return Transfer(None, (now, now))
 
     def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
-        for tensor in tensors:
-            allocate(tensor)
+        _allocate(tensors)
         return self._move(copies)
 
     def free(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -258,12 +261,7 @@ class CudaTransfers:
         of `tensors` are freed.
         """
         with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
-            try:
-                for tensor in tensors:
-                    allocate(tensor)
-            except torch.OutOfMemoryError:
-                self.free(tensors)
-                raise
+            _allocate(tensors)
         for event in after:
             if event is not None:
                 self._streaming.wait_event(event)
@@ -301,6 +299,19 @@ class CudaTransfers:
     def drain(self) -> None:
         """Wait for all work on the device, before state that any stream wrote is moved."""
         torch.cuda.synchronize(self._device)
+
+
+def _allocate(tensors: Iterable[torch.Tensor]) -> None:
+    """All of them, or none: raises `torch.OutOfMemoryError`."""
+    made = []
+    try:
+        for tensor in tensors:
+            allocate(tensor)
+            made.append(tensor)
+    except torch.OutOfMemoryError:
+        for tensor in made:
+            free(tensor)
+        raise
 
 
 def _pieces(copies: Iterable[Copy]) -> Iterator[Copy]:

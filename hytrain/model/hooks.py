@@ -158,6 +158,9 @@ class BeforeUse(_Hook["Reads"]):
         if (reads := self.target) is not None:
             reads.use(parameter)
 
+    def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if (reads := self.target) is None else reads.away(parameter)
+
 
 class OnGradient(_Hook["Backward"]):
     def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:

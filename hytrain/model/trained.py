@@ -24,7 +24,18 @@ from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
-from hytrain.tensors import address, count_write, flat, holders, laid_out, local, local_like, shaped, version
+from hytrain.tensors import (
+    address,
+    count_write,
+    flat,
+    has_own_storage,
+    holders,
+    laid_out,
+    local,
+    local_like,
+    shaped,
+    version,
+)
 from protocol.handles import ArenaLayout, layout
 from protocol.messages import Layer, Segment
 from protocol.placement import GPU, VISIT
@@ -179,8 +190,12 @@ class TrainedLayer:
     @property
     def values(self) -> list[Tensor]:
         """Its current weights, once all updates were waited for: on the device, or in host memory where they rest."""
-        block = self.streamed
-        return self.arena.weights if block is not None and block.is_away else self.weights
+        return self.arena.weights if self.is_away else self.weights
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its current weights are in host memory alone."""
+        return self.streamed is not None and self.streamed.is_away
 
     @property
     def is_arriving(self) -> bool:
@@ -312,8 +327,11 @@ class StreamedBlock:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
         if not (self.streams and self.is_present) or self.is_busy or self.is_kept:
             return False
-        if any(known.was_written() or not known.is_in_place for known in self.parameters):
+        is_arriving = any(layer.is_arriving for layer in self.layers)  # its own writes are being counted right now
+        if any((known.was_written() and not is_arriving) or not known.is_in_place for known in self.parameters):
             return False  # to be imported when the next step begins
+        if not all(has_own_storage(known.own) for known in self.parameters):
+            return False  # others have given it another one
         return not (self.is_used and self.is_aliased)
 
     @property

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,19 @@ _HARMLESS: Final = {
 }  # fmt: skip
 
 
+class BeforeUse(Protocol):
+    """Whoever watches: is called before a parameter's value is used on its device."""
+
+    def __call__(self, parameter: Tensor) -> None: ...
+
+    def away(self, parameter: Tensor) -> Tensor | None:
+        """A copy of the value in host memory, if that is where it rests."""
+
+
 class Watched:
     """The base of the classes that watched parameters have. `before_use` is the hook of the one who watches."""
 
-    before_use: ClassVar[Callable[[Tensor], None]]
+    before_use: ClassVar[BeforeUse]
     plain: ClassVar[type]
 
     @classmethod
@@ -70,8 +79,13 @@ class Watched:
             return result
 
     def detach(self) -> Tensor:
+        caller = sys._getframe(1).f_code
+        if caller is nn.Module._save_to_state_dict.__code__:  # with weights that are not here, it takes no GPU memory
+            away = type(self).before_use.away(cast(Tensor, self))
+            if away is not None:
+                return away
         detached = Tensor.detach(cast(Tensor, self))
-        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
+        if caller is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
             detached.__class__ = type(self)  # type: ignore[assignment]
         return detached
 
@@ -121,7 +135,7 @@ class _WatchedDTensor(Watched):
             return cast(Tensor, getattr(parameter, method)(*args, **options))
 
 
-def watched_class(plain: type, before_use: Callable[[Tensor], None]) -> type:
+def watched_class(plain: type, before_use: BeforeUse) -> type:
     """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched

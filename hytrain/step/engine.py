@@ -94,6 +94,7 @@ class Engine:
             overlap=options.overlap,
         )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
+        self._streaming.heed(self._masters.import_written, self._masters.sample_freed)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments)
         self._handover = Handover(

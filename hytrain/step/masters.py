@@ -7,6 +7,7 @@ way would be lost in part, so it is refused (I6).
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.model.trained import TrainedParameter
+from hytrain.model.trained import StreamedBlock, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
@@ -29,12 +30,16 @@ SAMPLED_ELEMENTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Elements of a parameter as an update left them, and as they were found when the next one was to begin."""
+    """Elements of a parameter as an update left them, and as they were found when the next one was to begin.
+
+    Those of streamed weights are found when their memory is freed, and then nowhere else.
+    """
 
     known: TrainedParameter
     landed: Tensor
     found: Tensor
     copied: Transfer
+    is_freed: bool
 
 
 class Masters:
@@ -51,6 +56,8 @@ class Masters:
         self.state_was_loaded = False
         self._next = 0
         self._samples: list[_Sample] = []
+        self._chance = random.Random(0)
+        self._freed = self._freed_before = 0  # blocks, in this step and in the one before
 
     def import_all(self, *, keep_remainder: bool) -> None:
         self._import(self._parameters, keep_remainder=keep_remainder)
@@ -91,16 +98,32 @@ class Masters:
             layer, index = known.places[0]
             source = layer.source
             has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited
-            if not has_landed or not isinstance(source, ArenaPlanes) or layer.rests_on_host:
+            if not has_landed or not isinstance(source, ArenaPlanes) or layer.is_away:
                 continue
-            present, landed = layer.segments[index].weights, source.weights[index]
-            start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
-            part = slice(start, start + SAMPLED_ELEMENTS)
-            found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
-            copied = self._transfers.weights_out([(found, present[part])])
-            self._samples.append(_Sample(known, landed[part].clone(), found, copied))
+            self._look_at(known, layer.segments[index].weights, source.weights[index], is_freed=False)
         if self._samples and self._samples[0].copied.done is None:
             self._compare()
+        self._freed, self._freed_before = 0, self._freed
+
+    def sample_freed(self, block: StreamedBlock) -> None:
+        """The block's memory is about to be freed: look at a parameter of it, in about `SAMPLED` cases a step."""
+        self._freed += 1
+        if self._chance.random() * self._freed_before > SAMPLED:
+            return
+        known = self._chance.choice(block.parameters)
+        layer, index = known.places[0]
+        is_back = layer.returned is None or layer.returned.has_ended
+        if not block.is_stale and layer.life.is_current and is_back:
+            present, landed = layer.segments[index].weights, layer.arena.weights[index]
+            block.leaving.append(self._look_at(known, present, landed, is_freed=True))
+
+    def _look_at(self, known: TrainedParameter, present: Tensor, landed: Tensor, *, is_freed: bool) -> Transfer:
+        start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
+        part = slice(start, start + SAMPLED_ELEMENTS)
+        found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
+        copied = self._transfers.weights_out([(found, present[part])])
+        self._samples.append(_Sample(known, landed[part].clone(), found, copied, is_freed))
+        return copied
 
     def _compare(self) -> None:
         samples, self._samples = self._samples, []
@@ -108,6 +131,11 @@ class Masters:
             sample.copied.synchronize()
             if torch.equal(sample.landed.view(torch.uint8), sample.found.view(torch.uint8)):
                 continue
+            if sample.is_freed:
+                raise UsageError(
+                    f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
+                    "forward), and streamed weights lose such a write: write outside of forward, or leave stream out"
+                )
             if sample.known.count:
                 raise UsageError(
                     f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "

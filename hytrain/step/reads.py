@@ -164,6 +164,8 @@ class Reads:
 
     def enter_backward(self, gate: Gate) -> None:
         """The backward of the gate's module begins, on the current stream."""
+        if self._health.life.state is State.COMMITTED:
+            self._health.require(Event.BEGIN, name="the model's output")
         if (again := self.updated_in_this_backward(gate)) is not None:
             self.refuse_again(again)
         for layer in gate.layers:
@@ -177,20 +179,12 @@ class Reads:
         Raises `UsageError` if this step's update of it has begun, before `step()` was called; but not while an error of
         HyTrain is handled, so that whoever cleans up (`model.cpu()`) does not hide it.
         """
-        known, life = self._of.get(id(tensor)), self._health.life
+        known = self._of.get(id(tensor))
         if known is None:  # a new parameter, made of a watched one
             tensor.__class__ = tensor.plain  # type: ignore[attr-defined]
             return
-        cleans_up = isinstance(sys.exc_info()[1], HyTrainError)  # not any: a whole loop may be in an `except`
-        if known.step == life.step and life.state in IN_BACKWARD:
-            if cleans_up:
-                return
-            raise UsageError(
-                f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
-                "opt.step()"
-            )
-        if known.step == life.step and self._overlap and not cleans_up:
-            raise UsageError(_USED_EARLY.format(known.name))
+        if not self._may_use(known):
+            return
         for layer, _ in known.places:
             self.wait_for(layer)
             self._streaming.use(layer)
@@ -198,6 +192,28 @@ class Reads:
                 self._order.setdefault(layer.lid)
         self._require_own_writes(known)
         known.awaited = True
+
+    def away(self, tensor: Tensor) -> Tensor | None:
+        """A copy of a parameter's value in host memory, if it rests there; all updates have been waited for."""
+        known = self._of.get(id(tensor))
+        if known is None or not any(layer.is_away for layer, _ in known.places) or not self._may_use(known):
+            return None
+        return known.values().clone()
+
+    def _may_use(self, known: TrainedParameter) -> bool:
+        """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
+        life = self._health.life
+        cleans_up = isinstance(sys.exc_info()[1], HyTrainError)  # not any: a whole loop may be in an `except`
+        if known.step == life.step and life.state in IN_BACKWARD:
+            if cleans_up:
+                return False
+            raise UsageError(
+                f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
+                "opt.step()"
+            )
+        if known.step == life.step and self._overlap and not cleans_up:
+            raise UsageError(_USED_EARLY.format(known.name))
+        return True
 
     def leave_root(self, output: Any) -> None:
         """The whole model's forward has ended. `output` is what it returned.
@@ -252,6 +268,7 @@ class Reads:
         """Return once every update has landed in the parameters, on the host (I6)."""
         for layer in self._layers:
             self.wait_for(layer, on_host=True)
+        self._streaming.refresh_views()
         with unwatched():
             self._mark_awaited(self._parameters, in_backward())
 

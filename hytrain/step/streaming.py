@@ -11,13 +11,15 @@ forward are still there when backward begins with them. Only the threads that co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
 
 from hytrain.memory.transfer import Fence, Transfer, Transfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.watched import unwatched
+from hytrain.tensors import untraced
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Streaming:
     """The streamed blocks of one model, in forward order."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], transfers: Transfers) -> None:
+        self._import_written: Callable[[], None] = lambda: None
+        self._before_free: Callable[[StreamedBlock], None] = lambda block: None
         self._blocks, self._transfers = blocks, transfers
         self._block_of = {id(known): block for block in blocks for known in block.parameters}
         self._window_bytes = SLOTS * max((block.nbytes for block in blocks), default=0)
@@ -40,11 +44,15 @@ class Streaming:
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
 
+    def heed(self, import_written: Callable[[], None], before_free: Callable[[StreamedBlock], None]) -> None:
+        """Call `before_free` for each block that is freed; `import_written`, if written weights stand in the way."""
+        self._import_written, self._before_free = import_written, before_free
+
     def start(self) -> None:
         """All layers have their first placement."""
         self._transfers.drain()
         for block in self._blocks:
-            block.streams, block.is_used = block.rests_on_host, True
+            block.streams, block.is_used = block.rests_on_host, block.is_aliased
         if self._blocks:
             self._make_room((self._blocks[0], False))
 
@@ -56,6 +64,8 @@ class Streaming:
         if self._last is not None and self._last != here:
             self._next[self._last] = here
         self._last = here
+        if not inside_backward:
+            block.is_used = block.is_used and block.is_aliased  # before its own forward makes views
         self._bring(block)
         block.is_busy = True
         self._look_ahead(here)
@@ -90,6 +100,14 @@ class Streaming:
             block.is_used = True
             self._bring(block)
             self._land(block)
+
+    def refresh_views(self) -> None:
+        """Views that others have of weights show their values, on the host. All updates have been waited for."""
+        for block in self._blocks:
+            if block.is_present and block.is_away and block.is_aliased:
+                self._bring(block)
+                if block.arrival is not None:
+                    block.arrival.synchronize()
 
     def keep(self, layer: TrainedLayer) -> None:
         """The layer is read where nobody sees it: its block stays on the GPU from now on."""
@@ -127,8 +145,9 @@ class Streaming:
                 try:
                     self._fetch(block)
                 except torch.OutOfMemoryError:
-                    for known in block.parameters:
-                        known.parameter.data = known.values().clone()
+                    with unwatched():
+                        for known in block.parameters:
+                            known.parameter.data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
             block.streams = False
         self._transfers.drain()
@@ -162,11 +181,13 @@ class Streaming:
         self._free(block for block in self._blocks if block not in soon)
         return list(soon)
 
+    @untraced()
     def _free(self, blocks: Iterable[StreamedBlock]) -> None:
         """Free those that may leave."""
         fence: Fence = None
         for block in blocks:
             if block.may_leave:
+                self._before_free(block)
                 fence = fence or self._transfers.fence()
                 copies = [*block.leaving, *(layer.returned for layer in block.layers if layer.returned is not None)]
                 self._released += [copy.done for copy in copies]
@@ -182,16 +203,19 @@ class Streaming:
         try:
             self._fetch(block)
         except torch.OutOfMemoryError:
+            if any(known.was_written() for other in self._blocks for known in other.parameters):
+                self._import_written()  # into host memory, so that their blocks may leave
             self._free(other for other in self._blocks if other is not block)
             self._fetch(block)
 
+    @untraced()
     def _fetch(self, block: StreamedBlock) -> None:
         """Raises `torch.OutOfMemoryError`; then nothing has changed."""
         if block.is_present:  # whoever reads the old weights comes first
             self._released.append(self._transfers.fence())
         back = [layer.returned.done for layer in block.layers if layer.returned is not None]
-        own = [known.own for known in block.parameters]
-        block.arrival = self._transfers.stream_in(own, block.incoming(), after=[*self._released, *back])
+        freed = [] if block.is_present else [known.own for known in block.parameters]
+        block.arrival = self._transfers.stream_in(freed, block.incoming(), after=[*self._released, *back])
         self._released.clear()
         block.is_present, block.is_stale = True, not block.is_current_on_host
 

@@ -1,0 +1,284 @@
+"""Weights that rest in host memory: few are on the device at once, all who read them find them, and no bit differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, same_as_torch, same_bits, train, weights
+from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hytrain
+from hytrain.errors import ConfigError, UsageError
+from hytrain.memory import transfer
+from hytrain.model.watched import unwatched
+from hytrain.step import streaming
+from hytrain.tensors import allocate
+
+#: All weights of blocks, whoever updates them.
+STREAMED: list[dict[str, Any]] = [{"k": 0.0, "stream": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
+
+
+@pytest.fixture(autouse=True)
+def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SLOTS", 1)
+
+
+def present(opt: hytrain.AdamW) -> set[str]:
+    """The names of the parameters that have memory."""
+    return {known.name for known in opt._session.parameters if known.own.untyped_storage().nbytes()}
+
+
+def checkpointed(model: nn.Module, step: int) -> Tensor:
+    """As `square_loss`."""
+    x = vectors(step)
+    for block in model.children():
+        x = checkpoint(block, x, use_reentrant=False)
+    return (x - vectors(step).sin()).square().mean()
+
+
+@pytest.mark.parametrize("loss_of", [square_loss, checkpointed])
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_no_more_than_the_window_is_on_the_device(
+    options: dict[str, Any], loss_of: Callable[[nn.Module, int], Tensor]
+) -> None:
+    """In forward, in backward and in evaluation."""
+    model, seen = perceptron(), list[set[str]]()
+    with adamw(model, **options) as opt:
+        look = lambda *_: seen.append(present(opt))  # noqa: E731
+        for block in model:
+            block[0].register_forward_pre_hook(look)
+            block[0].weight.register_hook(look)
+        train(model, opt, range(4), loss_of)
+        with torch.no_grad():
+            loss_of(model, 4)
+        assert len(seen) >= 36
+        assert {frozenset(names) for names in seen} == {frozenset({f"{i}.0.weight", f"{i}.0.bias"}) for i in range(4)}
+        assert opt.statistics().streamed_layers == (0, 1, 2, 3)
+    assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def test_some_blocks_are_streamed_and_others_stay() -> None:
+    model = perceptron(depth=8)
+    with adamw(model, k=0.0, stream=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        assert opt.statistics().streamed_layers == (0, 2, 4, 6)
+        assert {f"{i}.0.weight" for i in (1, 3, 5, 7)} < present(opt)
+
+
+def looks_around(model: nn.Module, opt: Any) -> list[float]:
+    """A loop that reads and writes weights in all the ways that it likes."""
+    numbers: list[float] = []
+    mean = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(8):
+        loss = square_loss(model, step) + 1e-3 * model[1][0].weight.square().sum()  # read outside of its module
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(mean, list(model.parameters()), 0.1)
+            numbers.append(square_loss(model, 100).item())
+        numbers.append(sum(parameter.norm().item() for parameter in model.parameters()))
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        twin = copy.deepcopy(model)
+        numbers.append(square_loss(twin, 101).item())
+        if step == 3:
+            model[0][0].weight.data.mul_(0.5)
+        if step == 5:
+            model.load_state_dict({name: 0.9 * tensor for name, tensor in saved.items()})
+    return numbers + [tensor.sum().item() for tensor in mean]
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_all_readers_and_writers_find_the_weights(options: dict[str, Any]) -> None:
+    same_as_torch(looks_around, **options)
+
+
+class Reused(nn.Module):
+    """A block that is called twice, one that is left out in some steps, and one that stops a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if self.step % 3:
+            x = self.blocks[2](x)
+        if self.step < 0:
+            raise ValueError("stopped")
+        out: Tensor = self.blocks[0](self.blocks[3](x))
+        return out
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_forwards_take_other_ways(options: dict[str, Any]) -> None:
+    def run(model: Any, opt: Any) -> list[float]:
+        losses = []
+        for step in range(9):
+            model.step = -1
+            with pytest.raises(ValueError, match="stopped"):
+                model(vectors(step))
+            model.step = step
+            losses += train(model, opt, [step], square_loss)
+        return losses
+
+    same_as_torch(run, Reused, **options)
+
+
+@pytest.mark.parametrize("numbers", [{"max_grad_norm": 0.5}, {"max_grad_norm": 0.5, "speculate": False}, {}], ids=str)
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_sums_and_verdicts(make: Callable[[], nn.Module], numbers: dict[str, Any]) -> None:
+    """Updates long after backward, and several backwards in a step; embeddings are tied, or not."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(6):
+            torch.manual_seed(step)
+            for part in range(2):
+                (language_loss(model, 2 * step + part) / 2).backward()
+            opt.step()
+            opt.zero_grad()
+
+    streamed = [{**options, **numbers} for options in (*STREAMED, {**STREAMED[0], "overlap": False}) if numbers != {}]
+    streamed = [one for one in streamed if not (one.get("speculate") and one.get("overlap") is False)]
+    host = [{**STREAMED[0], "accumulate_on": "host"}, {**STREAMED[1], "overlap": False}]
+    common: dict[str, Any] = {"grad_accumulation": 2}
+    same_bits(run, make, *({**common, **one} for one in ({"k": 1.0, **numbers}, *(streamed or host))))
+
+
+def test_a_view_that_somebody_keeps_stays_valid() -> None:
+    model, expected = perceptron(), perceptron()
+    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+        train(model, opt, range(2), square_loss)
+        view, array = model[1][0].weight.data, model[2][0].weight.detach().numpy()
+        train(model, opt, range(2, 5), square_loss)
+        train(expected, other, range(5), square_loss)
+        square_loss(model, 5)  # brings them up to date
+        opt.synchronize()
+        same = torch.equal(view, expected[1][0].weight), torch.equal(torch.from_numpy(array), expected[2][0].weight)
+        assert same == (True, True)
+        assert {"1.0.weight", "2.0.weight"} < present(opt)
+        del view, array
+        train(model, opt, range(5, 7), square_loss)
+        assert present(opt) == {f"{i}.0.{name}" for i in (0, 2) for name in ("weight", "bias")}, (
+            "NumPy fixed 2's storage"
+        )
+
+
+def test_a_parameter_that_is_read_where_nobody_sees_it_stays() -> None:
+    """It has to be there when it is read: here its block has just computed."""
+
+    def unseen(model: nn.Module, step: int) -> Tensor:
+        x = vectors(step)
+        for index, block in enumerate(model.children()):
+            x = block(x)
+            if index == 3:
+                with unwatched():
+                    x = x + 0.1 * block[0].bias
+        return (x - vectors(step).sin()).square().mean()
+
+    same_as_torch(lambda model, opt: train(model, opt, range(6), unseen), **STREAMED[0])
+
+
+def test_a_state_dict_brings_nothing_to_the_device() -> None:
+    model = perceptron()
+    with adamw(model, **STREAMED[0]) as opt:
+        train(model, opt, range(3), square_loss)
+        before = present(opt)
+        saved = model.state_dict()
+        assert present(opt) == before and len(before) < len(saved)
+        twin = perceptron()
+        twin.load_state_dict(saved)
+        train(model, opt, range(3, 5), square_loss)
+        resumed = perceptron()
+        resumed.load_state_dict(saved)
+        assert differing(weights(resumed), weights(twin)) == [], "what was saved does not change"
+        assert differing(weights(copy.deepcopy(model)), weights(twin)) != []
+
+
+class Full:
+    """A device with room for so many parameters' memory."""
+
+    def __init__(self, opt: hytrain.AdamW, room: int, patch: pytest.MonkeyPatch) -> None:
+        self._opt, self._room, self.refused = opt, room, 0
+        patch.setattr(transfer, "allocate", self._allocate)
+
+    def _allocate(self, tensor: Tensor) -> None:
+        if len(present(self._opt)) >= self._room:
+            self.refused += 1
+            raise torch.OutOfMemoryError
+        allocate(tensor)
+
+
+def test_without_room_nothing_is_fetched_ahead_and_what_is_not_needed_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SLOTS", 4)
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        full = Full(opt, 4, monkeypatch) if isinstance(opt, hytrain.AdamW) else None
+        if full is not None:
+            opt._engine._streaming._free(opt._session._blocks[1:])
+        losses = train(model, opt, range(4), square_loss)
+        losses += [parameter.norm().item() for parameter in model.parameters()]
+        model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
+        losses += train(model, opt, range(4, 6), square_loss)
+        assert full is None or full.refused > 10
+        monkeypatch.setattr(transfer, "allocate", allocate)
+        return losses
+
+    same_as_torch(run, **STREAMED[0])
+
+
+def test_what_has_no_room_at_the_end_stays_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, expected = perceptron(), perceptron()
+    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+        train(model, opt, range(3), square_loss)
+        train(expected, other, range(3), square_loss)
+        Full(opt, 0, monkeypatch)
+    assert differing(weights(model), weights(expected)) == []
+    assert len([message for message in caplog.messages if "stay in host memory: the GPU is full" in message]) >= 3
+
+
+def test_parameters_join_in_the_middle() -> None:
+    def make() -> nn.Module:
+        model = perceptron()
+        model[2].requires_grad_(False)
+        return model
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        losses = train(model, opt, range(3), square_loss)
+        model[2].requires_grad_(True)
+        return losses + train(model, opt, range(3, 6), square_loss)
+
+    same_as_torch(run, make, groups_of=lambda model: [{"params": list(model.parameters())}], **STREAMED[0])
+
+
+def test_a_write_that_would_be_lost_is_refused() -> None:
+    def shift(module: nn.Module, args: Any) -> None:
+        module.bias.data.add_(0.1)
+
+    def written(model: nn.Module, step: int) -> Tensor:
+        handle = model[0][0].register_forward_pre_hook(shift)
+        loss = square_loss(model, step)
+        handle.remove()
+        return loss
+
+    model = perceptron()
+    with adamw(model, **STREAMED[0]) as opt:
+        train(model, opt, range(2), square_loss)
+        with pytest.raises(UsageError, match=r"0\.0\.bias was written where HyTrain cannot see it.*leave stream out"):
+            train(model, opt, range(2, 12), written)
+
+
+@pytest.mark.parametrize("stream", ["auto", -0.1, 1.5, True])
+def test_a_share_that_is_none_is_refused(stream: Any) -> None:
+    with pytest.raises(ConfigError, match="stream is .*: a fraction in"):
+        hytrain.AdamW(perceptron(), k=0.0, stream=stream)
