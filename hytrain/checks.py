@@ -151,13 +151,15 @@ def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
 
 def check_same(ranks: Ranks, options: Options) -> None:
     """Raise `UsageError` on all ranks if what decides about a step differs between them; k and its like may."""
-    names = ("grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap")
+    names = ("grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "stream")
     ranks.require_same(
         tuple(getattr(options, name) for name in names),
         f"ranks have different options: give all of them the same {', '.join(names)}",
     )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
+    if ranks.world > 1 and options.stream:
+        raise UnsupportedError("stream with several ranks: FSDP2 shares the weights out there, so leave stream out")
 
 
 def check_model(model: nn.Module) -> torch.device:

@@ -193,8 +193,6 @@ class Session:
         if options.may_speculate:
             self._add_banks(layers)
         gates = build_gates(layers, parts)
-        if options.stream and self.ranks.world > 1:
-            raise UnsupportedError("stream works on one GPU: on several, FSDP2 shards the weights; leave stream out")
         self._blocks = streamed_blocks(gates, find_blocks(self._model), options.stream)
         return layers, parameters, gates
 

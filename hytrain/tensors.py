@@ -25,7 +25,7 @@ count_write: Final[Callable[[Any], None]] = torch.autograd.graph.increment_versi
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Whatever runs inside works on real memory, also while `torch.export` traces a model with tensors that have none."""
+    """What runs inside has real memory, also while `torch.export` traces a model with tensors that have none."""
     with _disable_current_modes():
         yield
 
