@@ -162,6 +162,24 @@ def check_same(ranks: Ranks, options: Options) -> None:
         raise UnsupportedError("stream with several ranks: FSDP2 shares the weights out there, so leave stream out")
 
 
+def check_device(given: torch.device | str | None, ranks: Ranks) -> torch.device | None:
+    """The device to train on, with its number; None for the model's own. Raises `ConfigError`, `UnsupportedError`."""
+    if given is None:
+        return None
+    try:
+        device = torch.device(given)
+        is_there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
+    except (RuntimeError, TypeError):
+        is_there = False
+    if not is_there:
+        raise ConfigError(f'device is {given!r}: "cpu", or "cuda" with a GPU that is there')
+    if ranks.world > 1:
+        raise UnsupportedError("device with several ranks: shard the model on the ranks' GPUs, and leave device out")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):

@@ -30,6 +30,7 @@ from torch.optim.optimizer import ParamsT
 
 from hytrain import saving, session
 from hytrain.checks import (
+    check_device,
     check_free,
     check_group,
     check_model,
@@ -97,6 +98,8 @@ class AdamW(torch.optim.Optimizer):
         stream: The fraction of the parameters whose weights rest in host memory. They are copied to the GPU before they
             are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks are streamed,
             and only while the GPU owns none of their state.
+        device: Where to train a model that is still on the CPU: it is moved there, but for weights that are streamed.
+            So the GPU need not hold them all. By default where the model is.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
         backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
@@ -138,6 +141,7 @@ class AdamW(torch.optim.Optimizer):
         k: float | str = "auto",
         visit: float | str = 0.0,
         stream: float = 0.0,
+        device: torch.device | str | None = None,
         policy: str = "deadline",
         objective: str = "speed",
         backend: str = "auto",
@@ -169,6 +173,7 @@ class AdamW(torch.optim.Optimizer):
                 loss_scale=loss_scale,
                 overlap=overlap,
             )
+            target = check_device(device, ranks)
             self._model: nn.Module = Parts(model) if isinstance(model, list | tuple) else cast(nn.Module, model)
             check_model(self._model)
             fsdp.reshard(self._model)
@@ -195,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
             config,
             ranks=ranks,
             pipeline_group=pipeline_group,
+            device=target,
             groups=partial(_groups, me),
             read_groups=partial(_read_groups, me),
         )

@@ -36,7 +36,7 @@ from hytrain.memory.transfer import transfers_for
 from hytrain.model import fsdp, hooks
 from hytrain.model.layers import find_blocks, split_layers
 from hytrain.model.sharing import counted_here
-from hytrain.model.streamed import streamed_blocks
+from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter, build_gates, build_layers
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
@@ -51,9 +51,9 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.tensors import local
+from hytrain.tensors import flat, local
 from protocol.handles import layout
-from protocol.messages import LayerTable, Log
+from protocol.messages import LayerTable, Log, Plan
 
 ANSWER_TIMEOUT_S: Final = 120.0
 #: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
@@ -83,13 +83,16 @@ class Session:
         *,
         ranks: Ranks,
         pipeline_group: ProcessGroup | None,
+        device: torch.device | None,
         groups: Callable[[], list[dict[str, Any]]],
         read_groups: Callable[[], Groups],
     ) -> None:
         self._pid = os.getpid()
         self.ranks = ranks
         self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
-        self._model, self._options, self._device = model, options, check_model(model)
+        came_from, moves = check_model(model), False
+        self._model, self._options, self._device = model, options, device or came_from
+        self._first: dict[nn.Parameter, Tensor] = {}  # values that are not on the device yet
         self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
@@ -108,10 +111,17 @@ class Session:
         self._cluster = self._place.cluster
         try:
             connect_nodes(self._cluster, self._place.rank, self.ranks)
+            if moves := self._device != came_from:
+                self._first = take_to(model, self._device, find_blocks(model) if options.stream else ())
             self._build()
         except BaseException:
+            if moves:
+                take_back(model, came_from, self._first)
             self._place.close()
             raise
+        self._first = {}
+        for segment in (segment for layer in self.layers for segment in layer.segments):
+            segment.first = None
         if self._place.rank == 0:
             launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
             environment.write(self.run_dir, self._device, launcher)
@@ -194,6 +204,10 @@ class Session:
             self._add_banks(layers)
         gates = build_gates(layers, parts)
         self._blocks = streamed_blocks(gates, find_blocks(self._model), options.stream)
+        for known in parameters:
+            for layer, index in known.places if known.parameter in self._first else ():
+                segment = layer.segments[index]
+                segment.first = segment.part(flat(self._first[known.parameter]))
         return layers, parameters, gates
 
     def _own(self) -> set[int]:
@@ -265,11 +279,19 @@ class Session:
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)
+            self._load_first(plan)
             engine.start(plan)
         except BaseException:
             self._link.close()
             engine.release()
             raise
+
+    def _load_first(self, plan: Plan) -> None:
+        """Bring first values to the device, but for blocks that stay in host memory."""
+        away = [b for b in self._blocks if all(plan.placement(one.lid).state == "host" for one in b.layers)]
+        stays = {known.parameter for block in away for known in block.parameters}
+        for parameter in self._first.keys() - stays:
+            load(parameter, self._first[parameter])
 
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""

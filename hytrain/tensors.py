@@ -111,7 +111,11 @@ def has_own_storage(tensor: Tensor) -> bool:
     """Whether its storage has its elements and no others, and memory that can be freed and allocated again."""
     storage = tensor.untyped_storage()
     is_shared = storage.device.type == "cpu" and storage.is_shared()  # with other processes
-    return storage.nbytes() == tensor.nbytes and storage.resizable() and not is_shared
+    return storage.nbytes() in (0, tensor.nbytes) and storage.resizable() and not is_shared
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def holders(tensor: Tensor) -> int:
@@ -128,6 +132,17 @@ def allocate(tensor: Tensor) -> None:
 def free(tensor: Tensor) -> None:
     """Free its storage's memory. All who share the storage lose it, and have it again after `allocate`."""
     tensor.untyped_storage().resize_(0)
+
+
+@contextmanager
+def with_memory(tensor: Tensor) -> Iterator[None]:
+    """Give its storage memory for a moment, if it has none: views can only be made of one that has."""
+    is_there = has_memory(tensor)
+    if not is_there:
+        allocate(tensor)
+    yield
+    if not is_there:
+        free(tensor)
 
 
 def shaped(elements: Tensor, like: Tensor) -> Tensor:

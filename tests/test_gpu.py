@@ -340,6 +340,30 @@ def test_weights_that_were_written_are_trained_on(k: float, tmp_path: Path) -> N
     optimizer.close()
 
 
+def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weights(tmp_path: Path) -> None:
+    def trained(where: str, **options: Any) -> tuple[dict[str, torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = (
+            nn.Sequential(*[nn.Sequential(nn.Linear(3000, 3000), nn.Tanh()) for _ in range(12)]).bfloat16().to(where)
+        )
+        before = torch.cuda.memory_allocated()
+        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path / where), **options)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            model(torch.ones(2, 3000, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = torch.cuda.max_memory_allocated() - before
+        state = state_of(model, optimizer)
+        optimizer.close()
+        assert all(parameter.is_cuda for parameter in model.parameters())
+        return state, peak
+
+    (expected, _), (found, peak) = trained("cuda", k=0.0), trained("cpu", k=0.0, stream=1.0, device="cuda")
+    assert_same([expected, found])
+    assert peak < 12 * 2 * 3000 * 3000 / 2, "not even half of the weights"
+
+
 class Branches(nn.Module):
     """Two branches, the second one on a stream of its own; gradients of either come milliseconds late."""
 

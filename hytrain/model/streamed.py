@@ -1,14 +1,15 @@
-"""Chooses the blocks whose weights rest in host memory."""
+"""Chooses the blocks whose weights rest in host memory, and brings a model to a GPU that cannot hold them all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hytrain.model.trained import Gate, StreamedBlock
-from hytrain.tensors import has_own_storage, is_distributed
+from hytrain.tensors import allocate, free, has_own_storage, is_distributed
 
 
 def streamed_blocks(
@@ -57,3 +58,36 @@ def _streamed(gate: Gate) -> StreamedBlock:
     for layer in gate.layers:
         layer.streamed = block
     return block
+
+
+def take_to(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module]) -> dict[nn.Parameter, Tensor]:
+    """Bring a model to the device, but for the values of the parameters of `blocks`, which are returned.
+
+    Those get storages without memory there, to be filled by `load`. The other parameters and all buffers are moved.
+    """
+    within = {id(parameter) for block in blocks for parameter in block.parameters() if parameter.requires_grad}
+    values: dict[nn.Parameter, Tensor] = {}
+    for parameter in model.parameters():
+        if id(parameter) in within and has_own_storage(parameter):
+            values[parameter] = parameter.data
+            parameter.data = torch.empty_like(parameter, device=device)
+            free(parameter)
+        else:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return values
+
+
+def load(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter that `take_to` has left without memory its values."""
+    allocate(parameter)
+    parameter.data.copy_(values)  # for autograd this is no write
+
+
+def take_back(model: nn.Module, device: torch.device, values: dict[nn.Parameter, Tensor]) -> None:
+    """Undo `take_to`: bring the model to the `device` that it came from."""
+    for parameter, value in values.items():
+        parameter.data = value
+    model.to(device)

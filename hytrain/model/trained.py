@@ -35,6 +35,7 @@ from hytrain.tensors import (
     local_like,
     shaped,
     version,
+    with_memory,
 )
 from protocol.handles import ArenaLayout, layout
 from protocol.messages import Layer, Segment
@@ -131,12 +132,16 @@ class TrainedParameter:
 
 @dataclass(slots=True)
 class TrainedSegment:
-    """One segment of a layer. `weights` is a view of its parameter's elements, shape (numel,)."""
+    """One segment of a layer. `weights` is a view of its parameter's elements, shape (numel,).
+
+    `first` has their first values, if the parameter has no memory yet.
+    """
 
     spec: Segment
     owner: TrainedParameter
     start: int
     weights: Tensor
+    first: Tensor | None = None
 
     def part(self, whole: Tensor) -> Tensor:
         if self.spec.numel == whole.numel():
@@ -369,7 +374,8 @@ def build_layers(
             owner = owners.setdefault(
                 id(piece.parameter), TrainedParameter(piece.name, piece.parameter, group_of[id(piece.parameter)])
             )
-            weights = flat(owner.own)[piece.start : piece.start + piece.numel]
+            with with_memory(owner.own):
+                weights = flat(owner.own)[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
@@ -400,7 +406,7 @@ def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedPa
     To find the latter, count one write on each parameter that was not known `before`. For known parameters this is not
     done again: a graph may be waiting for its backward, and a write would invalidate it.
     """
-    by_address = sorted(parameters, key=lambda known: known.address)
+    by_address = sorted((known for known in parameters if known.address), key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):
         if first.address + first.own.nbytes > second.address:
             raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")

@@ -385,12 +385,13 @@ def _clear_up(
 def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> list[Copy]:
     """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights."""
     needs_weights = now.updates == "cpu" or layer.streamed is not None
-    copies = _weights_copies(layer, arena) if needs_weights else []
-    for index, segment in enumerate(layer.segments):
+    first = [segment.weights if segment.first is None else segment.first for segment in layer.segments]
+    copies = list(zip(arena.weights, first, strict=True)) if needs_weights else []
+    for index, (segment, weights) in enumerate(zip(layer.segments, first, strict=True)):
         if segment.spec.dtype == "float16":
             master = arena.state("remainder")[index]
             assert master is not None, "a float16 segment has a master"
-            copies.append((master, segment.weights.float()))
+            copies.append((master, weights.float()))
     return copies
 
 

@@ -19,7 +19,7 @@ import torch
 from hytrain.memory.transfer import Fence, Transfer, Transfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
-from hytrain.tensors import untraced
+from hytrain.tensors import has_memory, untraced
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Streaming:
         self._transfers.drain()
         for block in self._blocks:
             block.streams, block.is_used = block.rests_on_host, block.is_aliased
+            block.is_present = all(has_memory(known.own) for known in block.parameters)
         if self._blocks:
             self._make_room((self._blocks[0], False))
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, same_as_torch, same_bits, train, weights
+from helpers import adamw, differing, same_as_torch, same_bits, state, train, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
-from hytrain.errors import ConfigError, UsageError
+from hytrain import session
+from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
 from hytrain.model.watched import unwatched
 from hytrain.step import streaming
+from hytrain.step.handover import Handover
 from hytrain.tensors import allocate
 
 #: All weights of blocks, whoever updates them.
@@ -282,3 +284,59 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
 def test_a_share_that_is_none_is_refused(stream: Any) -> None:
     with pytest.raises(ConfigError, match="stream is .*: a fraction in"):
         hytrain.AdamW(perceptron(), k=0.0, stream=stream)
+
+
+# ---------------------------------------------------------------- models that are still elsewhere
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model seem to be on another device than that to train on."""
+    monkeypatch.setattr(session, "check_model", lambda model: torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [*STREAMED, {"k": 0.4, "stream": 0.5}, {"k": 0.0}], ids=str)
+def test_a_model_is_brought_to_the_device(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the weights that are streamed. A frozen parameter comes along, and one that nobody trains."""
+
+    def make() -> nn.Module:
+        model = perceptron(dtype=dtype)
+        model[1][0].bias.requires_grad_(False)
+        model.register_buffer("numbers", torch.arange(3.0))
+        return model
+
+    results = []
+    for moved in (False, True):
+        if moved:
+            elsewhere(monkeypatch)
+        model = make()
+        groups = [{"params": [p for p in model.parameters() if p is not model[2][0].bias]}]
+        with adamw(model, groups, **options, device="cpu") as opt:
+            if options.get("stream") == 1.0:
+                assert len(present(opt)) <= 2
+            train(model, opt, range(4), square_loss)
+            results.append(state(opt) | weights(model))
+    assert differing(*results) == []
+
+
+def test_a_model_is_where_it_was_if_it_cannot_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch)
+    model, expected = perceptron(), weights(perceptron())
+    to = nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: to(module, "cpu"))
+    monkeypatch.setattr(Handover, "start", refuse)
+    with pytest.raises(CapacityError, match="no room"):
+        hytrain.AdamW(model, **STREAMED[0], device="cpu")
+    assert differing(weights(model), expected) == []
+
+
+def refuse(*_: Any) -> None:
+    raise CapacityError("no room")
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99", "nowhere", 3.0])
+def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    with pytest.raises(ConfigError, match="device is "):
+        hytrain.AdamW(perceptron(), device=device)
