@@ -40,10 +40,11 @@ from torch import nn
 from hytrain.checks import Options
 from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
+from hytrain.model.streamed import _streamed
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
-from hytrain.step import boundary, engine, handover
+from hytrain.step import boundary, engine, handover, streaming
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
@@ -56,11 +57,16 @@ HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0
 class Run:
     """A run with all its parties. To plant a fault, patch the real code."""
 
-    def __init__(self, seed: int, *, layers: int, steps: int, coordinator: type[Any] = Planner) -> None:
+    def __init__(
+        self, seed: int, *, layers: int, steps: int, coordinator: type[Any] = Planner, share: float = 0.0
+    ) -> None:
+        """`share`: of the layers whose weights are streamed."""
         self.rng, self.steps = random.Random(seed), steps
         self.scheduler = Scheduler(self.rng)
         self.layers, self.parameters = random_layers(self.rng, layers)
         self.gates = [Gate([layer]) for layer in self.layers]
+        chance = random.Random(seed)
+        self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers)
         self.streams, self.book = Streams(self.world), PlanBook("trainer", layers)
         self.coordinator = coordinator(self.world)
@@ -87,6 +93,7 @@ class Run:
                 mock.patch.object(handover, "threading", threads),
                 mock.patch.object(boundary, "time", time),
                 mock.patch.object(visits, "SLOT_NUMEL", TILE),
+                mock.patch.object(streaming, "SLOTS", 1),
             ):
                 self.engine = self._make_engine()
                 self.world.step = lambda: self.engine.steps
@@ -107,7 +114,7 @@ class Run:
     def _make_engine(self) -> engine.Engine:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
         parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
-        parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None}
+        parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None, "blocks": self.blocks}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
@@ -171,6 +178,7 @@ class Run:
         while engine.steps < self.steps:
             self.step()
         engine.synchronize()
+        engine._streaming.restore()
         self.streams.drain()
         for known in self.world.by_address.values():
             require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
@@ -185,19 +193,27 @@ class Run:
         engine.before_root()
         most = rng.choice((0.9, 0.5))
         entered = [layer for layer in self.layers if rng.random() < most] or self.layers[:1]
+        left, views = list[TrainedLayer](), list[torch.Tensor]()
         for layer in entered:
-            if rng.random() < 0.9:
+            if is_called := rng.random() < 0.9:
                 engine.reads.enter(self.gates[layer.lid])
             else:  # not the module is called, its parameters are read
                 for segment in layer.segments:
                     engine.reads.use(segment.owner.parameter)
+                    views.append(segment.owner.parameter.detach())  # as autograd does
             self.streams.compute.run(self.world.reading(layer))
+            if is_called and layer.streamed is not None:
+                engine._streaming.leave(layer.streamed)
+                left.append(layer)
         for layer in reversed(entered):
+            if layer in left:
+                engine.reads.enter_backward(self.gates[layer.lid])
             read: Callable[[], None] | None = self.world.reading(layer)
             for segment in reversed(layer.segments):
                 if rng.random() < 0.9:
                     self.gradient(segment.owner, read)
                     read = None  # what it reads may be changing now
+        del views
         engine.step()
         for known in self.parameters:
             known.parameter.grad = None

@@ -176,6 +176,9 @@ class Mark:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.passed = stream, False
 
+    def query(self) -> bool:
+        return self.passed
+
     def synchronize(self) -> None:
         self.stream.scheduler.wait_until(lambda: self.passed)
 

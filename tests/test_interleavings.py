@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final, cast
 from unittest import mock
 
 import pytest
@@ -29,6 +29,7 @@ from hytrain.step.backward import Backward
 from hytrain.step.boundary import Boundary
 from hytrain.step.handover import Handover
 from hytrain.step.reads import Reads
+from hytrain.step.streaming import Streaming
 from protocol import messages as m
 from protocol.placement import Placement
 from workers.update_queue import Tile, UpdateQueue
@@ -39,10 +40,15 @@ EXAMPLES = 120
 
 @pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
-@given(seed=st.integers(0, 2**32), layers=st.integers(1, 4), steps=st.integers(1, 8))
-@example(seed=155784, layers=4, steps=3)  # a layer comes back to the CPU before the optimizer has given it up
-def test_invariants_hold(coordinator: type[Any], seed: int, layers: int, steps: int) -> None:
-    Run(seed, layers=layers, steps=steps, coordinator=coordinator).play()
+@given(
+    seed=st.integers(0, 2**32),
+    layers=st.integers(1, 4),
+    steps=st.integers(1, 8),
+    share=st.sampled_from([0.0, 0.5, 1.0]),
+)
+@example(seed=155784, layers=4, steps=3, share=0.0)  # a layer comes back to the CPU before it is given up
+def test_invariants_hold(coordinator: type[Any], seed: int, layers: int, steps: int, share: float) -> None:
+    Run(seed, layers=layers, steps=steps, coordinator=coordinator, share=share).play()
 
 
 @pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
@@ -69,14 +75,14 @@ Patch = tuple[Any, str, Callable[..., Any]]
 FOUND = (Violation, InvalidTransition, OwnershipError, AssertionError)
 
 
-def search(*patches: Patch) -> None:
+def search(*patches: Patch, share: float = 0.0) -> None:
     """Play runs until one goes wrong: the same runs each time."""
     with ExitStack() as stack:
         for where, name, fault in patches:
             real = getattr(where, name)
             stack.enter_context(mock.patch.object(where, name, lambda *a, f=fault, r=real, **o: f(r, *a, **o)))
         for seed in range(EXAMPLES):
-            Run(seed, layers=2 + seed % 3, steps=4 + seed % 7).play()
+            Run(seed, layers=2 + seed % 3, steps=4 + seed % 7, share=share).play()
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
@@ -182,7 +188,7 @@ def places_before_the_copy(real: Any, moves: Handover, *arguments: Any, after: A
 
 def closes_early(real: Any, copied: Any, closing: Any, unpinned: Any) -> None:
     """Arenas are given up at once, not when their state has been read."""
-    real(copied, [(arena, replace(arrival, done=None)) for arena, arrival in closing], unpinned)
+    real(copied, [(arena, []) for arena, _ in closing], unpinned)
 
 
 def begins_early(real: Any, boundary: Boundary, step: int) -> None:
@@ -227,9 +233,36 @@ TO_BEGIN: list[Patch] = [(Handover, "begin", reads_state_at_once), (Handover, "s
 UNASKED: list[Patch] = [(Backward, "on_departure", copies_unasked), (Backward, "on_weights_ready", hears_once)]
 LEFTOVERS = "I1: an update on another's leftovers"
 
+
+def streams_in_at_once(real: Any, streams: Streams, tensors: Any, copies: Any, *, after: Any) -> Transfer:
+    return cast(Transfer, real(streams, tensors, copies, after=()))
+
+
+def streams_in_before(stream: str) -> Callable[..., Transfer]:
+    """Copies out of the weights, or into their place in host memory, on this stream are not waited for."""
+
+    def stream_in(real: Any, streams: Streams, tensors: Any, copies: Any, *, after: Any) -> Transfer:
+        marks = [mark for mark in after if mark is not None and mark.stream is not getattr(streams, stream)]
+        return cast(Transfer, real(streams, tensors, copies, after=marks))
+
+    return stream_in
+
+
+def keeps_what_is_stale(real: Any, streaming: Streaming, block: Any) -> None:
+    if not block.is_present:
+        real(streaming, block)
+
+
+def closes_before_the_fetch(real: Any, copied: Any, closing: Any, unpinned: Any) -> None:
+    real(copied, [(arena, copies[:1]) for arena, copies in closing], unpinned)
+
+
+#: Weights are streamed in these runs.
+STREAMED: Final = "streamed: "
+
 FAULTS: dict[str, tuple[list[Patch], str]] = {
-    "reads without waiting": ([NO_WAIT], "FILLED of step .* while|I1"),
-    "reads without waiting, unguarded": ([NO_WAIT, UNGUARDED], "I1|I2"),
+    "reads without waiting": ([NO_WAIT], "FILLED of step .* while|handover to .* while|I1"),
+    "reads without waiting, unguarded": ([NO_WAIT, UNGUARDED, PLACED], "I1|I2"),
     "compute does not wait for weights": ([(Streams, "land", lands_all_but("into"))], "I1|I3: .* in the middle"),
     "sends before the copy": ([(Streams, "gradients_out", is_copied_at_once)], "I1: an update without its gradient"),
     "announces half an update": ([ANY_NUMBER, (UpdateQueue, "tile_done", announces_half)], "I1|I2|I3"),
@@ -238,7 +271,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "reads the first bank": ([(Backward, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
     "hands over the first bank": ([(Handover, "state_in", hands_over_the_first_bank)], "I1|I3"),
     "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
-    "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
+    "overwrites gradients": ([NO_WAIT, UNGUARDED, PLACED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
     "copies weights unasked": (UNASKED, "I1|I2"),
     "hands over while updating": ([NO_PATIENCE], "handover to (.pu|visit) while|started with"),
     "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I2|I3|started with"),
@@ -254,6 +287,14 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "hands over before the return": ([(Streams, "land", lands_all_but("returning"))], f"{LEFTOVERS}|I2: .* given up"),
     "applies plans early": ([(Boundary, "begin_plan", begins_early)], "I3: a plan holds from its step on"),
     "one acknowledges": ([(PlanLedger, "on_ack", one_is_enough)], "I3: both acknowledge"),
+    STREAMED + "fetches at once": ([(Streams, "stream_in", streams_in_at_once)], "I1"),
+    STREAMED + "fetches before a visit is back": ([(Streams, "stream_in", streams_in_before("returning"))], "I1"),
+    STREAMED + "fetches before weights have left": ([(Streams, "stream_in", streams_in_before("state"))], "I1|I2"),
+    STREAMED + "compute does not wait": ([(Streams, "land", lands_all_but("streaming"))], "I1"),
+    STREAMED + "keeps what is stale": ([(Streaming, "_bring", keeps_what_is_stale)], "I1"),
+    STREAMED + "frees what is read": ([(Streaming, "_release", nothing)], "I1"),
+    STREAMED + "closes before the fetch": ([(handover, "_clear_up", closes_before_the_fetch)], "I2: .* given up"),
+    STREAMED + "updates what is away": ([(Streaming, "before_update", nothing)], f"I1|{LEFTOVERS}"),
     "the last plan counts": ([(PlanBook, "planned", only_the_last_counts)], "cannot go to"),
 }
 
@@ -262,4 +303,4 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
 def test_planted_fault_is_found(fault: str) -> None:
     patches, said = FAULTS[fault]
     with pytest.raises(FOUND, match=said):
-        search(*patches)
+        search(*patches, share=float(fault.startswith(STREAMED)))

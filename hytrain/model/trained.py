@@ -344,6 +344,10 @@ class StreamedBlock:
         """Whether a tensor other than HyTrain's shares memory with a parameter: a view of it, or a graph's."""
         return any(holders(known.own) > 2 + len(known.places) for known in self.parameters)
 
+    def is_left_by(self, copy: Transfer) -> None:
+        """A copy out of its weights was started."""
+        self.leaving = [*(other for other in self.leaving if not other.has_ended), copy]
+
     def incoming(self) -> list[Copy]:
         """The copies of its weights out of host memory."""
         return [

@@ -58,7 +58,7 @@ class _Move:
     arenas: dict[int, ArenaPlanes] = field(default_factory=dict)
     devices: dict[int, DevicePlanes] = field(default_factory=dict)
     copies: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
-    closing: list[tuple[ArenaPlanes, Transfer]] = field(default_factory=list)
+    closing: list[tuple[ArenaPlanes, list[Transfer]]] = field(default_factory=list)
     unpinned: list[ArenaPlanes] = field(default_factory=list)
     prepared: bool = False
     begun: bool = False
@@ -270,7 +270,8 @@ class Handover:
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             arena, layer.planes = layer.arena, moving.device
-            move.closing.append((arena, moving.arrival))
+            fetched = None if layer.streamed is None else layer.streamed.arrival
+            move.closing.append((arena, [copy for copy in (moving.arrival, fetched) if copy is not None]))
             self._place(layer, move.plan, step, after=moving.arrival)
         for layer in move.visiting:
             self._reads.wait_for(layer)
@@ -370,15 +371,16 @@ class Handover:
 
 def _clear_up(
     copied: list[tuple[ArenaPlanes, Transfer]],
-    closing: list[tuple[ArenaPlanes, Transfer]],
+    closing: list[tuple[ArenaPlanes, list[Transfer]]],
     unpinned: list[ArenaPlanes],
 ) -> None:
     for _, departure in copied:
         departure.synchronize()
     for arena in unpinned:
         arena.unpin_state()
-    for arena, arrival in closing:
-        arrival.synchronize()
+    for arena, copies in closing:
+        for copy in copies:
+            copy.synchronize()
         arena.close()
 
 

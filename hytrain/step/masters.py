@@ -18,7 +18,7 @@ from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.model.trained import StreamedBlock, TrainedParameter
+from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
@@ -98,9 +98,11 @@ class Masters:
             layer, index = known.places[0]
             source = layer.source
             has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited
-            if not has_landed or not isinstance(source, ArenaPlanes) or layer.is_away:
+            if not has_landed or not isinstance(source, ArenaPlanes) or not _is_here(layer):
                 continue
-            self._look_at(known, layer.segments[index].weights, source.weights[index], is_freed=False)
+            copied = self._look_at(known, layer.segments[index].weights, source.weights[index], is_freed=False)
+            if layer.streamed is not None:
+                layer.streamed.is_left_by(copied)
         if self._samples and self._samples[0].copied.done is None:
             self._compare()
         self._freed, self._freed_before = 0, self._freed
@@ -112,10 +114,10 @@ class Masters:
             return
         known = self._chance.choice(block.parameters)
         layer, index = known.places[0]
-        is_back = layer.returned is None or layer.returned.has_ended
-        if not block.is_stale and layer.life.is_current and is_back:
+        out = block.leaving if layer.returned is None else [*block.leaving, layer.returned]
+        if _is_here(layer) and layer.life.is_current and all(copy.has_ended for copy in out):
             present, landed = layer.segments[index].weights, layer.arena.weights[index]
-            block.leaving.append(self._look_at(known, present, landed, is_freed=True))
+            block.is_left_by(self._look_at(known, present, landed, is_freed=True))
 
     def _look_at(self, known: TrainedParameter, present: Tensor, landed: Tensor, *, is_freed: bool) -> Transfer:
         start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
@@ -197,3 +199,9 @@ class Masters:
             if not all(layer.life.is_current for layer, _ in known.places):
                 raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
         return written
+
+
+def _is_here(layer: TrainedLayer) -> bool:
+    """Whether the layer's current weights are on the device, and not still on their way there."""
+    block = layer.streamed
+    return not layer.is_away and (block is None or block.arrival is None or block.arrival.has_ended)

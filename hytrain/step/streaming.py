@@ -131,7 +131,7 @@ class Streaming:
 
     def review(self, block: StreamedBlock, leaving: Transfer) -> None:
         """A layer's state has left the GPU with the copies `leaving`. All of the block's updates were waited for."""
-        block.leaving.append(leaving)
+        block.is_left_by(leaving)
         block.streams = block.rests_on_host
 
     @property
@@ -185,18 +185,18 @@ class Streaming:
     @untraced()
     def _free(self, blocks: Iterable[StreamedBlock]) -> None:
         """Free those that may leave."""
-        fence: Fence = None
         for block in blocks:
             if block.may_leave:
                 self._before_free(block)
-                fence = fence or self._transfers.fence()
-                copies = [*block.leaving, *(layer.returned for layer in block.layers if layer.returned is not None)]
-                self._released += [copy.done for copy in copies]
-                block.leaving.clear()
+                self._release(block)
                 block.is_present = False
                 self._transfers.free([known.own for known in block.parameters])
-        if fence is not None:
-            self._released.append(fence)
+
+    def _release(self, block: StreamedBlock) -> None:
+        """Its memory may be written after what uses it now: the current stream, and copies out of it."""
+        out = [*block.leaving, *(layer.returned for layer in block.layers if layer.returned is not None)]
+        self._released += [self._transfers.fence(), *(copy.done for copy in out)]
+        block.leaving.clear()
 
     def _bring(self, block: StreamedBlock) -> None:
         if block.is_present and not block.is_stale:
@@ -213,7 +213,7 @@ class Streaming:
     def _fetch(self, block: StreamedBlock) -> None:
         """Raises `torch.OutOfMemoryError`; then nothing has changed."""
         if block.is_present:  # whoever reads the old weights comes first
-            self._released.append(self._transfers.fence())
+            self._release(block)
         back = [layer.returned.done for layer in block.layers if layer.returned is not None]
         freed = [] if block.is_present else [known.own for known in block.parameters]
         block.arrival = self._transfers.stream_in(freed, block.incoming(), after=[*self._released, *back])
