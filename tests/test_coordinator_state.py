@@ -267,6 +267,14 @@ def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_upd
     assert bool(driver.sent(report(WARM_UP_STEPS))) is moves
 
 
+def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) -> None:
+    """So fewer layers fit there than without them."""
+    assert driver.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel).k == 1.0
+    streamed = Driver()
+    plan = streamed.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel, streamed=(10 * SEGMENT.numel,) * LAYERS)
+    assert plan.k == 0.5
+
+
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     """They can do what the CPU is late with, over a link that is fast, and go back to it with a number for k."""
     driver.start(policy="deadline", visit=None, device="cuda")

@@ -52,7 +52,7 @@ class BeforeUse(Protocol):
     def __call__(self, parameter: Tensor) -> None: ...
 
     def away(self, parameter: Tensor) -> Tensor | None:
-        """A copy of the value in host memory, if that is where it rests."""
+        """A copy of the value in host memory, if the weights are streamed."""
 
 
 class Watched:
@@ -80,7 +80,7 @@ class Watched:
 
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
-        if caller is nn.Module._save_to_state_dict.__code__:  # with weights that are not here, it takes no GPU memory
+        if caller is nn.Module._save_to_state_dict.__code__:  # of streamed weights, it takes no GPU memory
             away = type(self).before_use.away(cast(Tensor, self))
             if away is not None:
                 return away

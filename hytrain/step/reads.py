@@ -194,10 +194,12 @@ class Reads:
         known.awaited = True
 
     def away(self, tensor: Tensor) -> Tensor | None:
-        """A copy of a parameter's value in host memory, if it rests there; all updates have been waited for."""
+        """A copy of a parameter's value in host memory, if it is streamed; all updates have been waited for."""
         known = self._of.get(id(tensor))
-        if known is None or not any(layer.is_away for layer, _ in known.places) or not self._may_use(known):
+        if known is None or not any(layer.rests_on_host for layer, _ in known.places) or not self._may_use(known):
             return None
+        for layer, _ in known.places:
+            self._streaming.land(layer)
         return known.values().clone()
 
     def _may_use(self, known: TrainedParameter) -> bool:

@@ -102,6 +102,11 @@ class Streaming:
             self._bring(block)
             self._land(block)
 
+    def land(self, layer: TrainedLayer) -> None:
+        """Let the current stream wait for what has been fetched."""
+        if layer.streamed is not None:
+            self._land(layer.streamed)
+
     def refresh_views(self) -> None:
         """Views that others have of weights show their values, on the host. All updates have been waited for."""
         for block in self._blocks:

@@ -162,7 +162,6 @@ def test_a_view_that_somebody_keeps_stays_valid() -> None:
         view, array = model[1][0].weight.data, model[2][0].weight.detach().numpy()
         train(model, opt, range(2, 5), square_loss)
         train(expected, other, range(5), square_loss)
-        square_loss(model, 5)  # brings them up to date
         opt.synchronize()
         same = torch.equal(view, expected[1][0].weight), torch.equal(torch.from_numpy(array), expected[2][0].weight)
         assert same == (True, True)
@@ -217,6 +216,24 @@ class Full:
             self.refused += 1
             raise torch.OutOfMemoryError
         allocate(tensor)
+
+
+def test_what_is_refused_between_backward_and_step_ends_nothing() -> None:
+    model, expected = perceptron(), perceptron()
+    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+        train(model, opt, range(2), square_loss)
+        first, second = square_loss(model, 2), square_loss(model, 2)
+        first.backward()
+        with pytest.raises(UsageError, match=r"reached the model's output before step\(\)"):
+            second.backward()
+        with pytest.raises(UsageError, match=r"is used between backward and step\(\)"):
+            model.state_dict()
+        opt.step()
+        opt.zero_grad()
+        train(model, opt, range(3, 5), square_loss)
+        train(expected, other, range(5), square_loss)
+        opt.synchronize()
+        assert differing(weights(model), weights(expected)) == []
 
 
 def test_without_room_nothing_is_fetched_ahead_and_what_is_not_needed_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
