@@ -114,6 +114,18 @@ def has_own_storage(tensor: Tensor) -> bool:
     return storage.nbytes() in (0, tensor.nbytes) and storage.resizable() and not is_shared
 
 
+def storage_of(tensor: Tensor) -> int:
+    """What identifies the tensor's storage, as long as it exists."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def saves_with_other_hooks() -> bool:
+    """Whether autograd hands what it saves to hooks already, as under a checkpoint, or may not use any."""
+    autograd: Any = torch._C._autograd
+    is_enabled, top = autograd._saved_tensors_hooks_is_enabled, autograd._top_saved_tensors_default_hooks
+    return not is_enabled() or top(False) is not None
+
+
 def has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
 

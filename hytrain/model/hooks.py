@@ -16,6 +16,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -158,6 +159,9 @@ class BeforeUse(_Hook["Reads"]):
         if (reads := self.target) is not None:
             reads.use(parameter)
 
+    def around(self, parameter: torch.Tensor) -> AbstractContextManager[Any]:
+        return nullcontext() if (reads := self.target) is None else reads.around_use(parameter)
+
     def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return None if (reads := self.target) is None else reads.away(parameter)
 
@@ -191,6 +195,7 @@ class BeforeLoadStateDict(_Hook["Engine"]):
         if (engine := self.target) is not None:
             engine.before_load("model.load_state_dict()")
             engine.synchronize()
+            engine.reads.forget_copies()
 
 
 class _GuardedCopy:

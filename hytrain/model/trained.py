@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
-from hytrain.memory.transfer import Copy, Transfer
+from hytrain.memory.transfer import Copy, Fence, Transfer
 from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
@@ -289,8 +289,11 @@ class StreamedBlock:
 
     `streams`: its weights rest in host memory; not while the GPU owns one of its layers. `is_present`: its parameters
     have memory on the GPU. `is_stale`: an update on the host has begun since they came. `is_busy`: its forward runs, or
-    its backward, up to its last gradient. `is_used`: somebody else has used a parameter. `is_kept`: it stays, as it is
-    read where nobody sees it. `arrival`: the copy that brought it; `leaving`: copies out of it.
+    its backward, up to its last gradient. `is_used`: somebody else has used a parameter. `users`: how many operations
+    outside of its forward are using one right now. `is_held`: a graph of this step may need it. `is_kept`: it stays,
+    as it is read where nobody sees it. `is_pooled`: its memory is of the pool of fetched weights, not where the user
+    has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it; `computed`: where computations
+    with it ended, on each stream.
     """
 
     gate: Gate
@@ -300,9 +303,13 @@ class StreamedBlock:
     is_stale: bool = False
     is_busy: bool = False
     is_used: bool = False
+    users: int = 0
+    is_held: bool = False
     is_kept: bool = False
+    is_pooled: bool = False
     arrival: Transfer | None = None
     leaving: list[Transfer] = field(default_factory=list)
+    computed: dict[Stream, Fence] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[TrainedLayer]:
@@ -330,19 +337,25 @@ class StreamedBlock:
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
-        if not (self.streams and self.is_present) or self.is_busy or self.is_kept:
+        if not (self.streams and self.is_present) or self.is_busy or self.users or self.is_held or self.is_kept:
             return False
         is_arriving = any(layer.is_arriving for layer in self.layers)  # its own writes are being counted right now
         if any((known.was_written() and not is_arriving) or not known.is_in_place for known in self.parameters):
             return False  # to be imported when the next step begins
         if not all(has_own_storage(known.own) for known in self.parameters):
             return False  # others have given it another one
+        if not self.is_pooled and not all(copy.has_ended for copy in self.copies_out):
+            return False  # whoever gets its memory next does not wait for them
         return not (self.is_used and self.is_aliased)
 
     @property
     def is_aliased(self) -> bool:
         """Whether a tensor other than HyTrain's shares memory with a parameter: a view of it, or a graph's."""
         return any(holders(known.own) > 2 + len(known.places) for known in self.parameters)
+
+    @property
+    def copies_out(self) -> list[Transfer]:
+        return [*self.leaving, *(layer.returned for layer in self.layers if layer.returned is not None)]
 
     def is_left_by(self, copy: Transfer) -> None:
         """A copy out of its weights was started."""

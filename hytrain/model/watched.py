@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
@@ -51,6 +51,9 @@ class BeforeUse(Protocol):
 
     def __call__(self, parameter: Tensor) -> None: ...
 
+    def around(self, parameter: Tensor) -> AbstractContextManager[Any]:
+        """A context for the operation that uses it."""
+
     def away(self, parameter: Tensor) -> Tensor | None:
         """A copy of the value in host memory, if the weights are streamed."""
 
@@ -64,11 +67,12 @@ class Watched:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unwatched():
+        with unwatched(), ExitStack() as around:
             if func not in _HARMLESS:
                 found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
                 if not any(isinstance(value, ConsumedGradient) for value in found):  # which refuses by itself
                     for parameter in found:
+                        around.enter_context(type(parameter).before_use.around(parameter))
                         type(parameter).before_use(parameter)
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it

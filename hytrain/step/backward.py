@@ -164,7 +164,7 @@ class Backward:
             else:
                 update()
             return
-        if layer.streamed is not None:
+        if layer.streamed is not None and layer.rests_on_host:
             layer.streamed.is_stale = True
         norm = self._verdicts.norm_so_far(layer) if awaited else None
         leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])

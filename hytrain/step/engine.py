@@ -317,15 +317,18 @@ class Engine:
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
         whole = self._health.life.state not in IN_BACKWARD and all(layer.life.is_current for layer in self._layers)
-        whole = whole and self._streaming.is_whole
-        self._health.end_in_child(
-            UsageError(
-                "this process was forked from the one that trains, and the optimizer is its parent's"
-                if whole
-                else "this process was forked while updates were under way, which only its parent gets: "
-                "opt.synchronize() before forking, if the child is to use the model"
+        sentence = "this process was forked from the one that trains, and the optimizer is its parent's"
+        if not self._streaming.is_whole:
+            whole = False
+            sentence += "; so are streamed weights: give the child model.state_dict()"
+        elif not whole:
+            sentence = (
+                "this process was forked while updates were under way, which only its parent gets: opt.synchronize() "
+                "before forking, if the child is to use the model"
             )
-        )
+        error = UsageError(sentence)
+        self._streaming.end_in_child(error)
+        self._health.end_in_child(error)
         return whole
 
     def close(self, last_words: str) -> None:

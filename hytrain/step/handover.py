@@ -266,13 +266,18 @@ class Handover:
             if layer.streamed is not None and layer.rests_on_host:
                 for other in layer.streamed.layers:
                     self._reads.wait_for(other)
-                self._streaming.settle(layer.streamed)
+                try:
+                    self._streaming.settle(layer.streamed)
+                except torch.OutOfMemoryError:
+                    self._turns_back(layer, move)
+                    continue
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             arena, layer.planes = layer.arena, moving.device
             fetched = None if layer.streamed is None else layer.streamed.arrival
             move.closing.append((arena, [copy for copy in (moving.arrival, fetched) if copy is not None]))
             self._place(layer, move.plan, step, after=moving.arrival)
+        move.coming = [layer for layer in move.coming if layer.life.placement.state == "gpu"]
         for layer in move.visiting:
             self._reads.wait_for(layer)
             self._place(layer, move.plan, step)
@@ -281,6 +286,15 @@ class Handover:
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
             self._run(partial(_clear_up, move.copies, move.closing, move.unpinned))
         return move.plan, move.moved
+
+    def _turns_back(self, layer: TrainedLayer, move: _Move) -> None:
+        """There is room for the layer's state, which has come, but not for its weights."""
+        self._stays(layer, "no GPU memory for its weights")
+        moving, layer.moving = layer.moving, None
+        assert moving is not None and moving.arrival is not None, "started with the last update, or before"
+        self._transfers.land(moving.arrival)  # whoever gets its memory next comes after that
+        if layer.life.placement is not VISIT:
+            move.unpinned.append(layer.arena)
 
     def await_copies(self) -> None:
         """Return once the planes that were handed over can be read. Call `finish` first."""

@@ -8,7 +8,7 @@ way would be lost in part, so it is refused (I6).
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -76,6 +76,7 @@ class Masters:
 
     def begin_step(self) -> None:
         """Called before the step's updates begin."""
+        self._reads.require_unwritten_copies()
         self.import_written()
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
@@ -123,7 +124,7 @@ class Masters:
         start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
         part = slice(start, start + SAMPLED_ELEMENTS)
         found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
-        copied = self._transfers.weights_out([(found, present[part])])
+        copied = replace(self._transfers.weights_out([(found, present[part])]), keep=())  # no view stays
         self._samples.append(_Sample(known, landed[part].clone(), found, copied, is_freed))
         return copied
 

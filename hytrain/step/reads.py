@@ -15,22 +15,25 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
 from hytrain.memory.transfer import Transfers
 from hytrain.model.lifecycle import Event as LayerEvent
-from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
+from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter, Waited
 from hytrain.step.streaming import Streaming
-from hytrain.tensors import is_distributed
+from hytrain.tensors import has_memory, is_distributed, saves_with_other_hooks, version
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
@@ -42,6 +45,10 @@ _CALLED_EARLY: Final = (
     "in opt.no_sync(). Evaluate before backward, or after opt.step()"
 )
 
+_MODIFIED: Final = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a weight was "
+    "updated, or written, after the forward that this backward belongs to"
+)
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
     "opt.synchronize() before forward"
@@ -71,6 +78,8 @@ class Reads:
         self._of = {id(known.parameter): known for known in parameters}
         self._transfers, self._health, self._meter, self._streaming = transfers, health, meter, streaming
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
+        self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward
+        self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
 
     def enter(self, gate: Gate) -> None:
         """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
@@ -126,6 +135,7 @@ class Reads:
                 self._streaming.use(layer)
         if gate.streamed is not None:
             self._streaming.enter(gate.streamed, inside)
+            self._begin_saving(gate)
         for parameter in gate.parameters:
             parameter.unwatch()
         self._mark_awaited(gate.parameters, inside)
@@ -151,23 +161,58 @@ class Reads:
         for parameter in gate.parameters:
             parameter.watch()
         block = gate.streamed
-        if block is None or not block.streams or in_backward():
+        if block is None:
+            return
+        if saving := self._saving.get(gate):
+            saving.pop().__exit__()
+        if not block.streams or in_backward():
             return
         if torch.is_grad_enabled():
             again = _EnterBeforeBackward(self, gate)
-            nodes = [tensor.grad_fn for tensor in _tensors_in(output) if tensor.grad_fn is not None]
-            for node in nodes:
-                node.register_prehook(again)
-            if not nodes:
-                return  # nobody knows when its backward begins
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(again)
+                if self._streaming.block_of(tensor) is block:
+                    block.is_used = True  # a view of its own weights
         self._streaming.leave(block)
 
+    def _begin_saving(self, gate: Gate) -> None:
+        """The module's forward begins: what autograd saves of its weights is fetched when backward unpacks it."""
+        block = gate.streamed
+        if block is None or not block.streams or in_backward() or saves_with_other_hooks():
+            return
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            saving = self._saving_hooks()
+            saving.__enter__()
+            self._saving.setdefault(gate, []).append(saving)
+
+    def _saving_hooks(self) -> saved_tensors_hooks:
+        """Hooks under which autograd may save streamed weights."""
+        me, block_of = weakref.ref(self), self._streaming.block_of
+
+        def pack(tensor: Tensor) -> Any:
+            block = block_of(tensor)
+            return tensor if block is None else _Saved(tensor, version(tensor), block.gate)
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _Saved):
+                return cast(Tensor, saved)
+            if version(saved.tensor) != saved.version:
+                raise RuntimeError(_MODIFIED)
+            if (reads := me()) is not None:
+                reads.enter_backward(saved.gate)
+            if torch.is_grad_enabled() and saved.gate.streamed is not None:
+                saved.gate.streamed.is_held = True  # `create_graph`: what this backward saves is not seen
+            if not has_memory(saved.tensor):
+                raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
+            return saved.tensor
+
+        return saved_tensors_hooks(pack, unpack)
+
     def enter_backward(self, gate: Gate) -> None:
-        """The backward of the gate's module begins, on the current stream."""
-        if self._health.life.state is State.COMMITTED:
-            self._health.require(Event.BEGIN, name="the model's output")
-        if (again := self.updated_in_this_backward(gate)) is not None:
-            self.refuse_again(again)
+        """The gate's module computes in backward, on the current stream. Not if it has been updated there already."""
+        if self._health.life.state is State.COMMITTED or self.updated_in_this_backward(gate) is not None:
+            return
         for layer in gate.layers:
             self.wait_for(layer)
         if gate.streamed is not None:
@@ -200,7 +245,44 @@ class Reads:
             return None
         for layer, _ in known.places:
             self._streaming.land(layer)
-        return known.values().clone()
+        copied = known.values().clone()
+        self._copies.append((weakref.ref(copied), version(copied), known.name))
+        return copied
+
+    def forget_copies(self) -> None:
+        """Weights are loaded: what was written to copies of them is loaded now, as after DCP, or not meant to be."""
+        self._copies.clear()
+
+    def require_unwritten_copies(self) -> None:
+        """Raise `UsageError` if a copy was written, as one would write weights in torch."""
+        self._copies = [known for known in self._copies if known[0]() is not None]
+        for copied, before, name in self._copies:
+            if (tensor := copied()) is not None and version(tensor) != before:
+                self._copies.clear()
+                raise UsageError(
+                    f"{name} of model.state_dict() was written, but it is streamed, so this is a copy in host memory: "
+                    "call model.load_state_dict() with what you have written"
+                )
+
+    def around_use(self, tensor: Tensor) -> AbstractContextManager[Any]:
+        """A context for an operation on a parameter that is used outside of its module's forward."""
+        known = self._of.get(id(tensor))
+        block = None if known is None or not known.places else known.places[0][0].streamed
+        if block is None or not block.streams:
+            return nullcontext()
+        return self._during_use(block)
+
+    @contextmanager
+    def _during_use(self, block: StreamedBlock) -> Iterator[None]:
+        block.users += 1  # others that the operation uses may need room
+        try:
+            if torch.is_grad_enabled() and not saves_with_other_hooks():
+                with self._saving_hooks():
+                    yield
+            else:
+                yield
+        finally:
+            block.users -= 1
 
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
@@ -324,8 +406,17 @@ class _RefuseSecondBackward:
             health.require(Event.BEGIN, name="the model's output")
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A weight, or a view of one, that autograd has saved, and its version then."""
+
+    tensor: Tensor
+    version: int
+    gate: Gate
+
+
 class _EnterBeforeBackward:
-    """A pre-hook of the nodes that made a module's output: streamed weights have to be there for its backward."""
+    """A pre-hook of the nodes that made a module's output: its backward is likely to begin, so its weights come."""
 
     def __init__(self, reads: Reads, gate: Gate) -> None:
         self._reads, self._gate = weakref.ref(reads), gate

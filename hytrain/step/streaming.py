@@ -11,15 +11,18 @@ forward are still there when backward begins with them. Only the threads that co
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
+from torch import Tensor, nn
 
+from hytrain.errors import HyTrainError
 from hytrain.memory.transfer import Fence, Transfer, Transfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
-from hytrain.tensors import has_memory, untraced
+from hytrain.tensors import has_memory, storage_of, untraced
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +46,18 @@ class Streaming:
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
+        self._computing: deque[StreamedBlock] = deque(maxlen=2)  # in backward: a node may need weights of two
+        self._of_storage: dict[int, StreamedBlock] = {}
+        self._ended: HyTrainError | None = None
 
     def heed(self, import_written: Callable[[], None], before_free: Callable[[StreamedBlock], None]) -> None:
         """Call `before_free` for each block that is freed; `import_written`, if written weights stand in the way."""
         self._import_written, self._before_free = import_written, before_free
+
+    def block_of(self, tensor: Tensor) -> StreamedBlock | None:
+        """The block of which the tensor is a weight, or a view of one."""
+        is_plain = (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) and tensor.layout is torch.strided
+        return self._of_storage.get(storage_of(tensor)) if is_plain else None
 
     def start(self) -> None:
         """All layers have their first placement."""
@@ -54,6 +65,7 @@ class Streaming:
         for block in self._blocks:
             block.streams, block.is_used = block.rests_on_host, block.is_aliased
             block.is_present = all(has_memory(known.own) for known in block.parameters)
+        self._note_storages()
         if self._blocks:
             self._make_room((self._blocks[0], False))
 
@@ -65,12 +77,21 @@ class Streaming:
         if self._last is not None and self._last != here:
             self._next[self._last] = here
         self._last = here
-        if not inside_backward:
+        if inside_backward:
+            self._compute(block)
+        else:
             block.is_used = block.is_used and block.is_aliased  # before its own forward makes views
         self._bring(block)
         block.is_busy = True
         self._look_ahead(here)
         self._land(block)
+
+    def _compute(self, block: StreamedBlock) -> None:
+        """Backward computes with the block. One before the last one has been computed with: it comes again if not."""
+        if block not in self._computing:
+            if len(self._computing) == self._computing.maxlen:
+                self._computing[0].is_busy = False
+            self._computing.append(block)
 
     def leave(self, block: StreamedBlock) -> None:
         """The block's forward has ended. Backward enters it again."""
@@ -86,21 +107,32 @@ class Streaming:
 
     def end_backward(self) -> None:
         """Some blocks may lack gradients."""
+        self._computing.clear()
         for block in self._blocks:
             block.is_busy = False
 
     def end_step(self) -> None:
         """What else has used weights has ended by now, unless it keeps a view of them."""
         for block in self._blocks:
-            block.is_used = block.is_used and block.is_aliased
+            block.is_used, block.is_held = block.is_used and block.is_aliased, False
+        self._note_storages()
+
+    def _note_storages(self) -> None:
+        self._of_storage = {storage_of(known.own): block for block in self._blocks for known in block.parameters}
 
     def use(self, layer: TrainedLayer) -> None:
         """Somebody else uses the layer's weights on the current stream, and may keep a view of them."""
         block = layer.streamed
         if block is not None and block.streams:
             block.is_used = True
+            if not block.is_present:
+                self._free(other for other in self._blocks if other is not block)
             self._bring(block)
             self._land(block)
+
+    def end_in_child(self, error: HyTrainError) -> None:
+        """In a forked child, what is in host memory is the parent's."""
+        self._ended = error
 
     def land(self, layer: TrainedLayer) -> None:
         """Let the current stream wait for what has been fetched."""
@@ -162,6 +194,9 @@ class Streaming:
 
     def _rest(self, block: StreamedBlock, *, inside_backward: bool) -> None:
         block.is_busy = False
+        if block in self._computing:
+            self._computing.remove(block)
+        block.computed[self._transfers.stream()] = self._transfers.fence()
         self._look_ahead(self._next[block, inside_backward])
 
     def _look_ahead(self, place: Place) -> None:
@@ -199,9 +234,9 @@ class Streaming:
 
     def _release(self, block: StreamedBlock) -> None:
         """Its memory may be written after what uses it now: the current stream, and copies out of it."""
-        out = [*block.leaving, *(layer.returned for layer in block.layers if layer.returned is not None)]
-        self._released += [self._transfers.fence(), *(copy.done for copy in out)]
+        self._released += [self._transfers.fence(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
         block.leaving.clear()
+        block.computed.clear()
 
     def _bring(self, block: StreamedBlock) -> None:
         if block.is_present and not block.is_stale:
@@ -217,13 +252,17 @@ class Streaming:
     @untraced()
     def _fetch(self, block: StreamedBlock) -> None:
         """Raises `torch.OutOfMemoryError`; then nothing has changed."""
+        if self._ended is not None:
+            raise self._ended
+        is_current = block.is_current_on_host  # before the copies begin
         if block.is_present:  # whoever reads the old weights comes first
             self._release(block)
         back = [layer.returned.done for layer in block.layers if layer.returned is not None]
         freed = [] if block.is_present else [known.own for known in block.parameters]
         block.arrival = self._transfers.stream_in(freed, block.incoming(), after=[*self._released, *back])
         self._released.clear()
-        block.is_present, block.is_stale = True, not block.is_current_on_host
+        block.is_pooled = block.is_pooled or bool(freed)
+        block.is_present, block.is_stale = True, not is_current
 
     def _land(self, block: StreamedBlock) -> None:
         if block.arrival is not None:

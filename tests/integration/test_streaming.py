@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, same_as_torch, same_bits, state, train, weights
+from helpers import adamw, differing, same_as_torch, same_bits, state, train, wait_for_coordinator, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -357,3 +358,133 @@ def refuse(*_: Any) -> None:
 def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
     with pytest.raises(ConfigError, match="device is "):
         hytrain.AdamW(perceptron(), device=device)
+
+
+# ---------------------------------------------------------------- backwards that begin elsewhere
+
+
+@dataclass
+class Held:
+    """What no hook can look into."""
+
+    value: Tensor
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.other, self.way = nn.Linear(32, 32), nn.Linear(32, 32), way
+        self.scale, self.seen = nn.Parameter(torch.ones(32)), Held(torch.empty(0))
+
+    def forward(self, x: Any, bias: Any = None) -> Any:
+        x = x.value if isinstance(x, Held) else x
+        self.seen = Held(torch.tanh(self.linear(x)))
+        if self.way == "passed on":
+            bias = self.other(x) if bias is None else bias
+            return self.seen.value + bias, bias
+        out = self.other(x) if self.way == "in place" else self.seen.value
+        if self.way == "queries":
+            return (out * self.scale, self.scale.expand(32))
+        return Held(out * self.scale) if self.way == "a dataclass" else out
+
+
+class Ways(nn.Module):
+    """Blocks of which backward does not begin with their output, or whose output is no tensor."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.blocks = way, nn.ModuleList(Block(way) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias, out, total = None, x[None], torch.zeros(())
+        for block in self.blocks:
+            if self.way == "passed on":
+                out, bias = block(out, bias)
+            elif self.way == "in place":
+                out = block(out)
+                out += 1.0
+            elif self.way == "inside":
+                block(out)
+                total = total + block.seen.value.square().mean()
+            elif self.way == "queries":
+                out, queries = block(out)
+                total = total + (queries * out).mean()
+            elif self.way == "outside":
+                out = out + block(out) * block.scale * self.blocks[0].scale
+            else:
+                out = block(out)
+        result: Tensor = (out.value if isinstance(out, Held) else out)[0] + total
+        return result
+
+
+@pytest.mark.parametrize("way", ["passed on", "in place", "inside", "queries", "outside", "a dataclass"])
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+def test_backward_finds_the_weights_wherever_it_begins(options: dict[str, Any], way: str) -> None:
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        losses = []
+        for step in range(4):
+            both = [square_loss(model, 2 * step + part) for part in range(2)]
+            with torch.no_grad():
+                losses.append(square_loss(model, 100).item())
+            sum(both).backward()
+            opt.step()
+            opt.zero_grad()
+            losses += [loss.item() for loss in both]
+        return losses
+
+    same_as_torch(run, lambda: Ways(way), **options)
+
+
+def test_gradients_of_inputs_alone_bring_few_blocks_at_once() -> None:
+    model = perceptron(depth=8)
+    with adamw(model, **STREAMED[0]) as opt:
+        train(model, opt, range(2), square_loss)
+        x = vectors(0).requires_grad_()
+        torch.autograd.grad(model(x).square().sum(), x)
+        assert len(present(opt)) <= 2 * 3
+
+
+def test_a_gradient_penalty() -> None:
+    def penalized(model: nn.Module, step: int) -> Tensor:
+        x = vectors(step).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        with torch.no_grad():
+            square_loss(model, 100)
+        return square_loss(model, step) + gradient.square().mean()
+
+    same_as_torch(lambda model, opt: train(model, opt, range(6), penalized), **STREAMED[0])
+
+
+def test_what_is_written_into_a_state_dict_has_to_be_loaded() -> None:
+    model, expected = perceptron(), perceptron()
+    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+        for one, optimizer in ((model, opt), (expected, other)):
+            train(one, optimizer, range(2), square_loss)
+            saved = one.state_dict()
+            for tensor in saved.values():
+                tensor.mul_(0.5)
+            one.load_state_dict(saved)
+            train(one, optimizer, range(2, 4), square_loss)
+        assert differing(weights(model), weights(expected)) == []
+        saved = model.state_dict()
+        saved["0.0.weight"].mul_(0.5)
+        with pytest.raises(UsageError, match=r"0\.0\.weight of model\.state_dict\(\) was written.*load_state_dict"):
+            train(model, opt, [4], square_loss)
+
+
+def test_a_layer_stays_if_there_is_no_room_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    model, expected = perceptron(), perceptron()
+    with adamw(model, policy="random", stream=1.0) as opt, adamw(expected, k=1.0) as other:
+        opt.synchronize()
+        monkeypatch.setattr(streaming.Streaming, "settle", refuse)
+        for step in range(30):
+            train(model, opt, [step], square_loss)
+            wait_for_coordinator(opt)
+            opt._engine._handover.wait()
+        train(expected, other, range(30), square_loss)
+        assert opt.statistics().k == 0.0
+        assert differing(state(opt) | weights(model), state(other) | weights(expected)) == []
