@@ -361,7 +361,7 @@ def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weight
 
     (expected, _), (found, peak) = trained("cuda", k=0.0), trained("cpu", k=0.0, stream=1.0, device="cuda")
     assert_same([expected, found])
-    assert peak < 12 * 2 * 3000 * 3000 / 2, "not even half of the weights"
+    assert peak < 0.6 * 12 * 2 * 3000 * 3000, "the weights alone take more"
 
 
 class Branches(nn.Module):

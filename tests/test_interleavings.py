@@ -289,7 +289,6 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "one acknowledges": ([(PlanLedger, "on_ack", one_is_enough)], "I3: both acknowledge"),
     STREAMED + "fetches at once": ([(Streams, "stream_in", streams_in_at_once)], "I1"),
     STREAMED + "fetches before a visit is back": ([(Streams, "stream_in", streams_in_before("returning"))], "I1"),
-    STREAMED + "fetches before weights have left": ([(Streams, "stream_in", streams_in_before("state"))], "I1|I2"),
     STREAMED + "compute does not wait": ([(Streams, "land", lands_all_but("streaming"))], "I1"),
     STREAMED + "keeps what is stale": ([(Streaming, "_bring", keeps_what_is_stale)], "I1"),
     STREAMED + "frees what is read": ([(Streaming, "_release", nothing)], "I1"),

@@ -78,6 +78,7 @@ class Reads:
         self._of = {id(known.parameter): known for known in parameters}
         self._transfers, self._health, self._meter, self._streaming = transfers, health, meter, streaming
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
+        self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward
         self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
 
@@ -188,26 +189,9 @@ class Reads:
 
     def _saving_hooks(self) -> saved_tensors_hooks:
         """Hooks under which autograd may save streamed weights."""
-        me, block_of = weakref.ref(self), self._streaming.block_of
-
-        def pack(tensor: Tensor) -> Any:
-            block = block_of(tensor)
-            return tensor if block is None else _Saved(tensor, version(tensor), block.gate)
-
-        def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, _Saved):
-                return cast(Tensor, saved)
-            if version(saved.tensor) != saved.version:
-                raise RuntimeError(_MODIFIED)
-            if (reads := me()) is not None:
-                reads.enter_backward(saved.gate)
-            if torch.is_grad_enabled() and saved.gate.streamed is not None:
-                saved.gate.streamed.is_held = True  # `create_graph`: what this backward saves is not seen
-            if not has_memory(saved.tensor):
-                raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
-            return saved.tensor
-
-        return saved_tensors_hooks(pack, unpack)
+        if self._pack is None:
+            self._pack = _packing(self, self._streaming.block_of)
+        return saved_tensors_hooks(*self._pack)
 
     def enter_backward(self, gate: Gate) -> None:
         """The gate's module computes in backward, on the current stream. Not if it has been updated there already."""
@@ -413,6 +397,34 @@ class _Saved:
     tensor: Tensor
     version: int
     gate: Gate
+
+
+def _packing(
+    reads: Reads, block_of: Callable[[Tensor], StreamedBlock | None]
+) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """What autograd does with a tensor that it saves, and with what it has saved when it needs it."""
+    me = weakref.ref(reads)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pack(tensor: Tensor) -> Any:
+        block = block_of(tensor)
+        return tensor if block is None else _Saved(tensor, version(tensor), block.gate)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return cast(Tensor, saved)
+        if version(saved.tensor) != saved.version:
+            raise RuntimeError(_MODIFIED)
+        if (reads := me()) is not None:
+            reads.enter_backward(saved.gate)
+        if torch.is_grad_enabled() and saved.gate.streamed is not None:
+            saved.gate.streamed.is_held = True  # `create_graph`: what this backward saves is not seen
+        if not has_memory(saved.tensor):
+            raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
+        return saved.tensor
+
+    return pack, unpack
 
 
 class _EnterBeforeBackward:

@@ -56,8 +56,12 @@ class Streaming:
 
     def block_of(self, tensor: Tensor) -> StreamedBlock | None:
         """The block of which the tensor is a weight, or a view of one."""
-        is_plain = (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) and tensor.layout is torch.strided
-        return self._of_storage.get(storage_of(tensor)) if is_plain else None
+        if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or tensor.layout is not torch.strided:
+            return None
+        try:
+            return self._of_storage.get(storage_of(tensor))
+        except NotImplementedError:  # a tensor of `torch.func`
+            return None
 
     def start(self) -> None:
         """All layers have their first placement."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -488,3 +489,19 @@ def test_a_layer_stays_if_there_is_no_room_for_its_weights(monkeypatch: pytest.M
         train(expected, other, range(30), square_loss)
         assert opt.statistics().k == 0.0
         assert differing(state(opt) | weights(model), state(other) | weights(expected)) == []
+
+
+def test_a_forked_child_is_told() -> None:
+    model = perceptron()
+    with adamw(model, **STREAMED[0]) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.synchronize()
+        if (child := os.fork()) == 0:
+            try:
+                model[3][0].weight.norm()
+            except UsageError as error:
+                os._exit(0 if "so are streamed weights: give the child model.state_dict()" in str(error) else 2)
+            finally:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train(model, opt, range(2, 4), square_loss)
