@@ -134,7 +134,7 @@ def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
-    table |= {"visit": 0.0}
+    table |= {"visit": 0.0, "streamed": []}
     return list((table | changes).values())
 
 
@@ -157,6 +157,8 @@ def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32"
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"visit": 1.5}, "visit is 1.5"),
+        ({"streamed": [1, 2]}, "a size for each layer"),
+        ({"streamed": [-1]}, "a size for each layer"),
         ({"threads": 0}, "0 threads"),
         ({"rank": 1}, "rank 1 of 1"),
         ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
