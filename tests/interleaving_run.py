@@ -68,7 +68,7 @@ class Run:
         chance = random.Random(seed)
         self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers)
-        self.streams, self.book = Streams(self.world), PlanBook("trainer", layers)
+        self.streams, self.book = Streams(self.world, streamed=share > 0), PlanBook("trainer", layers)
         self.coordinator = coordinator(self.world)
         for sender in ("trainer", "optimizer"):
             ready = partial(self.world.waits, "coordinator", sender)

@@ -60,14 +60,16 @@ TOKEN = "token"
 class Streams:
     """In place of `CudaTransfers`. `pinned` is the host memory that copies may touch: address and size."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, streamed: bool = False) -> None:
+        """`streamed`: weights are, on a stream of their own."""
         numbers = count()
         self.clock: Any = HostClock()
         self.clock.mark = lambda stream=None: 1e-3 * next(numbers)
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))
-        self.fetching, self.visiting, self.returning, self.streaming = (Stream(world.scheduler) for _ in range(4))
+        self.fetching, self.visiting, self.returning = (Stream(world.scheduler) for _ in range(3))
+        self.streaming = Stream(world.scheduler) if streamed else self.fetching
         self.freed: list[Tensor] = []
         self.current = self.compute
 

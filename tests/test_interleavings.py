@@ -261,8 +261,8 @@ def closes_before_the_fetch(real: Any, copied: Any, closing: Any, unpinned: Any)
 STREAMED: Final = "streamed: "
 
 FAULTS: dict[str, tuple[list[Patch], str]] = {
-    "reads without waiting": ([NO_WAIT], "FILLED of step .* while|handover to .* while|I1"),
-    "reads without waiting, unguarded": ([NO_WAIT, UNGUARDED], "I1|I2|handover to .* while"),
+    "reads without waiting": ([NO_WAIT], "FILLED of step .* while|I1"),
+    "reads without waiting, unguarded": ([NO_WAIT, UNGUARDED], "I1|I2"),
     "compute does not wait for weights": ([(Streams, "land", lands_all_but("into"))], "I1|I3: .* in the middle"),
     "sends before the copy": ([(Streams, "gradients_out", is_copied_at_once)], "I1: an update without its gradient"),
     "announces half an update": ([ANY_NUMBER, (UpdateQueue, "tile_done", announces_half)], "I1|I2|I3"),
@@ -271,7 +271,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "reads the first bank": ([(Backward, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
     "hands over the first bank": ([(Handover, "state_in", hands_over_the_first_bank)], "I1|I3"),
     "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
-    "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2|handover to"),
+    "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
     "copies weights unasked": (UNASKED, "I1|I2"),
     "hands over while updating": ([NO_PATIENCE], "handover to (.pu|visit) while|started with"),
     "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I2|I3|started with"),

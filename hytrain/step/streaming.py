@@ -65,13 +65,14 @@ class Streaming:
 
     def start(self) -> None:
         """All layers have their first placement."""
+        if not self._blocks:
+            return
         self._transfers.drain()
         for block in self._blocks:
             block.streams, block.is_used = block.rests_on_host, block.is_aliased
             block.is_present = all(has_memory(known.own) for known in block.parameters)
         self._note_storages()
-        if self._blocks:
-            self._make_room((self._blocks[0], False))
+        self._make_room((self._blocks[0], False))
 
     def enter(self, block: StreamedBlock, inside_backward: bool) -> None:
         """The block is about to compute on the current stream. Its updates have been waited for."""
@@ -192,7 +193,8 @@ class Streaming:
                             known.parameter.data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
             block.streams = False
-        self._transfers.drain()
+        if self._blocks:
+            self._transfers.drain()
 
     # ------------------------------------------------------------ memory
 
