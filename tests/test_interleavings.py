@@ -47,6 +47,7 @@ EXAMPLES = 120
     share=st.sampled_from([0.0, 0.5, 1.0]),
 )
 @example(seed=155784, layers=4, steps=3, share=0.0)  # a layer comes back to the CPU before it is given up
+@example(seed=730890168, layers=4, steps=1, share=1.0)  # what is updated after the verdict is fetched ahead just then
 def test_invariants_hold(coordinator: type[Any], seed: int, layers: int, steps: int, share: float) -> None:
     Run(seed, layers=layers, steps=steps, coordinator=coordinator, share=share).play()
 

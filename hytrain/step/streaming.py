@@ -160,10 +160,11 @@ class Streaming:
     def before_update(self, layer: TrainedLayer) -> None:
         """The GPU is about to update the layer, perhaps long after its backward."""
         block = layer.streamed
-        if block is not None and block.streams and not block.is_present:
-            self._make_room((block, False))
-            self._bring(block)
-            self._land(block)
+        if block is not None and block.streams:
+            if not block.is_present:
+                self._make_room((block, False))
+                self._bring(block)
+            self._land(block)  # it may have been fetched ahead
 
     def settle(self, block: StreamedBlock) -> None:
         """The GPU takes over a layer, so the block stays until `review`. All of its updates have been waited for."""
