@@ -164,10 +164,10 @@ def log_tail(log: Path) -> str:
     return f"\nthe end of {log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else f"\n({log} is empty)"
 
 
-def stop(children: Iterable[Child], *, grace_s: float) -> list[Child]:
+def stop(children: Iterable[Child], *, grace_s: Callable[[Child], float]) -> list[Child]:
     """End all `children`. Workers exit when their `life` pipe closes, programs get SIGTERM; later, both are killed.
 
-    Those that somebody has stopped go on for it. Returns who had to be killed.
+    `grace_s` says how much later. Those that somebody has stopped go on for it. Returns who had to be killed.
     """
     children, killed = list(children), []
     for child in children:
@@ -175,10 +175,11 @@ def stop(children: Iterable[Child], *, grace_s: float) -> list[Child]:
             child.process.terminate()
         child.close()
         child.process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + grace_s
+    began_s = time.monotonic()
     for child in children:
+        left_s = began_s + grace_s(child) - time.monotonic()
         # Popen.wait with a timeout polls every 50 ms; the descriptor becomes readable at once.
-        if not select.select([child.pidfd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+        if not select.select([child.pidfd], [], [], max(left_s, 0.0))[0]:
             child.process.kill()
             killed.append(child)
         child.process.wait()

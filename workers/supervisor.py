@@ -44,6 +44,8 @@ from workers.torchrun import Job
 
 #: Workers end within this time, and programs after a second signal, or they are killed.
 STOP_GRACE_S: Final = 3.0
+#: The coordinator has records to write, and on a busy machine it may not get a core for seconds.
+RECORDS_GRACE_S: Final = 15.0
 #: The trainer's place under torchrun.
 AGENT: Final = "torchrun"
 #: A trainer may fail because a worker died. Its end may be noticed up to this long before the worker's.
@@ -433,7 +435,11 @@ class Supervisor:
 
     def _stop(self) -> None:
         """End the processes of an attempt, and remove what they have shared."""
-        for child in process.stop(reversed(self._children), grace_s=STOP_GRACE_S):
+        coordinator = str(COORDINATOR)
+        for child in process.stop(
+            reversed(self._children),
+            grace_s=lambda child: RECORDS_GRACE_S if child.name == coordinator else STOP_GRACE_S,
+        ):
             if child.name == str(COORDINATOR):
                 process.say(
                     f"hytrain-cluster: {child.name} (process {child.process.pid}) hung and was killed: the last "

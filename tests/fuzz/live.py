@@ -39,8 +39,9 @@ FRAMES_PER_STEP: Final = 400
 PATIENCE: Final = 5000
 #: So many frames that are due, but not sent, stop the trainer for a moment.
 MOST_BEHIND: Final = 5000
-#: No frames are sent in the last steps, so that those that were sent before are read.
-LAST_STEPS: Final = 10
+#: In this share of the steps, the last ones, no frames become due. So those that were sent before are read, and those
+#: that are still to be sent have a run to go to.
+LAST_SHARE: Final = 0.2
 
 
 class Stranger:
@@ -136,12 +137,12 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
         strangers = {path: Stranger(context, path, maker) for path in to}
         while sent.total() < frames:
             maker.step = step = run.step()
-            due = min(frames, 1 + frames * (step - first) // max(1, steps - LAST_STEPS - first))
+            due = min(frames, 1 + frames * (step - first) // max(1, int((1 - LAST_SHARE) * steps) - first))
             if sent.total() >= due:
                 if run.launcher.poll() is not None:
                     break
                 run.reaches(step + 1, f"after {sent.total():,} frames")
-            if behind := due - sent.total() > MOST_BEHIND:
+            if behind := due - sent.total() > MOST_BEHIND or due == frames:
                 unless_gone(roles[0].suspend)  # the run would be at its end before all frames are sent
             while sent.total() < due and run.launcher.poll() is None:
                 path = drawn.choice([*to])
