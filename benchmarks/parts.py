@@ -26,6 +26,7 @@ SHAPES: Final = {
     "1b": (2048, 5632, 22, 16, 32000),
     "3b": (3200, 8640, 26, 32, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
+    "10b": (5120, 13824, 30, 40, 32000),
     "41b": (8192, 22016, 50, 64, 32000),
     "gpt2-tiny": (64, 256, 2, 4, 2048),
     "gpt2-large": (1280, 5120, 36, 20, 50304),
@@ -73,7 +74,8 @@ class Job:
     """One system, e.g. "deepspeed-zero2" or "hytrain:auto", and its segments. `start_s` and `step_s` are guesses.
 
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
-    a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline.
+    a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
+    take so much of the GPU's memory, and the model is in host memory when the system gets it.
     """
 
     system: str = ""
@@ -88,6 +90,7 @@ class Job:
     ranks: int = 0
     tensor: int = 1
     schedule: str = ""
+    cap_gib: float = 0.0
     start_s: float = 15.0
     step_s: float = 0.6
 

@@ -34,7 +34,7 @@ def times_of(steps_s: list[float], measured: int) -> Row:
 def key(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """Rows with one key, of one host and commit, are repeats of each other. `fields`: a row, or a job and a segment."""
     names = ("system", "shape", "batch", "sequence", "dtype", "clip", "label")
-    return (*(fields[name] for name in names), fields.get("ranks", 0))
+    return (*(fields[name] for name in names), fields.get("ranks", 0), fields.get("cap_gib", 0.0))
 
 
 class Rows(list[Row]):

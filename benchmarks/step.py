@@ -81,6 +81,8 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     if job.ranks:
         run_dir = ranks.join(job, run_dir)
     model = build_model(job, system.dtype or job.dtype)
+    if job.cap_gib:
+        model = below_cap(model, job)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
     running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir, job))
     start_s = round(time.perf_counter() - began_s, 2)
@@ -145,6 +147,16 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(torch.float32)
     if job.device == "cuda" and not job.reads_text:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def below_cap(model: nn.Module, job: Job) -> nn.Module:
+    """The model in host memory, so that it can be larger than what torch may take of the GPU's from now on."""
+    model = model.cpu()
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(job.cap_gib * 2**30 / total)
     return model
 
 
@@ -275,6 +287,8 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
 
     return {
         "k": float(last.k),
+        "visiting": len(last.visiting_layers),
+        "streamed": len(last.streamed_layers),
         "ks": [round(float(each.k), 4) for each in steps.statistics],
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,

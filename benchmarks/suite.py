@@ -67,13 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--cap-gib", type=float, default=0.0, help="torch may take so much GPU memory; 0: all there is")
     parser.add_argument("--threads", type=int, help="torch's threads in the trainer")
     parser.add_argument("--host-memory-gb", type=float, help="the machine's, where MemTotal grows with use")
     return parser
 
 
 def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
-    given = ("shape", "sequence", "device", "dtype", "threads")
+    given = ("shape", "sequence", "device", "dtype", "threads", "cap_gib")
     ranks = arguments.gpus or 2 if part in parts.RANKED else 0 if part else arguments.gpus
     template = Job(**{name: getattr(arguments, name) for name in given}, ranks=ranks)
     if not part:
@@ -163,7 +164,7 @@ class Run:
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
         """What the child measured, with what makes it a row of the result set."""
         used, own = measured.pop("host_used_bytes", None), measured.pop("versions", {})
-        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "ranks")}
+        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "ranks", "cap_gib")}
         what["exact"] = parts.about(job.system).exact
         row = {"part": part, **what, **measured, "at": _now(), **self._common}
         row["host_peak_gb"] = round(peak_bytes / 1e9, 2)

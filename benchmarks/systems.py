@@ -175,6 +175,8 @@ def hytrain_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_ba
     import hytrain
 
     options = {**parse_options(setting.option), **pipeline}
+    if setting.job.cap_gib:
+        options["device"] = setting.job.device
     if setting.clip:
         options["max_grad_norm"] = setting.clip
     optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)

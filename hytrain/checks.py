@@ -41,7 +41,7 @@ class Options:
     loss_scale: float | str | None
     overlap: bool
     visit: float | None = 0.0
-    stream: float = 0.0
+    stream: float | None = 0.0
 
     @property
     def awaits_verdict(self) -> bool:
@@ -67,12 +67,11 @@ class Options:
 _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 
 
-def check_options(*, k: float | str, visit: float | str, stream: float, **others: Any) -> Options:
+def check_options(*, k: float | str, visit: float | str, stream: float | str, **others: Any) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
-    streamed = _fraction("stream", stream)
-    if streamed is None:
-        raise ConfigError(f"stream is {stream!r}: a fraction in [0, 1]")
-    options = Options(k=_fraction("k", k), visit=_fraction("visit", visit), stream=streamed, **others)
+    options = Options(
+        k=_fraction("k", k), visit=_fraction("visit", visit), stream=_fraction("stream", stream), **others
+    )
     for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
         if is_wrong:
             raise ConfigError(sentence)
@@ -158,7 +157,7 @@ def check_same(ranks: Ranks, options: Options) -> None:
     )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
-    if ranks.world > 1 and options.stream:
+    if ranks.world > 1 and options.stream != 0.0:
         raise UnsupportedError("stream with several ranks: FSDP2 shares the weights out there, so leave stream out")
 
 

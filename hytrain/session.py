@@ -51,7 +51,8 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.tensors import flat, local
+from hytrain.step.streaming import window_bytes
+from hytrain.tensors import flat, has_memory, local
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log, Plan
 
@@ -112,7 +113,7 @@ class Session:
         try:
             connect_nodes(self._cluster, self._place.rank, self.ranks)
             if moves := self._device != came_from:
-                self._first = take_to(model, self._device, find_blocks(model) if options.stream else ())
+                self._first = take_to(model, self._device, find_blocks(model) if options.stream != 0.0 else ())
             self._build()
         except BaseException:
             if moves:
@@ -203,7 +204,7 @@ class Session:
         if options.may_speculate:
             self._add_banks(layers)
         gates = build_gates(layers, parts)
-        self._blocks = streamed_blocks(gates, find_blocks(self._model), options.stream)
+        self._blocks = [] if options.stream == 0.0 else streamed_blocks(gates, find_blocks(self._model))
         for known in parameters:
             for layer, index in known.places if known.parameter in self._first else ():
                 segment = layer.segments[index]
@@ -243,7 +244,7 @@ class Session:
             transfers=transfers,
             host=host,
             read_groups=self._read_groups,
-            free_gpu_bytes=memory.free_bytes,
+            gpu_room=memory.room,
             accumulation=self.accumulation,
             options=options,
             ranks=self.ranks,
@@ -269,26 +270,36 @@ class Session:
                 speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
                 k=options.k,
                 backend=options.backend,
-                gpu_bytes=memory.for_state_bytes(),
+                gpu_bytes=self._first_bytes(),
                 host_bytes=self._host_bytes,
                 continues=continues,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
                 visit=options.visit,
-                streamed=tuple(0 if (b := layer.streamed) is None else b.nbytes for layer in self.layers),
+                stream=options.stream,
+                blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
+                window_bytes=window_bytes(self._blocks),
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)
             self._load_first(plan)
             engine.start(plan)
+            if self._blocks:
+                memory.begin_anew()
         except BaseException:
             self._link.close()
             engine.release()
             raise
 
+    def _first_bytes(self) -> int | None:
+        """The GPU memory for state, and for weights of blocks that can be streamed, before a step was measured."""
+        free = self.memory.for_state_bytes()
+        there = sum(known.own.nbytes for b in self._blocks for known in b.parameters if has_memory(known.own))
+        return None if free is None else free + there
+
     def _load_first(self, plan: Plan) -> None:
         """Bring first values to the device, but for blocks that stay in host memory."""
-        away = [b for b in self._blocks if all(plan.placement(one.lid).state == "host" for one in b.layers)]
+        away = [b for b in self._blocks if all(one.lid in plan.streamed for one in b.layers)]
         stays = {known.parameter for block in away for known in block.parameters}
         for parameter in self._first.keys() - stays:
             load(parameter, self._first[parameter])

@@ -143,10 +143,10 @@ class LayerTable(Message):
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
-    `k`: None means "auto". `visit`: the fraction of the parameters whose state visits the GPU; None means "auto".
-    `streamed`: for each layer, the bytes of weights that rest on the GPU if it owns the layer, and on the host if not;
-    empty if there are none.
-    `gpu_bytes`: the limit for the optimizer state of GPU-owned layers; None if unknown.
+    `k`: None means "auto". `visit`, `stream`: the fractions of the parameters whose state visits the GPU, and whose
+    weights rest in host memory; None means "auto".
+    `blocks`: the LIDs of each block that can be streamed. `window_bytes`: the GPU memory through which they are.
+    `gpu_bytes`: the limit for the optimizer state of GPU-owned layers and the weights of those blocks; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
     `rank` of `world`: the trainer's place in its job.
@@ -168,7 +168,9 @@ class LayerTable(Message):
     rank: int = 0
     world: int = 1
     visit: float | None = 0.0
-    streamed: tuple[int, ...] = ()
+    stream: float | None = 0.0
+    blocks: tuple[tuple[int, ...], ...] = ()
+    window_bytes: int = 0
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -179,9 +181,10 @@ class LayerTable(Message):
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.visit is None or 0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
-        _require(
-            len(self.streamed) in (0, len(numbers)) and min(self.streamed, default=0) >= 0, "a size for each layer"
-        )
+        _require(self.stream is None or 0.0 <= self.stream <= 1.0, f"stream is {self.stream}, not in [0, 1]")
+        in_blocks = [lid for block in self.blocks for lid in block]
+        _require(all(self.blocks) and len(set(in_blocks)) == len(in_blocks), "a layer is in one block, if any")
+        _require(set(in_blocks) <= set(numbers) and self.window_bytes >= 0, "blocks are of layers in the table")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
@@ -322,7 +325,10 @@ class WeightsReady(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Message):
-    """Coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why."""
+    """Coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why.
+
+    `streamed`: the LIDs of the layers whose weights are to rest in host memory.
+    """
 
     plan_id: int
     step: int
@@ -331,10 +337,12 @@ class Plan(Message):
     policy: str
     reason: str
     predicted_step_s: float | None
+    streamed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
         _require_placements(self.placements)
+        _require(set(self.streamed) <= set(range(len(self.placements))), "streamed layers have a placement")
         _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
 
     def placement(self, lid: int) -> Placement:
@@ -491,6 +499,9 @@ class TrainerReport(Message):
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
+    `streamed`: the number of layers whose weights rest in host memory.
+    `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
+    it has had so far. None without a GPU.
     """
 
     step: int
@@ -507,7 +518,9 @@ class TrainerReport(Message):
     k: float
     moving: bool
     placements: tuple[str, ...]
-    gpu_free_bytes: int | None
+    streamed: int
+    gpu_usable_bytes: int | None
+    gpu_needed_bytes: int | None
     layers: tuple[LayerTimes, ...]
 
     def __post_init__(self) -> None:

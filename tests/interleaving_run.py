@@ -67,7 +67,7 @@ class Run:
         self.gates = [Gate([layer]) for layer in self.layers]
         chance = random.Random(seed)
         self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
-        self.world = World(self.rng, self.scheduler, self.layers)
+        self.world = World(self.rng, self.scheduler, self.layers, chance)
         self.streams, self.book = Streams(self.world, streamed=share > 0), PlanBook("trainer", layers)
         self.coordinator = coordinator(self.world)
         for sender in ("trainer", "optimizer"):
@@ -114,7 +114,7 @@ class Run:
     def _make_engine(self) -> engine.Engine:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
         parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
-        parts |= {"read_groups": lambda: (HYPER,), "free_gpu_bytes": lambda: None, "blocks": self.blocks}
+        parts |= {"read_groups": lambda: (HYPER,), "gpu_room": lambda: None, "blocks": self.blocks}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
@@ -172,7 +172,8 @@ class Run:
     def main(self) -> None:
         """On a thread of its own."""
         engine = self.engine
-        plan = self.link.agree(table_of(self.layers), self.book)
+        blocks = tuple((layer.lid,) for block in self.blocks for layer in block.layers)
+        plan = self.link.agree(table_of(self.layers, blocks), self.book)
         self.link.listener = engine
         engine.start(plan)
         while engine.steps < self.steps:
@@ -247,10 +248,11 @@ def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], 
     return built, parameters
 
 
-def table_of(layers: list[TrainedLayer]) -> m.LayerTable:
+def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = ()) -> m.LayerTable:
     wishes: Any = {"policy": "random", "objective": "speed", "speculate": None, "k": None, "backend": "auto"}
     limits: Any = {"gpu_bytes": None, "host_bytes": None, "awaits_verdict": True, "continues": False}
     specs = tuple(layer.spec for layer in layers)
+    wishes |= {"stream": None, "blocks": blocks}
     return m.LayerTable(layers=specs, inbox="trainer-0", device="cpu", **wishes, **limits)
 
 

@@ -431,6 +431,9 @@ class Planner:
         lids = range(len(self.world.layers))
         placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
+        stays = (layer for layer in self.world.layers if layer.streamed is None or placements[layer.lid] == "gpu")
+        streamed = {*lids}.difference(layer.lid for layer in stays)
+        why["streamed"] = tuple(lid for lid in streamed if self.world.chance.random() < 0.8)
         plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
         for role in ("trainer", "optimizer"):
             self.world.send("coordinator", role, plan)

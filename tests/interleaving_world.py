@@ -238,6 +238,7 @@ class World:
     rng: random.Random
     scheduler: Scheduler
     layers: list[TrainedLayer]
+    chance: random.Random
     step: Callable[[], int] = lambda: 0
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     kept: list[Any] = field(default_factory=list)  # the device's memory is never given back

@@ -189,7 +189,9 @@ STEP |= {
     "starved": 0.0,
     "gather_s": None,
     "moving": False,
-    "gpu_free_bytes": None,
+    "streamed": 0,
+    "gpu_usable_bytes": None,
+    "gpu_needed_bytes": None,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
@@ -253,7 +255,7 @@ def test_k_auto_begins_with_what_the_host_cannot_hold(driver: Driver, objective:
     plan = driver.start(policy="deadline", objective=objective, **room)
     assert on_gpu(plan.placements) == (0,)
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
-    grown = driver.sent(report(WARM_UP_STEPS, (0,), gpu_free_bytes=1 << 40))
+    grown = driver.sent(report(WARM_UP_STEPS, (0,), gpu_usable_bytes=1 << 40, gpu_needed_bytes=0))
     assert bool(grown) == (objective != "gpu-memory")
     assert all(len(on_gpu(plan.placements)) > 1 for _, plan in grown)
 
@@ -270,9 +272,10 @@ def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_upd
 def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) -> None:
     """So fewer layers fit there than without them."""
     assert driver.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel).k == 1.0
-    streamed = Driver()
-    plan = streamed.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel, streamed=(10 * SEGMENT.numel,) * LAYERS)
-    assert plan.k == 0.5
+    streamed, blocks = Driver(), tuple((lid,) for lid in ALL)
+    room = {"gpu_bytes": LAYERS * 10 * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
+    plan = streamed.start(k=1.0, stream=1.0, blocks=blocks, **room)
+    assert (plan.k, plan.streamed) == (0.75, (3,))
 
 
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
@@ -293,7 +296,7 @@ def test_visits_for_which_there_was_no_room_are_not_counted_on(driver: Driver) -
     plan = driver.plan(report(WARM_UP_STEPS))
     owned = on_gpu(plan.placements)
     driver.hold(plan, owned)
-    assert "visit" in plan.placements and driver.planning._visit == 0.0
+    assert "visit" in plan.placements and driver.planning._shares == (0.0, 0.0)
     again = driver.plan(report(plan.step + 1, owned))
     assert "visit" in again.placements, "it may have room by now"
 

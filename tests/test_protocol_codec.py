@@ -118,10 +118,10 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "Hello", "fields": [1, "../trainer-0", 0]}, "Hello: '../trainer-0' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),
-        ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None]}, "Plan: unknown placements ['disk']"),
+        ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None, []]}, "Plan: unknown placements ['disk']"),
         ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
-        ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None]}, "Plan: k is nan"),
-        ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None]}, "Plan: plans and steps"),
+        ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None, []]}, "Plan: k is nan"),
+        ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None, []]}, "Plan: plans and steps"),
         ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0, 0.0]]]}, "OptimizerReport.updates: expected 3 fields"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
@@ -134,7 +134,7 @@ def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
-    table |= {"visit": 0.0, "streamed": []}
+    table |= {"visit": 0.0, "stream": 0.0, "blocks": [], "window_bytes": 0}
     return list((table | changes).values())
 
 
@@ -157,8 +157,10 @@ def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32"
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"visit": 1.5}, "visit is 1.5"),
-        ({"streamed": [1, 2]}, "a size for each layer"),
-        ({"streamed": [-1]}, "a size for each layer"),
+        ({"stream": -0.5}, "stream is -0.5"),
+        ({"blocks": [[0, 0]]}, "a layer is in one block"),
+        ({"blocks": [[]]}, "a layer is in one block"),
+        ({"blocks": [[1]]}, "blocks are of layers"),
         ({"threads": 0}, "0 threads"),
         ({"rank": 1}, "rank 1 of 1"),
         ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),

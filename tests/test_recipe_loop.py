@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, MissingPackage, SavingError
-from hytrain.memory.capacity import GpuMemory, gpu_memory
+from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
@@ -238,7 +238,7 @@ def test_the_folder_is_the_one_that_transformers_writes(
 
 
 def test_weights_may_change_while_a_copy_of_them_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuMemory, "free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(GpuMemory, "room", lambda _: Room(1 << 40, 0))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=100, **sizes))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hytrain.memory.capacity import Room
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, Fence, HostTransfers, Transfer
 from hytrain.model.trained import TrainedParameter
@@ -139,7 +140,8 @@ def test_what_is_not_wanted_is_not_added_to() -> None:
 def test_the_place_is_chosen_by_memory_and_told(
     place: str, free: int | None, kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
+    room = None if free is None else Room(usable=free, needed=0)
     with caplog.at_level(logging.INFO, logger="hytrain"):
-        assert isinstance(choose_sums(place, parameters(3), SlowTransfers(), free), kind)
+        assert isinstance(choose_sums(place, parameters(3), SlowTransfers(), room), kind)
     told = "on the host" if kind is HostSums else "on the device"
     assert (told in caplog.text) is (place == "auto")

@@ -61,7 +61,9 @@ class Planning:
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
-        self._visit = self._planned_visit = 0.0  # the share of visits that is in effect, and of the last plan
+        # The shares of visits and of streamed weights that are in effect, and those of the last plan.
+        self._shares = self._planned = (0.0, 0.0)
+        self._needed_bytes = self._for_steps_bytes = 0  # of GPU memory: the peak, and what of it is not ours to place
         self.reason = ""
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -71,6 +73,8 @@ class Planning:
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
         self._facts = [_facts(layer, table) for layer in table.layers]
+        self._streamable = frozenset(lid for block in table.blocks for lid in block)
+        self._streamed = frozenset[int]()  # those whose weights rest in host memory, as the last plan in effect says
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
@@ -100,7 +104,8 @@ class Planning:
         self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved = message.moved
-        self._visit, self._planned_visit = map(self._visiting_share, (message.placements, message.plan.placements))
+        self._planned = self._shares_of(message.plan.placements, message.plan.streamed)
+        self._shares = self._shares_of(message.placements, message.plan.streamed)
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
         self._first_known = message.step
         self._knows_mode = False
@@ -117,11 +122,14 @@ class Planning:
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            lids = planner.first_lids(self._facts, self._limits, self.k)
+            visit, stream = self._wanted
+            visit, stream = visit or 0.0, 1.0 if stream is None else stream  # lean, until steps are measured
+            window_bytes = self.table.window_bytes
+            lids = planner.first_lids(self._facts, self._limits, self.k, stream=stream, window_bytes=window_bytes)
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
-        return self._propose(lids, self._wanted_visit or 0.0, 0, "the first plan, before a step is measured", None)
+        return self._propose(lids, (visit, stream), 0, "the first plan, before a step is measured", None)
 
     # ------------------------------------------------------------ measurements
 
@@ -140,11 +148,28 @@ class Planning:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
             self._measure(report, self._steps[report.measured])
-        if report.gpu_free_bytes is not None and report.step >= self._first_measured:
-            owned = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
-            owned += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
-            self._limits = Limits(gpu_state_bytes=report.gpu_free_bytes + owned, host_bytes=self._limits.host_bytes)
+        self._heed_room(report, gpu_lids)
         return self._replan()
+
+    def _heed_room(self, report: m.TrainerReport, gpu_lids: frozenset[int]) -> None:
+        """Of the GPU's memory, what steps take beside state and weights is known: the rest is to be planned with.
+
+        The peak of all steps is reported. Where it has not grown, it may be of a time when more was placed on the GPU
+        than now; or of state that was on its way there, which is counted by now.
+        """
+        if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
+            return
+        placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
+        placed += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
+        at_home = {*gpu_lids, *self._streamable}.difference(self._streamed)
+        placed += sum(self._facts[lid].weights_bytes for lid in at_home)
+        placed += self.table.window_bytes if report.streamed else 0
+        rest = max(0, report.gpu_needed_bytes - placed)
+        grew = report.gpu_needed_bytes > self._needed_bytes
+        self._for_steps_bytes = rest if grew else min(rest, self._for_steps_bytes)
+        self._needed_bytes = report.gpu_needed_bytes
+        room = max(0, report.gpu_usable_bytes - self._for_steps_bytes)
+        self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
         """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too."""
@@ -209,7 +234,8 @@ class Planning:
             horizon_steps=HORIZON_STEPS,
             min_gain=MIN_GAIN,
             objective=self.objective,
-            visit=self._wanted_visit,
+            visit=self._wanted[0],
+            stream=self._wanted[1],
             seed=self._step,
         )
         try:
@@ -227,27 +253,36 @@ class Planning:
         self.reason = decision.reason
         if decision.changed:
             commands += self._propose(
-                decision.gpu_lids, decision.visit, self._step + 2, decision.reason, decision.predicted_step_s
+                decision.gpu_lids,
+                (decision.visit, decision.stream),
+                self._step + 2,
+                decision.reason,
+                decision.predicted_step_s,
             )
         return commands
 
     @property
-    def _wanted_visit(self) -> float | None:
-        """The share of visits that the user has asked for; None if the planner is to choose it."""
+    def _wanted(self) -> tuple[float | None, float | None]:
+        """The shares of visits and of streamed weights that the user has asked for; None if they are to be chosen."""
         if self.policy == "deadline" and self.table.visit is None:
-            return None
-        return self.table.visit or 0.0 if self.policy == "fixed" else 0.0
+            return None, self.table.stream
+        return self.table.visit or 0.0 if self.policy == "fixed" else 0.0, self.table.stream
 
-    def _visiting_share(self, placements: Sequence[str]) -> float:
+    def _shares_of(self, placements: Sequence[str], streamed: Iterable[int]) -> tuple[float, float]:
         if len(placements) != len(self._facts):
             raise ValueError(f"placements of {len(placements)} layers, where there are {len(self._facts)}")
-        visiting = sum(self._facts[lid].numel for lid in _visiting_lids(placements))
-        return visiting / sum(fact.numel for fact in self._facts)
+        numel = sum(fact.numel for fact in self._facts)
+        visiting, resting = (
+            sum(self._facts[lid].numel for lid in lids) / numel for lids in (_visiting_lids(placements), streamed)
+        )
+        return visiting, resting
 
     def _profile(self) -> Profile | None:
-        """The book's, with the present share of visits."""
-        profile = self._book.profile()
-        return None if profile is None else replace(profile, visit=self._visit)
+        """The book's, with the present shares."""
+        profile, (visit, stream) = self._book.profile(), self._shares
+        if profile is None:
+            return None
+        return replace(profile, visit=visit, stream=stream, window_bytes=self.table.window_bytes)
 
     def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], planner.Decision]) -> tuple[bool, str]:
         """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
@@ -257,7 +292,8 @@ class Planning:
             return planner.drawn(self._step), f"drawn at random from seed {self._step}"
         share = self._clipped.value
         decision = plan(planner.ahead(profile, share))
-        gained = planner.gain(replace(profile, visit=decision.visit), decision.gpu_lids, share)
+        there = replace(profile, visit=decision.visit, stream=decision.stream)
+        gained = planner.gain(there, decision.gpu_lids, share)
         why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
         return planner.is_worth_it(gained, now=self.speculates), why
 
@@ -288,10 +324,10 @@ class Planning:
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
     def _propose(
-        self, gpu_lids: frozenset[int], visit: float, step: int, reason: str, predicted_s: float | None
+        self, gpu_lids: frozenset[int], shares: tuple[float, float], step: int, reason: str, predicted_s: float | None
     ) -> list[Command]:
-        placements = self._placed(gpu_lids, visit, step)
-        self._planned_visit = self._visiting_share(placements) if self.policy == "random" else visit
+        placements, streamed = self._placed(gpu_lids, *shares, step)
+        self._planned = self._shares_of(placements, streamed) if self.policy == "random" else shares
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -301,21 +337,31 @@ class Planning:
                 policy=self.policy,
                 reason=reason,
                 predicted_step_s=predicted_s,
+                streamed=tuple(sorted(streamed)),
             )
         )
         self.reason = reason
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def _placed(self, gpu_lids: frozenset[int], visit: float, step: int) -> tuple[str, ...]:
-        """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
+    def _placed(
+        self, gpu_lids: frozenset[int], visit: float, stream: float, step: int
+    ) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Placements, and the layers whose weights rest in host memory.
+
+        The GPU owns these layers. The CPU updates the others, except for those that visit the GPU.
+        """
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         if self.policy == "random":
             visiting = planner.drawn_visits(facts, gpu_lids, step)
         else:
             visiting = planner.visiting_lids(facts, gpu_lids, visit)
+        if self.policy == "random" and self.table.stream is None:
+            streamed = planner.drawn_streams(facts, gpu_lids, step)
+        else:
+            streamed = planner.streamed_lids(facts, gpu_lids, stream)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
-        return tuple(names.get(lid, CPU.name) for lid in range(len(facts)))
+        return tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)
@@ -326,7 +372,9 @@ class Planning:
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
         as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
-        self._visit = self._planned_visit if as_planned else self._visiting_share(applied.placements)
+        streamed = () if self._plan is None else self._plan.streamed
+        self._shares = self._planned if as_planned else self._shares_of(applied.placements, streamed)
+        self._streamed = frozenset(streamed)
         self.moved += applied.moved
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -416,6 +464,7 @@ class Planning:
             "k": report.k,
             "gpu_layers": len(_gpu_lids(report.placements)),
             "visiting_layers": report.placements.count(VISIT.name),
+            "streamed_layers": report.streamed,
             "moved": self.moved,
             "policy": self.policy,
             "objective": self.objective,
@@ -452,13 +501,15 @@ def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
     held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
-    weights_bytes = table.streamed[layer.lid] if table.streamed else 0
+    block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)
     return planner.LayerFacts(
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,
-        gpu_state_bytes=held_bytes + placed.state_nbytes + weights_bytes,
+        gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,
+        weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,
+        block=block,
     )

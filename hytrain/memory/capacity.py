@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,17 @@ GPU_MARGIN: Final = 0.04
 HOST_MARGIN_BYTES: Final = 1 << 30
 #: What the driver has is asked for once in so many steps, since its answer takes time.
 DRIVER_EVERY: Final = 16
+
+
+class Room(NamedTuple):
+    """Bytes of a GPU's memory: what this process can have, less a margin; and the most that it has needed so far."""
+
+    usable: int
+    needed: int
+
+    @property
+    def free(self) -> int:
+        return max(self.usable - self.needed, 0)
 
 
 @cache
@@ -48,11 +59,11 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
-    def free_bytes(self) -> int | None:
-        """Bytes that no step so far has needed, less a margin; None without a GPU.
+    def room(self) -> Room | None:
+        """What there is, and what steps so far have needed of it; None without a GPU.
 
         The peak of allocations is read at every call: the caller adds the state that the GPU holds by now, which must
-        not be counted twice. Memory that the allocator could not join again counts as used.
+        not be counted twice. Memory that the allocator could not join again is not usable.
         """
         if self._device.type != "cuda":
             return None
@@ -61,7 +72,7 @@ class GpuMemory:
             fragments = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0)
             self._usable = usable - fragments - int(GPU_MARGIN * cap)
         self._asked += 1
-        return max(self._usable - self._lent - self._peak(), 0)
+        return Room(self._usable - self._lent, self._peak())
 
     def lend(self, nbytes: int) -> Tensor | None:
         """Memory for a while, shape (nbytes,), or None without twice as much that no step so far has needed.
@@ -70,8 +81,8 @@ class GpuMemory:
         later what steps need, torch's peak of allocated memory begins anew, here and in `take_back`.
         """
         with self._lock:
-            free = self.free_bytes()
-            if free is None or 2 * nbytes > free:
+            room = self.room()
+            if room is None or 2 * nbytes > room.free:
                 return None
             self._settle()
             try:
@@ -99,6 +110,12 @@ class GpuMemory:
         self._needed = self._peak()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def begin_anew(self) -> None:
+        """What was needed so far, before the first step, says nothing about steps."""
+        with self._lock:
+            self._settle()
+            self._needed = 0
 
     def for_state_bytes(self) -> int | None:
         """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""

@@ -1,4 +1,4 @@
-"""Chooses the blocks whose weights rest in host memory, and brings a model to a GPU that cannot hold them all."""
+"""Finds the blocks whose weights can rest in host memory, and brings a model to a GPU that cannot hold them all."""
 
 from __future__ import annotations
 
@@ -12,34 +12,18 @@ from hytrain.model.trained import Gate, StreamedBlock
 from hytrain.tensors import allocate, free, has_own_storage, is_distributed
 
 
-def streamed_blocks(
-    gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module], share: float
-) -> list[StreamedBlock]:
-    """The blocks to stream, in the order of `blocks`: evenly spread ones, with at least `share` of all parameters.
+def streamed_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> list[StreamedBlock]:
+    """Those of `blocks`, in their order, that can be streamed. Gives their layers and gates the block.
 
-    A block that shares parameters with other modules, or memory with other tensors, is left out. Gives their layers and
-    gates the block.
+    A block that shares parameters with other modules, or memory with other tensors, is left out.
     """
-    if not share:
-        return []
     readers: dict[int, int] = {}
-    numels = {layer.lid: layer.spec.numel for _, gate in gates for layer in gate.layers}
     for _, gate in gates:
         for layer in gate.layers:
             readers[layer.lid] = readers.get(layer.lid, 0) + 1
     gate_of = {id(reader): gate for reader, gate in gates}
     own = [gate_of[id(block)] for block in blocks if id(block) in gate_of]
-    found = [gate for gate in own if _is_apart(gate, readers)]
-    of_found = sum(layer.spec.numel for gate in found for layer in gate.layers)
-    share = min(1.0, share * sum(numels.values()) / max(1, of_found))
-    owed, chosen = 0.0, list[StreamedBlock]()
-    for gate in found:
-        numel = sum(layer.spec.numel for layer in gate.layers)
-        owed += share * numel
-        if owed > 1e-9 * of_found:
-            owed -= numel
-            chosen.append(_streamed(gate))
-    return chosen
+    return [_streamed(gate) for gate in own if _is_apart(gate, readers)]
 
 
 def _is_apart(gate: Gate, readers: dict[int, int]) -> bool:

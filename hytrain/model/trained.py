@@ -287,17 +287,18 @@ class StreamedBlock:
     A parameter keeps its identity, its shape and its storage object. Only the storage's memory comes and goes, so what
     autograd has saved of a weight is there again when backward needs it.
 
-    `streams`: its weights rest in host memory; not while the GPU owns one of its layers. `is_present`: its parameters
-    have memory on the GPU. `is_stale`: an update on the host has begun since they came. `is_busy`: its forward runs, or
-    its backward, up to its last gradient. `is_used`: somebody else has used a parameter. `users`: how many operations
-    outside of its forward are using one right now. `is_held`: a graph of this step may need it. `is_kept`: it stays,
-    as it is read where nobody sees it. `is_pooled`: its memory is of the pool of fetched weights, not where the user
-    has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it; `computed`: where computations
-    with it ended, on each stream.
+    `is_to_stream`: the plan wants its weights to rest in host memory. `streams`: they do; not while the GPU owns one of
+    its layers. `is_present`: its parameters have memory on the GPU. `is_stale`: an update on the host has begun since
+    they came. `is_busy`: its forward runs, or its backward, up to its last gradient. `is_used`: somebody else has used
+    a parameter. `users`: how many operations outside of its forward are using one right now. `is_held`: a graph of this
+    step may need it. `is_kept`: it stays, as it is read where nobody sees it. `is_pooled`: its memory is of the pool of
+    fetched weights, not where the user has allocated it. `arrival`: the copy that brought it; `measured`: the last of
+    those that the meter got; `leaving`: copies out of it; `computed`: where computations with it ended, on each stream.
     """
 
     gate: Gate
     parameters: list[TrainedParameter]
+    is_to_stream: bool = True
     streams: bool = False
     is_present: bool = True
     is_stale: bool = False
@@ -308,6 +309,7 @@ class StreamedBlock:
     is_kept: bool = False
     is_pooled: bool = False
     arrival: Transfer | None = None
+    measured: Transfer | None = None
     leaving: list[Transfer] = field(default_factory=list)
     computed: dict[Stream, Fence] = field(default_factory=dict)
 

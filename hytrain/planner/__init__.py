@@ -15,8 +15,8 @@ from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
-from hytrain.planner.policies import POLICIES, Decision, decide, drawn_visits, first_lids
-from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile, visiting_lids
+from hytrain.planner.policies import POLICIES, Decision, decide, drawn_streams, drawn_visits, first_lids
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile, streamed_lids, visiting_lids
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
@@ -39,11 +39,13 @@ __all__ = [
     "deadline_k",
     "decide",
     "drawn",
+    "drawn_streams",
     "drawn_visits",
     "first_lids",
     "gain",
     "is_worth_it",
     "prefix_for",
     "simulate",
+    "streamed_lids",
     "visiting_lids",
 ]

@@ -59,11 +59,15 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
     Raises Infeasible if the other layers do not fit in host memory.
     """
     taken: list[LayerProfile] = []
-    gpu_bytes = 0
+    gpu_bytes = weights_bytes = 0
+    least_bytes = profile.weights_on_gpu_bytes(0)
     for layer in order:
-        if limits.gpu_state_bytes is None or gpu_bytes + layer.gpu_state_bytes <= limits.gpu_state_bytes:
+        there = weights_bytes + layer.weights_bytes
+        needed = gpu_bytes + layer.gpu_state_bytes + max(least_bytes, there + profile.in_window_bytes)
+        if limits.gpu_state_bytes is None or needed <= limits.gpu_state_bytes:
             taken.append(layer)
             gpu_bytes += layer.gpu_state_bytes
+            weights_bytes = there
     lowest = 0
     all_bytes = host_bytes = profile.host_bytes(frozenset())
     while limits.host_bytes is not None and host_bytes > limits.host_bytes:

@@ -28,7 +28,18 @@ from protocol.messages import OBJECTIVES
 POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
-SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # of the parameters: those that are tried for visits
+SHARES: Final = (
+    0.0,
+    0.1,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.65,
+    0.8,
+    1.0,
+)  # of the parameters, to try for visits and streaming
+LEANEST: Final = {"visit": 0.0, "stream": 1.0}  # what takes the least GPU memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,7 @@ class Decision:
     gpu_lids: frozenset[int]
     k: float  # of `gpu_lids`, which are whole layers
     visit: float  # the share of the parameters whose state visits the GPU, as `visiting_lids` takes it
+    stream: float  # the share whose weights rest in host memory, as `streamed_lids` takes it
     reason: str  # one sentence for people
     predicted_step_s: float
     changed: bool  # from `current`
@@ -52,12 +64,14 @@ def decide(
     min_gain: float,
     objective: str = "speed",
     visit: float | None = 0.0,
+    stream: float | None = 0.0,
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
 
-    `profile.visit` is the current share of visits, and `visit` the wanted one. With None, "deadline" chooses one for
-    its objective, and keeps the current one unless another is clearly better.
+    `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
+    "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
+    take what needs the least GPU memory.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -75,10 +89,13 @@ def decide(
         raise ValueError(f"unknown objective {objective!r}, choose one of {', '.join(OBJECTIVES)}")
     if policy == "fixed" and fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
-    visits_now = profile.visit
-    if visit is None and policy == "deadline":
-        visit = _best_share(objective, profile, limits, min_gain)
-    profile = replace(profile, visit=visit or 0.0)
+    now, shares = profile, {"visit": visit, "stream": stream}
+    for name, share in shares.items():
+        if share is not None or policy != "deadline":
+            profile = _with(profile, name, LEANEST[name] if share is None else share)
+    for name, share in shares.items():  # one after the other; the next decision goes on from there
+        if share is None and policy == "deadline":
+            profile = _best_share(name, objective, profile, limits, min_gain)
     limits = limits.beside_visits(profile)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
@@ -103,24 +120,26 @@ def decide(
         gpu_lids=target.gpu_lids,
         k=profile.k_of(target.gpu_lids),
         visit=profile.visit,
-        reason=_visiting(profile) + (target.reason if policy == "deadline" else _without(objective, target.reason)),
+        stream=profile.stream,
+        reason=_shares(profile) + (target.reason if policy == "deadline" else _without(objective, target.reason)),
         predicted_step_s=simulate(profile, target.gpu_lids).step_s,
-        changed=target.gpu_lids != current or profile.visit != visits_now,
+        changed=target.gpu_lids != current or (profile.visit, profile.stream) != (now.visit, now.stream),
     )
 
 
-def _best_share(objective: str, profile: Profile, limits: Limits, min_gain: float) -> float:
-    """The best share of visits for the objective, each with its best layers.
+def _best_share(name: str, objective: str, profile: Profile, limits: Limits, min_gain: float) -> Profile:
+    """With the best share of visits or of streamed weights for the objective, each with its best layers.
 
     For speed that is the one with the least GPU memory among those within 1 % of the fastest; for memory the fastest of
     those that need the least. A share costs no move of state, but steps in which layers change owners, so a clear gain
     or saving is needed.
     """
-    now = profile.visit
+    now = getattr(profile, name)
     steps_s, nbytes = dict[float, float](), dict[float, int]()
     for share in sorted({*SHARES, now}):
-        there = replace(profile, visit=share)
-        if limits.gpu_state_bytes is not None and there.held_for_visits_bytes > limits.gpu_state_bytes:
+        there = _with(profile, name, share)
+        least = there.gpu_state_bytes(frozenset()) + there.held_for_visits_bytes
+        if limits.gpu_state_bytes is not None and least > limits.gpu_state_bytes:
             continue
         try:
             lids = aim(objective, there, limits.beside_visits(there), few=0).gpu_lids
@@ -130,22 +149,29 @@ def _best_share(objective: str, profile: Profile, limits: Limits, min_gain: floa
         on_host = objective == "host-memory"
         nbytes[share] = there.host_bytes(lids) if on_host else there.gpu_state_bytes(lids) + there.held_for_visits_bytes
     if not steps_s:
-        return 0.0  # where it says what does not fit
+        return _with(profile, name, LEANEST[name])  # where it says what does not fit
     enough_s = (1 + SAME_SPEED) * min(steps_s.values()) if objective == "speed" else inf
     shares = [share for share in steps_s if steps_s[share] <= enough_s]
     best = min(shares, key=lambda share: (nbytes[share], share if objective == "speed" else steps_s[share]))
-    if now not in steps_s:
-        return best
-    gains = steps_s[now] - steps_s[best] > (min_gain + SAME_SPEED) * steps_s[now]
-    saves = nbytes[now] - nbytes[best] > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
-    return best if gains or saves else now
+    if now in steps_s:
+        gains = steps_s[now] - steps_s[best] > (min_gain + SAME_SPEED) * steps_s[now]
+        saves = nbytes[now] - nbytes[best] > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
+        best = best if gains or saves else now
+    return _with(profile, name, best)
 
 
-def _visiting(profile: Profile) -> str:
-    return f"{profile.visit:.0%} visit the GPU; " if profile.visit else ""
+def _with(profile: Profile, name: str, share: float) -> Profile:
+    return replace(profile, visit=share) if name == "visit" else replace(profile, stream=share)
 
 
-def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> frozenset[int]:
+def _shares(profile: Profile) -> str:
+    streamed = f"{profile.stream:.0%} have their weights in host memory; " if profile.stream else ""
+    return streamed + (f"{profile.visit:.0%} visit the GPU; " if profile.visit else "")
+
+
+def first_lids(
+    facts: Iterable[LayerFacts], limits: Limits, k: float | None, *, stream: float = 0.0, window_bytes: int = 0
+) -> frozenset[int]:
     """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
 
     The GPU memory of the activations and the step time are not known yet. Too many layers on the GPU would end the
@@ -154,7 +180,7 @@ def first_lids(facts: Iterable[LayerFacts], limits: Limits, k: float | None) -> 
     """
     unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
     layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
-    profile = Profile(layers=tuple(layers))
+    profile = Profile(layers=tuple(layers), stream=stream, window_bytes=window_bytes)
     ladder = build_ladder(profile, limits, profile.layers)
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 
@@ -163,6 +189,13 @@ def drawn_visits(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: i
     """About half of the layers that the GPU does not own, drawn from the seed."""
     lids = (layer.lid for layer in layers if layer.lid not in gpu_lids)
     return frozenset(lid for lid in lids if mixed(seed, lid, -2) & 1)
+
+
+def drawn_streams(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:
+    """About half of the blocks that can be streamed, drawn from the seed; not those of which the GPU owns a layer."""
+    owned = {layer.block for layer in layers if layer.lid in gpu_lids}
+    found = (layer for layer in layers if layer.weights_bytes and layer.block not in owned)
+    return frozenset(layer.lid for layer in found if mixed(seed, layer.block, -3) & 1)
 
 
 def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -18,10 +18,12 @@ class LayerFacts:
     lid: int
     position: int
     numel: int
-    gpu_state_bytes: int  # on the GPU if it owns the layer, without what is always there
+    gpu_state_bytes: int  # on the GPU if it owns the layer, without weights
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
+    weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
+    block: int = -1  # which streamed layers have in common that are streamed together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ class Profile:
     which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
     `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
 
-    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says.
+    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. The weights of the
+    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -71,6 +74,8 @@ class Profile:
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
     visit: float = 0.0
+    stream: float = 0.0
+    window_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -120,8 +125,23 @@ class Profile:
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """GPU memory for the optimizer state of the layers that the GPU owns."""
-        return sum(layer.gpu_state_bytes for layer in self.layers if layer.lid in gpu_lids)
+        """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be streamed."""
+        owned = [layer for layer in self.layers if layer.lid in gpu_lids]
+        state_bytes = sum(layer.gpu_state_bytes for layer in owned)
+        return state_bytes + self.weights_on_gpu_bytes(sum(layer.weights_bytes for layer in owned))
+
+    def weights_on_gpu_bytes(self, owned_bytes: int) -> int:
+        """What weights that can be streamed take on the GPU, if it owns layers with so many bytes of them.
+
+        As much rests in host memory as is wanted and can be. What the GPU owns is never streamed.
+        """
+        of_blocks = _of(self.stream, self.layers, [layer for layer in self.layers if layer.weights_bytes])
+        stay_bytes = ceil((1.0 - of_blocks) * sum(layer.weights_bytes for layer in self.layers))
+        return max(stay_bytes, owned_bytes) + self.in_window_bytes
+
+    @property
+    def in_window_bytes(self) -> int:
+        return self.window_bytes if self.stream else 0
 
     @property
     def held_for_visits_bytes(self) -> int:
@@ -134,6 +154,10 @@ class Profile:
         """The layers whose state visits the GPU, if it owns these."""
         return visiting_lids(self.layers, gpu_lids, self.visit)
 
+    def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
+        """The layers whose weights rest in host memory, if the GPU owns these."""
+        return streamed_lids(self.layers, gpu_lids, self.stream)
+
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
         """Host memory for the planes of the CPU-owned layers."""
         return sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
@@ -144,24 +168,44 @@ def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share:
 
     They are spread evenly among those that it does not own, so that link and CPU both work during all of backward.
     """
-    if not share:
-        return frozenset()
     layers = sorted(layers, key=lambda layer: layer.position)
     others = [layer for layer in layers if layer.lid not in gpu_lids]
-    numel = sum(layer.numel for layer in layers)
-    of_others = min(1.0, share * numel / max(1, sum(layer.numel for layer in others)))
-    owed, lids = 0.0, set[int]()
-    for layer in others:
-        owed += of_others * layer.numel
+    return _spread([[layer] for layer in others], _of(share, layers, others))
+
+
+def streamed_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
+    """The layers whose weights rest in host memory, with at least this share of all, as far as they can be streamed.
+
+    They are whole blocks, of which the GPU owns no layer, spread evenly.
+    """
+    layers = sorted(layers, key=lambda layer: layer.position)
+    blocks: dict[int, list[LayerFacts]] = {}
+    for layer in layers:
+        if layer.weights_bytes:
+            blocks.setdefault(layer.block, []).append(layer)
+    others = [block for block in blocks.values() if not any(layer.lid in gpu_lids for layer in block)]
+    return _spread(others, _of(share, layers, [layer for block in others for layer in block]))
+
+
+def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) -> float:
+    """The share of `some` of the layers that has as many parameters as `share` has of all; at most 1."""
+    return min(1.0, share * sum(layer.numel for layer in layers) / max(1, sum(layer.numel for layer in some)))
+
+
+def _spread(groups: Sequence[Sequence[LayerFacts]], share: float) -> frozenset[int]:
+    """The layers of evenly spread groups, with at least this share of all."""
+    owed, lids, numel = 0.0, set[int](), sum(layer.numel for group in groups for layer in group)
+    for group in groups if share else ():
+        owed += share * sum(layer.numel for layer in group)
         if owed > 1e-9 * numel:
-            lids.add(layer.lid)
-            owed -= layer.numel
+            lids |= {layer.lid for layer in group}
+            owed -= sum(layer.numel for layer in group)
     return frozenset(lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Memory for optimizer state; None means no limit."""
+    """Memory for optimizer state, and on the GPU for weights that can be streamed; None means no limit."""
 
     gpu_state_bytes: int | None = None
     host_bytes: int | None = None
@@ -173,6 +217,7 @@ class Limits:
         return replace(self, gpu_state_bytes=max(0, self.gpu_state_bytes - profile.held_for_visits_bytes))
 
     def allow(self, profile: Profile, gpu_lids: frozenset[int]) -> bool:
-        fits_gpu = self.gpu_state_bytes is None or profile.gpu_state_bytes(gpu_lids) <= self.gpu_state_bytes
+        least = not gpu_lids  # nothing takes less
+        fits_gpu = self.gpu_state_bytes is None or least or profile.gpu_state_bytes(gpu_lids) <= self.gpu_state_bytes
         fits_host = self.host_bytes is None or profile.host_bytes(gpu_lids) <= self.host_bytes
         return fits_gpu and fits_host

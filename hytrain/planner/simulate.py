@@ -15,6 +15,10 @@ tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
 Visits take the link in both directions, first in, first out, once a layer's gradients are complete. Gradients and
 weights pass them in small pieces, and make each take longer by its part of the time that these copies take.
+
+Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
+forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
+fetched after the one before it, once there is room.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from hytrain.planner.profile import LayerProfile, Profile
 TILE_NUMEL = 16 << 20
 ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
 
-# (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, visit, stall, forward.
+# (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, visit, fetch, stall, forward.
 # The step's backward begins at 0.
 Event = tuple[str, int, float, float]
 
@@ -40,12 +44,13 @@ class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
     If the CPU is ahead of the verdict, it is an unclipped step, but `step_s` is the mean of all steps. `stalls_s` has
-    the layers whose forward waited for weights. `events` are grouped by server, each in order of time; a preempted
-    CPU update has several.
+    the layers whose forward waited for updates, and `fetch_s` is the wait for the copies of streamed weights. `events`
+    are grouped by server, each in order of time; a preempted CPU update has several.
     """
 
     step_s: float
     stalls_s: Mapping[int, float]
+    fetch_s: float
     gpu_busy_s: float
     cpu_busy_s: float
     events: tuple[Event, ...]
@@ -86,7 +91,8 @@ def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Time
 
 def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     events: list[Event] = []
-    landed, visits, over_s, now = _backward(profile, gpu_lids, events)
+    window, streamed = _Window(profile, events), profile.streamed(gpu_lids)
+    landed, visits, over_s, now = _backward(profile, gpu_lids, streamed, window, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
@@ -94,32 +100,75 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
         updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
         updated.sort(key=lambda done: (done[1], done[0].position))
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
-    ready_s = {
-        layer.lid: end_s for layer, end_s in _link("h2d", ((layer, layer.h2d_s, at) for layer, at in updated), events)
-    }
-    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, [layer for layer, _ in landed], events)}
+    landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in streamed]
+    ready_s = {layer.lid: end_s for layer, end_s in _link("h2d", landing, events)}
+    passing = [layer for layer, _ in landed], window.fetched_s
+    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, *passing, events)}
+    ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
+    visiting = {layer.lid for layer, _ in visits}
     stalls_s = {}
-    gpu_busy_s = now
+    gpu_busy_s = now - window.waited_s
     now += profile.other_s
+    window.turn()
     for layer in profile.layers:
         due_s, now = now, max(now, ready_s.get(layer.lid, 0.0))
         if now > due_s:
             stalls_s[layer.lid] = now - due_s
             events.append(("stall", layer.lid, due_s, now))
+        if layer.lid in streamed:
+            stays = layer.lid in visiting and window.has_room
+            now = window.enter(layer, now, updated_s=ready_s.get(layer.lid, 0.0), is_there=stays)
         events.append(("forward", layer.lid, now, now + layer.forward_s))
         now += layer.forward_s
         gpu_busy_s += layer.forward_s
+        if layer.lid in streamed:
+            window.leave(now)
     return Timeline(
         step_s=now + profile.middle_s,
         stalls_s=stalls_s,
+        fetch_s=window.waited_s,
         gpu_busy_s=gpu_busy_s + profile.middle_s,
         cpu_busy_s=cpu_busy_s,
         events=tuple(events),
     )
 
 
+class _Window:
+    """The GPU memory through which weights are streamed, and the link that brings them, in forward or in backward."""
+
+    def __init__(self, profile: Profile, events: list[Event]) -> None:
+        largest = max((layer.weights_bytes for layer in profile.layers), default=0)
+        self._slots = max(1, profile.window_bytes // largest) if largest else 1
+        self._events, self._left_s, self._free_s = events, list[float](), 0.0
+        self.waited_s = self.fetched_s = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nothing has to leave for the next layer."""
+        return len(self._left_s) < self._slots
+
+    def turn(self) -> None:
+        """Forward follows backward. The last layers of that are still there."""
+        self._left_s.clear()
+
+    def enter(self, layer: LayerProfile, now: float, *, updated_s: float = 0.0, is_there: bool) -> float:
+        """When the layer, which is reached now, has its weights."""
+        if is_there:
+            return now
+        room_s = 0.0 if self.has_room else self._left_s[-self._slots]
+        begins_s = max(self._free_s, updated_s, room_s)
+        self._free_s = begins_s + layer.h2d_s
+        self.fetched_s += layer.h2d_s
+        self._events.append(("fetch", layer.lid, begins_s, self._free_s))
+        self.waited_s += max(0.0, self._free_s - now)
+        return max(now, self._free_s)
+
+    def leave(self, now: float) -> None:
+        self._left_s.append(now)
+
+
 def _backward(
-    profile: Profile, gpu_lids: frozenset[int], events: list[Event]
+    profile: Profile, gpu_lids: frozenset[int], streamed: frozenset[int], window: _Window, events: list[Event]
 ) -> tuple[list[tuple[LayerProfile, float]], list[tuple[LayerProfile, float]], float, float]:
     """When each gradient has arrived, when each visit can begin, when backward is over, and when the GPU is done.
 
@@ -138,8 +187,12 @@ def _backward(
         now += layer.gpu_update_s
 
     for layer in reversed(profile.layers):
+        if layer.lid in streamed:
+            now = window.enter(layer, now, is_there=window.has_room)
         events.append(("backward", layer.lid, now, now + layer.backward_s))
         now += layer.backward_s
+        if layer.lid in streamed:
+            window.leave(now)
         if layer.lid in visiting:
             visits.append((layer, now))
         elif layer.lid not in gpu_lids:
@@ -157,11 +210,11 @@ def _backward(
 
 
 def _visits(
-    visits: list[tuple[LayerProfile, float]], others: list[LayerProfile], events: list[Event]
+    visits: list[tuple[LayerProfile, float]], others: list[LayerProfile], fetched_s: float, events: list[Event]
 ) -> list[tuple[LayerProfile, float]]:
-    """When each layer is updated by a visit that can begin at its time, while the others' copies pass."""
+    """When each layer is updated by a visit that can begin at its time, while others' copies and fetches pass."""
     visits_s = sum(layer.move_s for layer, _ in visits)
-    passing_s = max(sum(layer.d2h_s for layer in others), sum(layer.h2d_s for layer in others))
+    passing_s = max(sum(layer.d2h_s for layer in others), sum(layer.h2d_s for layer in others) + fetched_s)
     longer = 1 + passing_s / visits_s if visits_s else 1.0
     return _link("visit", ((layer, longer * layer.move_s, at) for layer, at in visits), events)
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import Transfers
 from hytrain.model.trained import TrainedParameter
 from hytrain.step.sums import DeviceSums, HostSums, Sums
@@ -102,13 +103,11 @@ def _keeps_graph() -> bool:
     return inside and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def choose_sums(
-    place: str, parameters: Sequence[TrainedParameter], transfers: Transfers, free_bytes: int | None
-) -> Sums:
-    """`place` is "device", "host" or "auto": the device if `free_bytes` suffice. None means that there is no bound."""
+def choose_sums(place: str, parameters: Sequence[TrainedParameter], transfers: Transfers, room: Room | None) -> Sums:
+    """`place` is "device", "host" or "auto": the device if its `room` suffices. None means that there is no bound."""
     needed = 4 * sum(known.own.numel() for known in parameters)
     if place == "auto":
-        place = "device" if free_bytes is None or needed <= free_bytes else "host"
-        free = "enough" if free_bytes is None else f"{free_bytes / 1e9:.2f} GB"
+        place = "device" if room is None or needed <= room.free else "host"
+        free = "enough" if room is None else f"{room.free / 1e9:.2f} GB"
         _log.info("sums of gradients take %.2f GB on the %s; free on the device: %s", needed / 1e9, place, free)
     return DeviceSums() if place == "device" else HostSums(transfers)

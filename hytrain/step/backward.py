@@ -335,8 +335,8 @@ class Backward:
         layer = self._layers[done.lid]
         layer.life.on(LayerEvent.WEIGHTS_READY, done.step)
         layer.arena.banks = done.banks
-        copies = layer.incoming()
-        if layer.rests_on_host:
+        copies, is_streamed = layer.incoming(), layer.rests_on_host
+        if is_streamed:
             count_write([weights for weights, _ in copies])  # they stay where they are until they are needed
             copies = []
         landing = self._transfers.weights_in(copies)
@@ -346,7 +346,8 @@ class Backward:
             if layer.moving is not None:
                 self._handover.state_in(layer)
             self._health.changed.notify_all()
-        self._meter.span("h2d_s", layer.lid, done.step, landing.span)
+        if not is_streamed:
+            self._meter.span("h2d_s", layer.lid, done.step, landing.span)
 
     def close(self) -> None:
         self._held.clear()

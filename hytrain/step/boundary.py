@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from hytrain.memory.capacity import Room
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
@@ -30,12 +31,12 @@ class Boundary:
         handover: Handover,
         meter: Meter,
         plans: PlanBook,
-        free_gpu_bytes: Callable[[], int | None],
+        gpu_room: Callable[[], Room | None],
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
-        self._meter, self._plans, self._free_gpu_bytes = meter, plans, free_gpu_bytes
+        self._meter, self._plans, self._gpu_room = meter, plans, gpu_room
         self._is_stage = is_stage
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
@@ -61,7 +62,7 @@ class Boundary:
         """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
         self.rejoin(step)
         times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
-        now_s, placements = time.monotonic(), self.placements
+        now_s, placements, room = time.monotonic(), self.placements, self._gpu_room()
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
@@ -91,7 +92,9 @@ class Boundary:
                 k=self.statistics.k,
                 moving=self.statistics.moving,
                 placements=placements,
-                gpu_free_bytes=self._free_gpu_bytes(),
+                streamed=len(self.statistics.streamed_layers),
+                gpu_usable_bytes=None if room is None else room.usable,
+                gpu_needed_bytes=None if room is None else room.needed,
                 layers=times,
             ),
         )

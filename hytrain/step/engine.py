@@ -21,6 +21,7 @@ from torch import Tensor
 from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
+from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
@@ -61,7 +62,7 @@ class Engine:
         transfers: Transfers,
         host: Backend | None,
         read_groups: Callable[[], Groups],
-        free_gpu_bytes: Callable[[], int | None],
+        gpu_room: Callable[[], Room | None],
         accumulation: Accumulation,
         options: Options,
         ranks: Ranks,
@@ -82,7 +83,7 @@ class Engine:
             parameters, options, transfers, ranks=ranks, counted=counted, hints=layers[0].layout.banks == 2
         )
         self._accumulation = accumulation
-        accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, free_gpu_bytes()))
+        accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
         self._streaming = Streaming(blocks, transfers)
         self.reads = Reads(
             layers,
@@ -112,7 +113,7 @@ class Engine:
             handover=self._handover,
             meter=self._meter,
             plans=plans,
-            free_gpu_bytes=free_gpu_bytes,
+            gpu_room=gpu_room,
             is_stage=is_stage,
         )
         self.backward = Backward(

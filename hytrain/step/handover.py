@@ -101,6 +101,7 @@ class Handover:
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
+        self._streaming.plan(set(plan.streamed))
         hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
             if layer not in hosted:
@@ -242,9 +243,7 @@ class Handover:
         layer.planes = arena
         self._place(layer, move.plan, step, after=departure)
         if layer.streamed is not None:
-            for other in layer.streamed.layers:
-                self._reads.wait_for(other)
-            self._streaming.review(layer.streamed, replace(departure, keep=()))
+            layer.streamed.is_left_by(replace(departure, keep=()))
         if for_cpu:  # the sender of TakeOver keeps the sources of the copy alive
             departure = replace(departure, keep=())
             move.unpinned.append(arena)
@@ -281,6 +280,7 @@ class Handover:
         for layer in move.visiting:
             self._reads.wait_for(layer)
             self._place(layer, move.plan, step)
+        self._streaming.plan(set(move.plan.streamed))
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]

@@ -63,7 +63,8 @@ class StepMarks:
 
     A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
     `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's
-    all-gathers. `turns` are the starts of the backwards, if the step has several. `starved` counts the layers at the
+    all-gathers. `fetched` are backward's waits for streamed weights. `turns` are the starts of the backwards, if the
+    step has several. `starved` counts the layers at the
     end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
     stall also causes that.)
     """
@@ -74,6 +75,7 @@ class StepMarks:
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
     gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
+    fetched: list[tuple[int, Span]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
     starved: int = 0
     end: Mark = None
@@ -87,8 +89,8 @@ class StepMarks:
         )
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
-        gathers = (mark for _, span in self.gathers for mark in span)
-        return chain(forward, self.turns, backward, copies, gathers, () if self.end is None else (self.end,))
+        others = (mark for _, span in (*self.gathers, *self.fetched) for mark in span)
+        return chain(forward, self.turns, backward, copies, others, () if self.end is None else (self.end,))
 
 
 class Interval(NamedTuple):
@@ -158,8 +160,9 @@ class Meter:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(mark for waited in self._now.waited.values() for mark in waited.marks())
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
-            self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
+            self._clock.recycle(mark for _, span in (*self._now.gathers, *self._now.fetched) for mark in span)
             self._now.gathers.clear()
+            self._now.fetched.clear()
             self._now.waited.clear()
             self._now.forward.clear()
             self._now.turns.clear()
@@ -168,6 +171,10 @@ class Meter:
         """The shards of these layers are read, and all ranks' are gathered. Returns what ends the measurement."""
         gathers, began = self._now.gathers, self._clock.mark()
         return lambda: gathers.append((lids, (began, self._clock.mark())))
+
+    def fetched(self, lid: int, arrived: Mark) -> None:
+        """Backward continues with a block, for whose streamed weights it may have waited since it `arrived`."""
+        self._now.fetched.append((lid, (arrived, self._clock.mark())))
 
     def turn(self) -> None:
         """One of several backwards begins. Only the time before the first and after the last is measured."""
@@ -251,10 +258,15 @@ class Meter:
         # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
         updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
+        waits = [interval("stall_s", (lid,), *span) for lid, span in marks.fetched]
+        if marks.turns:
+            began_s = self._clock.seconds((first, marks.turns[-1]))
+            waits = [wait for wait in waits if wait.began_s >= began_s]
         for (before, mark), (lid, ended) in pairwise(marks.backward):
             whole = interval("backward_s", (lid,), mark, ended)
             after_s = updated_s.get(before, whole.began_s)
-            found.append(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole)
+            found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, waits)
+        found += waits
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
         return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
 
@@ -303,10 +315,11 @@ def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
     """What is left of an interval outside of others, in at least one part."""
     parts, began_s = [], whole.began_s
     for hole in sorted(holes, key=lambda hole: hole.began_s):
-        if began_s < hole.began_s < whole.ended_s and hole.duration_s:
+        if hole.began_s >= whole.ended_s or not hole.duration_s:
+            continue
+        if began_s < hole.began_s:
             parts.append(whole._replace(began_s=began_s, ended_s=hole.began_s))
-        if hole.duration_s:
-            began_s = max(began_s, hole.ended_s)
+        began_s = max(began_s, hole.ended_s)
     return [*parts, whole._replace(began_s=min(began_s, whole.ended_s))]
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from hytrain.errors import HyTrainError
-from hytrain.memory.transfer import Fence, Transfer, Transfers
+from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
@@ -28,6 +28,12 @@ _log = logging.getLogger(__name__)
 
 #: While one block computes, the next ones come: so many of the largest one's size have room.
 SLOTS: Final = 3
+
+
+def window_bytes(blocks: Sequence[StreamedBlock]) -> int:
+    """GPU memory for the weights of these blocks while they are streamed."""
+    return SLOTS * max((block.nbytes for block in blocks), default=0)
+
 
 #: A block in forward (False) or in backward (True).
 Place = tuple[StreamedBlock, bool]
@@ -41,7 +47,7 @@ class Streaming:
         self._before_free: Callable[[StreamedBlock], None] = lambda block: None
         self._blocks, self._transfers = blocks, transfers
         self._block_of = {id(known): block for block in blocks for known in block.parameters}
-        self._window_bytes = SLOTS * max((block.nbytes for block in blocks), default=0)
+        self._window_bytes = window_bytes(blocks)
         self._released: list[Fence] = []  # events before which memory that was freed may not be written
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
@@ -69,13 +75,15 @@ class Streaming:
             return
         self._transfers.drain()
         for block in self._blocks:
-            block.streams, block.is_used = block.rests_on_host, block.is_aliased
+            self._begin_streaming(block)
             block.is_present = all(has_memory(known.own) for known in block.parameters)
         self._note_storages()
         self._make_room((self._blocks[0], False))
 
     def enter(self, block: StreamedBlock, inside_backward: bool) -> None:
         """The block is about to compute on the current stream. Its updates have been waited for."""
+        if not inside_backward:
+            self._follow_plan(block)
         if not block.streams:
             return
         here = block, inside_backward
@@ -90,6 +98,27 @@ class Streaming:
         block.is_busy = True
         self._look_ahead(here)
         self._land(block)
+
+    def plan(self, streamed: Set[int]) -> None:
+        """From each block's next forward on, the weights of these layers are to rest in host memory."""
+        for block in self._blocks:
+            block.is_to_stream = all(layer.lid in streamed for layer in block.layers)
+
+    def _follow_plan(self, block: StreamedBlock) -> None:
+        if block.is_to_stream and not block.streams:
+            self._begin_streaming(block)
+        elif block.streams and not block.is_to_stream:
+            try:
+                if block.is_away:
+                    self._fetch(block)
+            except torch.OutOfMemoryError:
+                return  # it is streamed for as long as there is no room
+            self._land(block)
+            block.streams = False
+
+    def _begin_streaming(self, block: StreamedBlock) -> None:
+        """Let it leave, if its layers' state is in host memory. All of its updates were waited for."""
+        block.streams, block.is_used = block.is_to_stream and block.rests_on_host, block.is_aliased
 
     def _compute(self, block: StreamedBlock) -> None:
         """Backward computes with the block. One before the last one has been computed with: it comes again if not."""
@@ -167,15 +196,10 @@ class Streaming:
             self._land(block)  # it may have been fetched ahead
 
     def settle(self, block: StreamedBlock) -> None:
-        """The GPU takes over a layer, so the block stays until `review`. All of its updates have been waited for."""
+        """The GPU takes over a layer, so the block stays. All of its updates have been waited for."""
         self._bring(block)
         self._land(block)
         block.streams = False
-
-    def review(self, block: StreamedBlock, leaving: Transfer) -> None:
-        """A layer's state has left the GPU with the copies `leaving`. All of the block's updates were waited for."""
-        block.is_left_by(leaving)
-        block.streams = block.rests_on_host
 
     @property
     def is_whole(self) -> bool:
@@ -221,7 +245,8 @@ class Streaming:
         """Free all blocks but those that are needed from `place` on, which are returned in their order."""
         soon = dict[StreamedBlock, None]()
         for _ in self._next:
-            soon[place[0]] = None
+            if place[0].streams:
+                soon[place[0]] = None
             if sum(block.nbytes for block in soon) > self._window_bytes:
                 soon.popitem()
                 break

@@ -311,7 +311,9 @@ class Honest:
             k=0.5,
             moving=False,
             placements=self._placements,
-            gpu_free_bytes=None,
+            streamed=0,
+            gpu_usable_bytes=None,
+            gpu_needed_bytes=None,
             layers=times,
         )
         return TRAINER, report

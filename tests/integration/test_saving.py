@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 import hytrain
 from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError, UsageError
-from hytrain.memory.capacity import GpuMemory, gpu_memory
+from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 
 
 def schedule(opt: torch.optim.Optimizer, last_step: int = -1) -> LambdaLR:
@@ -386,7 +386,7 @@ def held_back(patch: pytest.MonkeyPatch, *, writing: bool = False) -> Iterator[t
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """There is memory for a copy. In the end, nothing is lent."""
-    monkeypatch.setattr(GpuMemory, "free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(GpuMemory, "room", lambda _: Room(1 << 40, 0))
     yield
     assert gpu_memory(torch.device("cpu"))._lent == 0
 

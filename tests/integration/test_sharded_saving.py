@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 import hytrain
 from hytrain import manifest
 from hytrain.errors import ConfigError, SavingError
-from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.capacity import GpuMemory, Room
 from hytrain.shard_writer import ShardWriter
 
 #: By rank.
@@ -125,7 +125,7 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
         for way, ranks in (("own", {0}), ("copied", {0, 1, 2, 3})):  # which have memory for a copy
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    GpuMemory, "free_bytes", lambda _, ranks=ranks: 1 << 40 if dist.get_rank() in ranks else None
+                    GpuMemory, "room", lambda _, ranks=ranks: Room(1 << 40, 0) if dist.get_rank() in ranks else None
                 )
                 saving.append(opt.async_save(folder / way))
         dcp_save(model, opt, folder / "sharded")
