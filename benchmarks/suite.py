@@ -164,7 +164,9 @@ class Run:
     def _row(self, part: str, job: Job, measured: dict[str, Any], base_bytes: int, peak_bytes: int) -> rows.Row:
         """What the child measured, with what makes it a row of the result set."""
         used, own = measured.pop("host_used_bytes", None), measured.pop("versions", {})
-        what = {name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "ranks", "cap_gib")}
+        what = {
+            name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "ranks", "cap_gib")
+        }
         what["exact"] = parts.about(job.system).exact
         row = {"part": part, **what, **measured, "at": _now(), **self._common}
         row["host_peak_gb"] = round(peak_bytes / 1e9, 2)

@@ -499,7 +499,7 @@ class TrainerReport(Message):
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
-    `streamed`: the number of layers whose weights rest in host memory.
+    `streamed`: the LIDs of the layers whose weights rest in host memory.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU.
     """
@@ -518,7 +518,7 @@ class TrainerReport(Message):
     k: float
     moving: bool
     placements: tuple[str, ...]
-    streamed: int
+    streamed: tuple[int, ...]
     gpu_usable_bytes: int | None
     gpu_needed_bytes: int | None
     layers: tuple[LayerTimes, ...]

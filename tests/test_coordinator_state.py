@@ -189,7 +189,7 @@ STEP |= {
     "starved": 0.0,
     "gather_s": None,
     "moving": False,
-    "streamed": 0,
+    "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
 }

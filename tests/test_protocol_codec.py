@@ -118,7 +118,10 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "Hello", "fields": [1, "../trainer-0", 0]}, "Hello: '../trainer-0' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),
-        ({"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None, []]}, "Plan: unknown placements ['disk']"),
+        (
+            {"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None, []]},
+            "Plan: unknown placements ['disk']",
+        ),
         ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
         ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None, []]}, "Plan: k is nan"),
         ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None, []]}, "Plan: plans and steps"),

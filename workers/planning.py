@@ -74,7 +74,6 @@ class Planning:
         self._replan_every = replan_every
         self._facts = [_facts(layer, table) for layer in table.layers]
         self._streamable = frozenset(lid for block in table.blocks for lid in block)
-        self._streamed = frozenset[int]()  # those whose weights rest in host memory, as the last plan in effect says
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
@@ -139,7 +138,7 @@ class Planning:
 
     def on_trainer(self, report: m.TrainerReport) -> list[Command]:
         """A step is over: take in what was measured, in this step or an earlier one."""
-        if len(report.placements) != len(self._facts):
+        if len(report.placements) != len(self._facts) or not self._streamable.issuperset(report.streamed):
             raise ValueError(f"a report on {len(report.placements)} layers, where there are {len(self._facts)}")
         self._step = report.step
         gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
@@ -161,8 +160,7 @@ class Planning:
             return
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
         placed += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
-        at_home = {*gpu_lids, *self._streamable}.difference(self._streamed)
-        placed += sum(self._facts[lid].weights_bytes for lid in at_home)
+        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable.difference(report.streamed))
         placed += self.table.window_bytes if report.streamed else 0
         rest = max(0, report.gpu_needed_bytes - placed)
         grew = report.gpu_needed_bytes > self._needed_bytes
@@ -374,7 +372,6 @@ class Planning:
         as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         streamed = () if self._plan is None else self._plan.streamed
         self._shares = self._planned if as_planned else self._shares_of(applied.placements, streamed)
-        self._streamed = frozenset(streamed)
         self.moved += applied.moved
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -464,7 +461,7 @@ class Planning:
             "k": report.k,
             "gpu_layers": len(_gpu_lids(report.placements)),
             "visiting_layers": report.placements.count(VISIT.name),
-            "streamed_layers": report.streamed,
+            "streamed_layers": len(report.streamed),
             "moved": self.moved,
             "policy": self.policy,
             "objective": self.objective,

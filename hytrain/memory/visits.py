@@ -61,7 +61,8 @@ class Visits:
     def prepare(self) -> None:
         """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
         if not self._slots:
-            self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
+            with self._transfers.state_memory():
+                self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
 
     def update(
         self, visits: Sequence[Visit], *, after: Transfer | None, host: Backend | None, verdict: Tensor | None
@@ -107,7 +108,8 @@ class Visits:
         self._turn = (self._turn + 1) % SLOTS
         if slot.returned is None:
             now = self._transfers.clock.mark()
-            slot.returned = Transfer(self._transfers.fence(), (now, now))
+            with self._transfers.state_memory():
+                slot.returned = Transfer(self._transfers.fence(), (now, now))
         return slot
 
     def close(self) -> None:

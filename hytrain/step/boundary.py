@@ -92,7 +92,7 @@ class Boundary:
                 k=self.statistics.k,
                 moving=self.statistics.moving,
                 placements=placements,
-                streamed=len(self.statistics.streamed_layers),
+                streamed=self.statistics.streamed_layers,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
                 layers=times,

@@ -105,7 +105,7 @@ class Handover:
         hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
             if layer not in hosted:
-                layer.planes = layer.device_planes()
+                layer.planes = layer.device_planes(self._transfers.state_memory())
                 self._place(layer, plan, step=0)
         for layer, arena in self._allocate(hosted):
             if isinstance(arena, CapacityError):
@@ -140,7 +140,7 @@ class Handover:
         move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
         for index, layer in enumerate(move.coming):
             try:
-                move.devices[layer.lid] = layer.device_planes(fresh=False)
+                move.devices[layer.lid] = layer.device_planes(self._transfers.state_memory(), fresh=False)
                 layer.arena.pin_state()
             except (torch.OutOfMemoryError, CapacityError) as error:
                 is_full = isinstance(error, torch.OutOfMemoryError)
@@ -280,7 +280,13 @@ class Handover:
         for layer in move.visiting:
             self._reads.wait_for(layer)
             self._place(layer, move.plan, step)
-        self._streaming.plan(set(move.plan.streamed))
+        # Without room for its state on the GPU, a layer's weights stay where they are, too.
+        stays = {
+            layer.lid
+            for layer in self._layers
+            if layer.life.placement.state == "host" and move.plan.placement(layer.lid).state == "gpu"
+        }
+        self._streaming.plan(stays | set(move.plan.streamed))
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]

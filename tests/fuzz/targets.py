@@ -311,7 +311,7 @@ class Honest:
             k=0.5,
             moving=False,
             placements=self._placements,
-            streamed=0,
+            streamed=(),
             gpu_usable_bytes=None,
             gpu_needed_bytes=None,
             layers=times,
