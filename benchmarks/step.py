@@ -77,6 +77,8 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     if job.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
+    if job.cap_gib:  # for all systems: what the allocator could not join again would be lost below the cap
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     began_s = time.perf_counter()
     if job.ranks:
         run_dir = ranks.join(job, run_dir)

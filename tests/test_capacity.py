@@ -27,6 +27,7 @@ def tell(
     told = {"mem_get_info": (there * GB, 100 * GB), "get_per_process_memory_fraction": cap}
     told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB, "max_memory_allocated": peak * GB}
     told["memory_stats"] = {"inactive_split_bytes.all.peak": fragments * GB}
+    told["memory_snapshot"] = [{"is_expandable": False}]
     for name, value in told.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return GpuMemory(torch.device("cuda"))

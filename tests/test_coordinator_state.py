@@ -278,6 +278,25 @@ def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) ->
     assert (plan.k, plan.streamed) == (0.75, (3,))
 
 
+def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
+    """So what leaves the GPU makes room there, although the peak of all steps stays."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40)
+    state, waiting = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel
+
+    def room(step: int, gpu_lids: tuple[int, ...], needed: int) -> int | None:
+        driver.handle(report(step, gpu_lids, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
+        found = driver.planning._limits.gpu_state_bytes
+        assert found is not None
+        return (found + waiting) // state
+
+    assert room(1, (), 20 * state) == 80
+    assert room(2, (), 22 * state) == 78, "two layers are on their way"
+    assert room(3, (0, 1), 22 * state) == 78, "and have come in the middle of this step"
+    assert [room(step, (0, 1), 22 * state) for step in (4, 5)] == [78, 80]
+    assert [room(step, (), 22 * state) for step in (6, 7, 8, 9)] == [80] * 4, "they have left"
+    assert room(10, (), 23 * state) == 77, "now steps need more"
+
+
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     """They can do what the CPU is late with, over a link that is fast, and go back to it with a number for k."""
     driver.start(policy="deadline", visit=None, device="cuda")

@@ -182,6 +182,35 @@ def test_of_a_wait_for_updates_the_part_that_forward_notices_is_a_stall(clock: F
     assert len(clock.pool) == clock.made
 
 
+def test_waits_for_updates_take_nothing_from_other_forwards(clock: FakeClock, meter: Meter) -> None:
+    for lid, at_s in enumerate((0.0, 2.0, 5.0)):
+        gathered_forward(
+            meter, clock, lid, noticed=(at_s, at_s + 1), waited=(at_s, at_s + 1), used=(at_s + 1, at_s + 1)
+        )
+    for lid in (2, 1, 0):
+        meter_backward(meter, clock, lid, 14.0 - lid)
+    times = end(meter, clock, 0, 16.0)
+    assert [times[lid].forward_s for lid in range(3)] == [1.0, 2.0, 2.0]
+
+
+def test_backwards_waits_for_streamed_weights_are_stalls(clock: FakeClock, meter: Meter) -> None:
+    """Of several backwards only those of the last count, as its times do."""
+    meter_forward(meter, clock, (0,), 0, 0)
+    meter_forward(meter, clock, (1, 2), 1, 1)
+    for turn_s in (4, 10):
+        clock.now_s = turn_s
+        meter.turn()
+        clock.now_s = turn_s + 1
+        arrived = meter.mark()
+        clock.now_s = turn_s + 1.5
+        meter.fetched(0, arrived)
+    meter_backward(meter, clock, 2, 11)
+    meter_backward(meter, clock, 0, 13)
+    times = end(meter, clock, 0, 16.0)
+    assert (meter.stall_s, times[0].stall_s, times[0].backward_s) == (0.5, 0.5, 1.5)
+    assert len(clock.pool) == clock.made, "all marks are given back"
+
+
 def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:
     """They overlap with layers' times and change none of them. Those of a forward without a backward do not count."""
     dropped = timeline.gather((0,))

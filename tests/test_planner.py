@@ -99,12 +99,84 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
     for profile, order in ((both, [(second, 2, 7), (first, 7, 12)]), (_held(both), [(first, 4, 9), (second, 9, 14)])):
         events = simulate(profile, NONE).events
         assert [event[1:] for event in events if event[0] == "visit"] == order
-    assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await the verdict"
+    assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await their state"
+
+
+def test_streamed_weights_come_through_a_window() -> None:
+    """Of one layer here: the next ones are fetched when it has left, in forward only once they are updated."""
+    three = streamable(uniform(3, h2d_s=1.0))
+    first, second, third = 1000, 999, 998
+    timeline = simulate(replace(three, stream=1.0), NONE)
+    events = [event for event in timeline.events if event[0] in ("backward", "fetch", "forward", "stall")]
+    assert events == [
+        ("backward", third, 0, 2),
+        ("fetch", second, 2, 3),
+        ("backward", second, 3, 5),
+        ("fetch", first, 5, 6),
+        ("backward", first, 6, 8),
+        ("stall", first, 8, 11),  # its update
+        ("fetch", first, 11, 12),
+        ("forward", first, 12, 13),
+        ("fetch", second, 13, 14),
+        ("forward", second, 14, 15),
+        ("fetch", third, 15, 16),
+        ("forward", third, 16, 17),
+    ]
+    assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, timeline.gpu_busy_s) == (17, 5, {first: 3}, 9)
+    visiting = simulate(replace(three, stream=1.0, visit=1.0), NONE)
+    assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
+
+
+def streamable(profile: Profile, window: int = 200) -> Profile:
+    layers = (replace(each, weights_bytes=2 * each.numel, block=each.lid) for each in profile.layers)
+    return replace(profile, layers=tuple(layers), window_bytes=window)
 
 
 def _held(profile: Profile) -> Profile:
-    layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200) for layer in profile.layers)
+    layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200, grads_bytes=200) for layer in profile.layers)
     return replace(profile, layers=layers, awaits_verdict=True)
+
+
+@given(st.data(), st.sampled_from(OBJECTIVES))
+def test_limits_hold_with_planned_streams_too(data: st.DataObject, objective: str) -> None:
+    """What of the weights is not streamed takes GPU memory, as does the window of what is."""
+    profile = streamable(data.draw(profiles), window=data.draw(st.integers(0, 3000)))
+    profile = replace(profile, stream=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    least = replace(profile, stream=1.0).gpu_state_bytes(NONE)
+    room = least + data.draw(st.integers(0, 2 * profile.gpu_state_bytes(profile.lids)))
+    limits, current = Limits(gpu_state_bytes=room), data.draw(subsets(profile))
+    decision = choose("deadline", profile, limits, current=current, stream=None, objective=objective)
+    there = replace(profile, stream=decision.stream)
+    streamed, owned = there.streamed(decision.gpu_lids), decision.gpu_lids
+    assert not streamed & owned
+    at_home = sum(one.weights_bytes for one in there.layers if one.lid not in streamed)
+    state = sum(one.gpu_state_bytes for one in there.layers if one.lid in owned)
+    assert at_home + state + (profile.window_bytes if streamed else 0) <= there.gpu_state_bytes(owned) <= room
+
+
+def test_weights_are_streamed_only_while_memory_is_short_or_wanted() -> None:
+    profile = replace(streamable(uniform(8, h2d_s=0.5)), stream=1.0)
+    room = profile.gpu_state_bytes(NONE)
+    assert choose("deadline", profile, Limits(gpu_state_bytes=room), stream=None).stream == 1.0
+    roomy = choose("deadline", profile, Limits(gpu_state_bytes=10 * room), stream=None)
+    assert roomy.stream < 1.0 and roomy.changed
+    now = replace(profile, stream=roomy.stream)
+    kept = choose("deadline", now, Limits(gpu_state_bytes=10 * room), current=roomy.gpu_lids, stream=None)
+    assert not kept.changed
+    tight = choose("deadline", now, Limits(gpu_state_bytes=room), current=roomy.gpu_lids, stream=None)
+    assert (tight.stream, tight.gpu_lids) == (1.0, NONE)
+    saved = choose("deadline", now, stream=None, objective="gpu-memory")
+    assert saved.stream == 1.0
+
+
+def test_blocks_are_streamed_whole() -> None:
+    four = replace(streamable(uniform(5)), stream=0.4)
+    layers = tuple(replace(each, block=each.position // 2 if each.position < 4 else -1) for each in four.layers)
+    layers = (*layers[:4], replace(layers[4], weights_bytes=0))
+    two = replace(four, layers=layers)
+    assert two.streamed(NONE) == lids(0, 1)
+    assert two.streamed(lids(1)) == lids(2, 3), "not where the GPU owns a layer"
+    assert replace(two, stream=1.0).streamed(NONE) == lids(0, 1, 2, 3)
 
 
 @given(st.data(), st.sampled_from(OBJECTIVES))
@@ -372,7 +444,7 @@ def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float)
 def test_held_gradients_take_memory_and_do_not_move() -> None:
     """With a verdict to await, the GPU keeps 2 bytes a parameter more of a layer, and 10 of them travel."""
     plain = layer(0, numel=100, d2h_s=1.0, h2d_s=2.0)
-    held = replace(plain, gpu_state_bytes=1200, held_bytes=200)
+    held = replace(plain, gpu_state_bytes=1200, held_bytes=200, grads_bytes=200)
     spare = replace(plain, host_bytes=2600, spare_bytes=1200)
     assert held.move_s == plain.move_s == spare.move_s == 10.0, "the slower direction's time, for five times as much"
     limits = Limits(gpu_state_bytes=1100)

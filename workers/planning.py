@@ -36,6 +36,10 @@ MIN_GAIN: Final = 0.01
 CPU_PATIENCE_STEPS: Final = 3
 #: Measurements may arrive this many steps late.
 OPEN_STEPS: Final = 16
+#: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
+WHOLE_STEPS: Final = 2
+#: The gradients of so many more layers may wait on the GPU in one step than in another.
+WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
@@ -63,7 +67,8 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
-        self._needed_bytes = self._for_steps_bytes = 0  # of GPU memory: the peak, and what of it is not ours to place
+        # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, since how many steps.
+        self._needed_bytes = self._for_steps_bytes = self._placed_bytes = self._same_steps = 0
         self.reason = ""
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -153,20 +158,24 @@ class Planning:
     def _heed_room(self, report: m.TrainerReport, gpu_lids: frozenset[int]) -> None:
         """Of the GPU's memory, what steps take beside state and weights is known: the rest is to be planned with.
 
-        The peak of all steps is reported. Where it has not grown, it may be of a time when more was placed on the GPU
-        than now; or of state that was on its way there, which is counted by now.
+        The peak of all steps is reported. If it has grown, it is this step's. If not, it may be of a time when more was
+        placed on the GPU than now; or of state on its way there, which is counted by now, once whole steps have passed.
         """
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
-        placed += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
+        placed += sum(self._facts[lid].grads_bytes for lid in _visiting_lids(report.placements))
         placed += sum(self._facts[lid].weights_bytes for lid in self._streamable.difference(report.streamed))
         placed += self.table.window_bytes if report.streamed else 0
         rest = max(0, report.gpu_needed_bytes - placed)
-        grew = report.gpu_needed_bytes > self._needed_bytes
-        self._for_steps_bytes = rest if grew else min(rest, self._for_steps_bytes)
-        self._needed_bytes = report.gpu_needed_bytes
-        room = max(0, report.gpu_usable_bytes - self._for_steps_bytes)
+        self._same_steps = self._same_steps + 1 if placed == self._placed_bytes else 0
+        if report.gpu_needed_bytes > self._needed_bytes:
+            self._for_steps_bytes = rest
+        elif self._same_steps >= WHOLE_STEPS:
+            self._for_steps_bytes = min(rest, self._for_steps_bytes)
+        self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
+        waiting = WAITING_LAYERS * max(fact.grads_bytes for fact in self._facts)
+        room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - waiting)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
@@ -497,7 +506,8 @@ def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
 
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
-    held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
+    grads_bytes = placed.plane_nbytes["grads"]
+    held_bytes = grads_bytes if table.awaits_verdict else 0
     block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)
     return planner.LayerFacts(
         lid=layer.lid,
@@ -506,6 +516,7 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
         gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
+        grads_bytes=grads_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,
         weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,
         block=block,

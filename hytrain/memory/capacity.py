@@ -56,6 +56,7 @@ class GpuMemory:
         self._device = device
         self._asked = 0
         self._usable = 0
+        self._is_expandable: bool | None = None  # not known before the first allocation
         self._lock = threading.Lock()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
@@ -69,8 +70,7 @@ class GpuMemory:
             return None
         if self._asked % DRIVER_EVERY == 0 or self._asked < 4:
             usable, cap = self._limits()
-            fragments = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0)
-            self._usable = usable - fragments - int(GPU_MARGIN * cap)
+            self._usable = usable - self._fragments() - int(GPU_MARGIN * cap)
         self._asked += 1
         return Room(self._usable - self._lent, self._peak())
 
@@ -99,6 +99,15 @@ class GpuMemory:
             self._lent -= nbytes
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _fragments(self) -> int:
+        """Bytes that the allocator may be unable to join again. Expandable segments have none, whatever it counts."""
+        if self._is_expandable is None:
+            segments = torch.cuda.memory_snapshot()
+            self._is_expandable = any(segment.get("is_expandable") for segment in segments) if segments else None
+        if self._is_expandable:
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0))
 
     def _peak(self) -> int:
         """The most that was allocated, without what is lent."""

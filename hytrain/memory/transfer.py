@@ -129,17 +129,15 @@ class CudaTransfers:
 
     A copy engine serves a stream as long as that stream has copies that are ready. After a verdict, all weights come at
     once, and a small copy of others (a batch, or FSDP2's own in each all-gather) would wait for all of them: measured,
-    100 ms. So two streams for weights take turns, and between two turns the engine serves whoever else is ready.
+    100 ms. State that visits comes and goes all the time, and streamed weights would wait for it. So two streams for
+    each of these take turns, and between two turns the engine serves whoever else is ready.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.clock = CudaClock(device)
         self._device = device
-        self._out, self._state = (torch.cuda.Stream(device) for _ in range(2))
-        self._in = tuple(torch.cuda.Stream(device) for _ in range(2))
-        self._turn = 0
-        self._fetching, self._visiting, self._returning = (torch.cuda.Stream(device) for _ in range(3))
-        self._streaming = torch.cuda.Stream(device)
+        self._out, self._state, self._visiting, self._streaming = (torch.cuda.Stream(device) for _ in range(4))
+        self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
@@ -191,7 +189,7 @@ class CudaTransfers:
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""
-        made = [self._in_turn(turn) for turn in turns(copies)] or [self._copy(self._in[0], ())]
+        made = [self._copy(_next(self._in), turn) for turn in turns(copies)] or [self._copy(self._in[0], ())]
         (began, _), (_, ended) = made[0].span, made[-1].span
         for earlier, later in pairwise(made):
             self.clock.recycle((earlier.span[1], later.span[0]))
@@ -247,16 +245,18 @@ class CudaTransfers:
         return torch.cuda.stream(self._visiting)
 
     def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
-        """Copy pinned state into a slot, `after` others have used both."""
+        """Copy pinned state into a slot, `after` others have used both, and after the last fetch."""
+        stream = _next(self._fetching)
         for other in after:
             if other.done is not None:
-                self._fetching.wait_event(other.done)
-        return self._copy(self._fetching, copies)
+                stream.wait_event(other.done)
+        return self._copy(stream, copies)
 
     def send_back(self, copies: Sequence[Copy]) -> Transfer:
         """Copy a slot's state, ready on the current stream, into pinned planes."""
-        self._returning.wait_stream(torch.cuda.current_stream(self._device))
-        return self._copy(self._returning, copies)
+        stream = _next(self._returning)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._copy(stream, copies)
 
     def so_far(self) -> Transfer:
         """What ends with the work that the current stream has now."""
@@ -297,11 +297,6 @@ class CudaTransfers:
             done.record()
         return Transfer(done, (began, ended), keep)
 
-    def _in_turn(self, copies: Sequence[Copy]) -> Transfer:
-        before, self._turn = self._in[self._turn], 1 - self._turn
-        self._in[self._turn].wait_stream(before)
-        return self._copy(self._in[self._turn], copies)
-
     def land(self, transfer: Transfer) -> None:
         """Make the current stream wait for the copies. The calling thread does not wait."""
         if transfer.done is not None:
@@ -310,6 +305,13 @@ class CudaTransfers:
     def drain(self) -> None:
         """Wait for all work on the device, before state that any stream wrote is moved."""
         torch.cuda.synchronize(self._device)
+
+
+def _next(streams: list[torch.cuda.Stream]) -> torch.cuda.Stream:
+    """The one of two streams whose turn it is now, after the other's."""
+    streams.reverse()
+    streams[0].wait_stream(streams[1])
+    return streams[0]
 
 
 def _allocate(tensors: Iterable[torch.Tensor]) -> None:

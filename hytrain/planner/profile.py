@@ -21,6 +21,7 @@ class LayerFacts:
     gpu_state_bytes: int  # on the GPU if it owns the layer, without weights
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
+    grads_bytes: int = 0  # its gradients on the GPU, until they are copied out or used
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
     weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
     block: int = -1  # which streamed layers have in common that are streamed together
@@ -145,9 +146,9 @@ class Profile:
 
     @property
     def held_for_visits_bytes(self) -> int:
-        """The most GPU memory that gradients of visiting layers take while they await a verdict, whoever visits."""
-        held = [layer.held_bytes for layer in self.layers]
-        of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
+        """The most GPU memory that gradients of visiting layers take while they await their state, whoever visits."""
+        held = [layer.grads_bytes for layer in self.layers]
+        of_one = max(layer.grads_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
         return min(sum(held), ceil(self.visit * self.numel * of_one) + max(held)) if self.visit else 0
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
