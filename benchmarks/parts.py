@@ -13,8 +13,9 @@ that it compares with.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Final, Self
 
 from benchmarks.host import optimizer_threads
@@ -46,6 +47,12 @@ CLIP: Final = 1.0
 #: Seconds in which 48 GB are saved and loaded again: a guess.
 SAVE_S: Final = 110.0
 SAVING: Final = "saving"
+#: HyTrain with all of its placements, for GPUs with little memory.
+ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
+#: GiB of GPU memory that torch may take.
+CAPS: Final = (8, 12, 16, 24, 32, 48)
+#: Where weights, too, are in host memory. What runs below the lowest cap takes no more below a higher one.
+WEIGHTLESS: Final = ("fsdp2", "deepspeed-zero3-params")
 LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
 
 
@@ -164,6 +171,7 @@ KNOWN: Final = {
     "fsdp2:forward-backward": Known(25, 1.0, "no update"),
     "fsdp2:cpu-offload": Known(50, 2.0),
     "deepspeed-zero3": Known(60, 4.0),
+    "deepspeed-zero3-params": Known(60, 3.0),
     "ddp": Known(20, 0.3),
 }
 UNKNOWN: Final = Known(20, 1.0, "–")
@@ -304,6 +312,19 @@ def saving(template: Job) -> list[Job]:
     return [replace(one, segments=(steps,)) for one, steps in each]
 
 
+def frontier(template: Job, shape: str, caps: Sequence[int], *, start_s: float = 0.0, times: float = 1.0) -> list[Job]:
+    """Below caps on GPU memory. `start_s`, `times`: how much longer a start and a step take than with 3.4 B."""
+
+    def below(cap_gib: int, system: str, settle: int, measure: int) -> Job:
+        found = job(
+            replace(_shaped(template, shape), cap_gib=cap_gib), system, Segment(batch=8, settle=settle, measure=measure)
+        )
+        return replace(found, start_s=found.start_s + start_s, step_s=times * found.step_s)
+
+    ours = [below(cap_gib, ROAMING, settle=24, measure=12) for cap_gib in caps]
+    return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in WEIGHTLESS)]
+
+
 # ---------------------------------------------------------------- several ranks
 
 
@@ -388,6 +409,8 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "lean": _plain("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit"),
     "sft": sft,
     "saving": saving,
+    "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
+    "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,
 }

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
 
-from benchmarks.parts import AUTO  # noqa: E402
+from benchmarks.parts import AUTO, ROAMING, WEIGHTLESS  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
 
 pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
@@ -148,10 +148,36 @@ def threads(rows: Rows) -> Any:
     return figure
 
 
+def frontier(rows: Rows) -> Any:
+    """Seconds per step below caps on GPU memory: a line for each model, and its fastest peer."""
+    shapes = [
+        shape for shape in ("3b", "7b") if rows.of_part(f"frontier_{shape}").where(system=ROAMING).values("step_s")
+    ]
+    if not shapes:
+        return None
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(WIDTH_IN, 3.6), squeeze=False)
+    for panel, shape in zip(axes[0], shapes, strict=True):
+        here = rows.of_part(f"frontier_{shape}")
+        ours = sorted((row["cap_gib"], row["step_s"]) for row in here.where(system=ROAMING) if "error" not in row)
+        panel.plot(*zip(*ours, strict=True), "o-", color=OURS, label="HyTrain")
+        for system, style in zip(WEIGHTLESS, ("--", ":"), strict=True):
+            if (step_s := here.where(system=system).median("step_s")) is not None:
+                panel.axhline(step_s, color=THEIRS, linestyle=style, label=system)
+        base = here.beside(rows).where(system="no-offload", shape=shape, batch=8, label="", clip=0.0).median("step_s")
+        if base is not None:
+            panel.axhline(base, color=LIMIT, linewidth=0.8, linestyle="-.", label="no offload, without a cap")
+        panel.set_title(f"{shape.upper()}: seconds per step", loc="left")
+        panel.set_xlabel("GiB of GPU memory that torch may take")
+        panel.set_ylim(bottom=0)
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
 #: by the block of the page that shows it: what draws it, and what it shows
 PICTURES: Final[dict[str, tuple[Callable[[Rows], Any], str]]] = {
     "systems": (systems, "step time and GPU memory of each system"),
     "sweep": (sweep, "step time and GPU memory over k, with the planner's choice"),
     "policies": (policies, "step time and GPU memory of the policies at each batch size"),
+    "frontier": (frontier, "step time below caps on GPU memory"),
     "threads": (threads, "step time and k while threads are taken and given back"),
 }

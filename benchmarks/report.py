@@ -24,7 +24,7 @@ from benchmarks import several
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
 from benchmarks.goals import HEAD, Goal, Judge, NotMeasured, judged, known
 from benchmarks.idle import CAUSES
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, SAVING, SFT
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, NEVER_CLIPPED, NO_CLIPPING, ROAMING, SAVING, SFT, WEIGHTLESS
 from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
@@ -355,6 +355,23 @@ def saving(rows: Rows) -> str:
     )
 
 
+def frontier(rows: Rows) -> str:
+    """Below caps on GPU memory."""
+    here = Rows(row for part in ("frontier_3b", "frontier_7b") for row in rows.of_part(part))
+
+    def capped(mine: Rows) -> str:
+        return f"{mine.last('cap_gib'):.0f} GiB"
+
+    def of_fastest_peer(mine: Rows) -> float | None:
+        peers = here.where(shape=mine.last("shape"), system=WEIGHTLESS).values("step_s")
+        return ratio(min(peers, default=None), mine.median("step_s")) if mine.last("system") == ROAMING else None
+
+    faster = computed("times as fast as the fastest peer", of_fastest_peer, lambda value: number(value, 2))
+    placed = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
+    columns = (last("model", "shape"), ("cap", capped), col.SYSTEM, *placed, col.STEP, col.PREDICTED, faster)
+    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY)
+
+
 def identical(rows: Rows) -> str:
     checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
     columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
@@ -376,7 +393,9 @@ def machines(rows: Rows) -> str:
 # ---------------------------------------------------------------- the page
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
-TABLES: Final[dict[str, Callable[[Rows], str]]] = {make.__name__: make for make in (*_TABLES, identical, sft, saving)}
+TABLES: Final[dict[str, Callable[[Rows], str]]] = {
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, frontier)
+}
 
 
 def of_run(rows: Rows) -> str:

@@ -238,6 +238,7 @@ _PINNED: Final = {"device": "cpu", "pin_memory": True}
 _ZERO: Final[dict[str, dict[str, Any]]] = {
     "zero2": {"stage": 2, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
     "zero3": {"stage": 3, "offload_optimizer": _PINNED, "contiguous_gradients": True, "overlap_comm": True},
+    "zero3-params": {"stage": 3, "offload_optimizer": _PINNED, "offload_param": _PINNED, "overlap_comm": True},
     "twinflow": {"stage": 3, "offload_optimizer": _PINNED | {"ratio": 0.5}, "sub_group_size": SUB_GROUP},
 }
 
@@ -257,6 +258,8 @@ def deepspeed(model: nn.Module, setting: Setting, *, zero: str) -> Running:
         "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
     }
+    if "offload_param" in _ZERO[zero]:  # or else it would bring the whole model to the GPU first
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(batch: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
     step_s = (0.5 + (k - 0.25) ** 2 / 10) if ours else STEP_S.get(job.system, 1.0)
     slow = segment.settle // 2
     found: dict[str, Any] = {
-        **{name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip")},
+        **{name: getattr(job, name) for name in ("system", "shape", "sequence", "dtype", "clip", "cap_gib")},
         **{"part": part, "batch": segment.batch, "label": label, "exact": parts.about(job.system).exact},
         **{"step_s": step_s, "steps_s": [step_s] * segment.measure, "tflops": 200.0, "host_gb": 50.0, "loss": 2.5},
         "settling_s": [1.0] * slow + [step_s] * (segment.settle - slow),
