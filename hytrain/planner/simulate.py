@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
 
@@ -75,24 +76,28 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
 
 def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     """The steady state of clipped or of unclipped steps."""
-    timeline = _play(profile, gpu_lids, tile_numel)
+    play = partial(_play, profile, gpu_lids, profile.visiting(gpu_lids), profile.streamed(gpu_lids), tile_numel)
+    timeline = play(1.0)
     work_s = undisturbed_s = profile.forward_s + profile.backward_s
     if profile.drag and undisturbed_s:
         for _ in range(ROUNDS):
             work_s = undisturbed_s + profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
-            factor = work_s / undisturbed_s
-            layers = [
-                replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
-                for layer in profile.layers
-            ]
-            timeline = _play(replace(profile, layers=tuple(layers)), gpu_lids, tile_numel)
+            timeline = play(work_s / undisturbed_s)
     return timeline
 
 
-def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
+def _play(
+    profile: Profile,
+    gpu_lids: frozenset[int],
+    visiting: frozenset[int],
+    streamed: frozenset[int],
+    tile_numel: int,
+    longer: float,
+) -> Timeline:
+    """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    window, streamed = _Window(profile, events), profile.streamed(gpu_lids)
-    landed, visits, over_s, now = _backward(profile, gpu_lids, streamed, window, events)
+    window = _Window(profile, events)
+    landed, visits, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
@@ -102,10 +107,9 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in streamed]
     ready_s = {layer.lid: end_s for layer, end_s in _link("h2d", landing, events)}
-    passing = [layer for layer, _ in landed], window.fetched_s
-    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, *passing, events)}
+    passing_s = max(sum(layer.d2h_s for layer, _ in landed), sum(copy_s for _, copy_s, _ in landing) + window.fetched_s)
+    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, passing_s, events)}
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
-    visiting = {layer.lid for layer, _ in visits}
     stalls_s = {}
     gpu_busy_s = now - window.waited_s
     now += profile.other_s
@@ -118,9 +122,10 @@ def _play(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeli
         if layer.lid in streamed:
             stays = layer.lid in visiting and window.has_room
             now = window.enter(layer, now, updated_s=ready_s.get(layer.lid, 0.0), is_there=stays)
-        events.append(("forward", layer.lid, now, now + layer.forward_s))
-        now += layer.forward_s
-        gpu_busy_s += layer.forward_s
+        forward_s = longer * layer.forward_s
+        events.append(("forward", layer.lid, now, now + forward_s))
+        now += forward_s
+        gpu_busy_s += forward_s
         if layer.lid in streamed:
             window.leave(now)
     return Timeline(
@@ -168,7 +173,13 @@ class _Window:
 
 
 def _backward(
-    profile: Profile, gpu_lids: frozenset[int], streamed: frozenset[int], window: _Window, events: list[Event]
+    profile: Profile,
+    gpu_lids: frozenset[int],
+    visiting: frozenset[int],
+    streamed: frozenset[int],
+    longer: float,
+    window: _Window,
+    events: list[Event],
 ) -> tuple[list[tuple[LayerProfile, float]], list[tuple[LayerProfile, float]], float, float]:
     """When each gradient has arrived, when each visit can begin, when backward is over, and when the GPU is done.
 
@@ -176,7 +187,6 @@ def _backward(
     order.
     """
     now = 0.0
-    visiting = profile.visiting(gpu_lids)
     visits: list[tuple[LayerProfile, float]] = []
     leaving: list[tuple[LayerProfile, float, float]] = []
     held: list[LayerProfile] = []
@@ -189,8 +199,9 @@ def _backward(
     for layer in reversed(profile.layers):
         if layer.lid in streamed:
             now = window.enter(layer, now, is_there=window.has_room)
-        events.append(("backward", layer.lid, now, now + layer.backward_s))
-        now += layer.backward_s
+        backward_s = longer * layer.backward_s
+        events.append(("backward", layer.lid, now, now + backward_s))
+        now += backward_s
         if layer.lid in streamed:
             window.leave(now)
         if layer.lid in visiting:
@@ -210,11 +221,10 @@ def _backward(
 
 
 def _visits(
-    visits: list[tuple[LayerProfile, float]], others: list[LayerProfile], fetched_s: float, events: list[Event]
+    visits: list[tuple[LayerProfile, float]], passing_s: float, events: list[Event]
 ) -> list[tuple[LayerProfile, float]]:
-    """When each layer is updated by a visit that can begin at its time, while others' copies and fetches pass."""
+    """When each layer is updated by a visit that can begin at its time, while others' copies pass."""
     visits_s = sum(layer.move_s for layer, _ in visits)
-    passing_s = max(sum(layer.d2h_s for layer in others), sum(layer.h2d_s for layer in others) + fetched_s)
     longer = 1 + passing_s / visits_s if visits_s else 1.0
     return _link("visit", ((layer, longer * layer.move_s, at) for layer, at in visits), events)
 
