@@ -97,7 +97,8 @@ class AdamW(torch.optim.Optimizer):
             k="auto" and policy "deadline", which then decides both.
         stream: The fraction of the parameters whose weights rest in host memory. They are copied to the GPU before they
             are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks are streamed,
-            and only while the GPU owns none of their state.
+            and only while the GPU owns none of their state. With "auto", all of them are streamed at first, and then
+            as many as policy "deadline" finds best in the memory that steps leave free; other policies stay with all.
         device: Where to train a model that is still on the CPU: it is moved there, but for weights that are streamed.
             So the GPU need not hold them all. By default where the model is.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
@@ -140,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
         loss_scale: float | str | None = None,
         k: float | str = "auto",
         visit: float | str = 0.0,
-        stream: float = 0.0,
+        stream: float | str = 0.0,
         device: torch.device | str | None = None,
         policy: str = "deadline",
         objective: str = "speed",

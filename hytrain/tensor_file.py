@@ -90,19 +90,22 @@ def _header(described: Described, metadata: Mapping[str, str]) -> bytes:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor's bytes: views of what is in host memory, and one copy after another of what is on the GPU.
 
-    The copies are made in one piece of pinned memory: into new memory, a copy is slower than a disk.
+    The copies are made in one piece of pinned memory: into new memory, a copy is slower than a disk. What lies in
+    another order than the file's is put into that order some rows at a time.
     """
     if not tensor.numel():
         return
-    pieces = tensor.detach().reshape(-1).view(torch.uint8).split(PIECE_BYTES)
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        parts: Sequence[Tensor] = tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES)
+    else:
+        parts = tensor.split(max(1, PIECE_BYTES // tensor[0].nbytes))
     if not tensor.is_cuda:
-        yield from pieces
+        yield from (part.reshape(-1).view(torch.uint8) for part in parts)
         return
-    if not tensor.is_contiguous():
-        await_devices([tensor])  # `reshape` makes a copy
-    room = torch.empty(pieces[0].numel(), dtype=torch.uint8, pin_memory=True)  # of a pool that torch keeps
+    room = torch.empty(max(part.nbytes for part in parts), dtype=torch.uint8, pin_memory=True)  # torch keeps the pool
     stream = torch.cuda.Stream(tensor.device)  # so that it does not wait for training
-    for piece in pieces:
+    for part in parts:
         with torch.cuda.device(tensor.device), torch.cuda.stream(stream):  # or else torch goes back to the first GPU
-            room[: piece.numel()].copy_(piece)
-        yield room[: piece.numel()]
+            room[: part.nbytes].copy_(part.reshape(-1).view(torch.uint8))
+        yield room[: part.nbytes]

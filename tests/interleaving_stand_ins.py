@@ -10,7 +10,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -193,9 +193,6 @@ class Streams:
             self.current.wait(transfer.done)
         if self.current is self.compute:
             self._pause()
-
-    def state_memory(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)

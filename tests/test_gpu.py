@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import hytrain
+from hytrain import tensor_file
 from hytrain.memory.capacity import GpuMemory, gpu_memory
+from hytrain.tensor_file import PIECE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
@@ -77,7 +79,7 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
     choices += [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}]
     fixed = [train(llama(dtype), tmp_path, **choice)[0] for choice in choices]
-    for stream in (0.0, 1.0):
+    for stream in (0.0, 1.0, "auto"):
         random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream)
         assert_same([*fixed, random])
         assert moved > 20
@@ -234,7 +236,7 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     host = {"accumulate_on": "host"}
-    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random", "stream": 0.7}
+    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random", "stream": "auto"}
     assert_same([train(llama(dtype), tmp_path, grad_accumulation=3, **options)[0] for options in runs])
 
 
@@ -317,6 +319,16 @@ def test_a_state_is_saved_while_training_goes_on(
     optimizer.close()
 
 
+def test_what_lies_in_another_order_than_in_the_file_is_copied_a_piece_at_a_time() -> None:
+    tensor = torch.arange(4 * PIECE_BYTES // 4, device="cuda", dtype=torch.int32).view(1024, -1).t()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = torch.cat([piece.clone() for piece in tensor_file._pieces(tensor)]).view(torch.int32)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * PIECE_BYTES
+    assert torch.equal(found, tensor.cpu().flatten())
+
+
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_weights_that_were_written_are_trained_on(k: float, tmp_path: Path) -> None:
     model = wide(torch.bfloat16)
@@ -361,7 +373,7 @@ def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weight
 
     (expected, _), (found, peak) = trained("cuda", k=0.0), trained("cpu", k=0.0, stream=1.0, device="cuda")
     assert_same([expected, found])
-    assert peak < 0.6 * 12 * 2 * 3000 * 3000, "the weights alone take more"
+    assert peak < 12 * 2 * 3000 * 3000, "all weights take more, whatever gradients wait for the link"
 
 
 class Branches(nn.Module):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -123,33 +122,20 @@ def _mapped(make: Callable[[], Mapping]) -> Mapping:
 class DevicePlanes:
     """The state of a layer that the GPU owns."""
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        weights: Sequence[Tensor],
-        memory: AbstractContextManager[object],
-        *,
-        fresh: bool = True,
-    ) -> None:
-        """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`.
-
-        `memory` is the context in which it is allocated.
-        """
+    def __init__(self, segments: Sequence[Segment], weights: Sequence[Tensor], *, fresh: bool = True) -> None:
+        """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`."""
         device = weights[0].device
         self._segments, self._weights = segments, weights
+        make = torch.zeros if fresh else torch.empty
 
         def part(plane: str, segment: Segment) -> Tensor | None:
             dtype = plane_dtype(plane, segment)
-            return None if dtype is None else torch.empty(segment.numel, dtype=DTYPES[dtype], device=device)
+            return None if dtype is None else make(segment.numel, dtype=DTYPES[dtype], device=device)
 
-        with memory:
-            self._planes = {plane: [part(plane, segment) for segment in segments] for plane in STATE_PLANES}
-        for values, *state in zip(weights, *self._planes.values(), strict=True) if fresh else ():
-            for tensor in state:
-                if tensor is not None:
-                    tensor.zero_()
-            if state[0] is not None:
-                clear_remainder(state[0], values)
+        self._planes = {plane: [part(plane, segment) for segment in segments] for plane in STATE_PLANES}
+        for values, remainder in zip(weights, self._planes["remainder"], strict=True):
+            if fresh and remainder is not None:
+                clear_remainder(remainder, values)
 
     def state(self, plane: str) -> list[Tensor | None]:
         return self._planes[plane]

@@ -115,9 +115,6 @@ class HostTransfers:
         for tensor in tensors:
             free(tensor)
 
-    def state_memory(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def drain(self) -> None:
         """Nothing is pending."""
 
@@ -219,14 +216,6 @@ class CudaTransfers:
         fence = torch.cuda.Event()
         fence.record(current)
         return fence
-
-    def state_memory(self) -> AbstractContextManager[object]:
-        """A context to allocate state in. It stays for long, so its memory is not part of what steps use over and over.
-
-        Torch would else split one of their blocks for it, and the next step found no room for the whole. What was on
-        the GPU leaves by `state_out`, on the same stream, so its memory is used again only after that.
-        """
-        return torch.cuda.stream(self._state)
 
     def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
         """Copy pinned planes into device memory allocated before `fence`."""

@@ -61,8 +61,7 @@ class Visits:
     def prepare(self) -> None:
         """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
         if not self._slots:
-            with self._transfers.state_memory():
-                self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
+            self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
 
     def update(
         self, visits: Sequence[Visit], *, after: Transfer | None, host: Backend | None, verdict: Tensor | None
@@ -108,8 +107,7 @@ class Visits:
         self._turn = (self._turn + 1) % SLOTS
         if slot.returned is None:
             now = self._transfers.clock.mark()
-            with self._transfers.state_memory():
-                slot.returned = Transfer(self._transfers.fence(), (now, now))
+            slot.returned = Transfer(self._transfers.fence(), (now, now))
         return slot
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ StreamedBlock      such a module, whose weights are on the device only while it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,9 +212,9 @@ class TrainedLayer:
         assert self.planes is not None, "a layer that takes part has a placement"
         return self.planes.state(plane)
 
-    def device_planes(self, memory: AbstractContextManager[object], *, fresh: bool = True) -> DevicePlanes:
-        """Allocate the layer's state on the GPU, in that context. Raises `torch.OutOfMemoryError`."""
-        return DevicePlanes(self.spec.segments, self.weights, memory, fresh=fresh)
+    def device_planes(self, *, fresh: bool = True) -> DevicePlanes:
+        """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
+        return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)
 
     def depart(self, step: int, *, awaits_verdict: bool) -> tuple[dict[int, Tensor], list[Copy] | None]:
         """Begin an update. Returns the gradients by segment and, if the CPU updates, their copies into `grads`.

@@ -74,7 +74,10 @@ Share = Annotated[
 VisitingShare = Annotated[
     float | Literal["auto"], _number_or("auto", "visit, the share of the parameters whose state visits the GPU,", 0, 1)
 ]
-
+StreamedShare = Annotated[
+    float | Literal["auto"],
+    _number_or("auto", "stream, the share of the parameters whose weights rest in host memory,", 0, 1),
+]
 
 Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
 
@@ -225,7 +228,7 @@ class Optimizer(Section):
 
     k: Share = "auto"
     visit: VisitingShare = 0.0  # the share whose state visits the GPU: a number with one for k, or auto with k: auto
-    stream: Annotated[float, Field(ge=0, le=1)] = 0.0  # the share whose weights rest in host memory, in whole blocks
+    stream: StreamedShare = 0.0  # the share whose weights rest in host memory, in whole blocks
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
     speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: decided by speed

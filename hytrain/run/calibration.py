@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from statistics import median
 from typing import Final
 
@@ -54,7 +53,7 @@ def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfer
 def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: Backend | None) -> float:
     weights = torch.zeros(spec.numel, dtype=DTYPES[spec.dtype], device=device)
     grads = torch.zeros(spec.numel, dtype=DTYPES[spec.grads_dtype], device=device)
-    planes = DevicePlanes([spec], [weights], nullcontext())
+    planes = DevicePlanes([spec], [weights])
     return _seconds(lambda: planes.update(0, grads, scalars(_HYPER, 1), host), transfers)
 
 

@@ -105,7 +105,7 @@ class Handover:
         hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
         for layer in self._layers:
             if layer not in hosted:
-                layer.planes = layer.device_planes(self._transfers.state_memory())
+                layer.planes = layer.device_planes()
                 self._place(layer, plan, step=0)
         for layer, arena in self._allocate(hosted):
             if isinstance(arena, CapacityError):
@@ -140,7 +140,7 @@ class Handover:
         move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
         for index, layer in enumerate(move.coming):
             try:
-                move.devices[layer.lid] = layer.device_planes(self._transfers.state_memory(), fresh=False)
+                move.devices[layer.lid] = layer.device_planes(fresh=False)
                 layer.arena.pin_state()
             except (torch.OutOfMemoryError, CapacityError) as error:
                 is_full = isinstance(error, torch.OutOfMemoryError)

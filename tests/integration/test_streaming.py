@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -280,6 +281,25 @@ def test_parameters_join_in_the_middle() -> None:
         return losses + train(model, opt, range(3, 6), square_loss)
 
     same_as_torch(run, make, groups_of=lambda model: [{"params": list(model.parameters())}], **STREAMED[0])
+
+
+def test_blocks_begin_and_end_to_be_streamed_as_plans_say() -> None:
+    """Whoever updates them then, and whoever has read them before."""
+    seen = set[tuple[int, ...]]()
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        numbers = []
+        for step in range(20):
+            numbers += train(model, opt, [step], square_loss)
+            numbers.append(sum(parameter.norm().item() for parameter in model.parameters()))
+            if isinstance(opt, hytrain.AdamW):
+                seen.add(opt.statistics().streamed_layers)
+                wait_for_coordinator(opt)
+                opt._engine._handover.wait()
+        return numbers
+
+    same_as_torch(run, partial(perceptron, depth=8), policy="random", stream="auto")
+    assert len(seen) > 2
 
 
 def test_a_write_that_would_be_lost_is_refused() -> None:
