@@ -273,7 +273,7 @@ def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) ->
     """So fewer layers fit there than without them."""
     assert driver.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel).k == 1.0
     streamed, blocks = Driver(), tuple((lid,) for lid in ALL)
-    room = {"gpu_bytes": (LAYERS * 10 + 2) * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
+    room = {"gpu_bytes": (LAYERS * 10 + 3) * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
     plan = streamed.start(k=1.0, stream=1.0, blocks=blocks, **room)
     assert (plan.k, plan.streamed) == (0.75, (3,))
 
