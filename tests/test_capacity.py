@@ -23,11 +23,14 @@ def tell(
     peak: float,
     fragments: float = 0,
 ) -> GpuMemory:
-    """A GPU of 100 GB, as torch tells of it. `cap` is a share of that, the rest is in GB."""
+    """A GPU of 100 GB, as torch tells of it. `cap` is a share of that, the rest is in GB.
+
+    With negative `fragments`, segments can grow, and torch counts what is free in them.
+    """
     told = {"mem_get_info": (there * GB, 100 * GB), "get_per_process_memory_fraction": cap}
     told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB, "max_memory_allocated": peak * GB}
-    told["memory_stats"] = {"inactive_split_bytes.all.peak": fragments * GB}
-    told["memory_snapshot"] = [{"is_expandable": False}]
+    told["memory_stats"] = {"inactive_split_bytes.all.peak": abs(fragments) * GB}
+    told |= {"get_allocator_backend": "native", "memory_snapshot": [{"is_expandable": fragments < 0}]}
     for name, value in told.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return GpuMemory(torch.device("cuda"))
@@ -49,6 +52,7 @@ def free(memory: GpuMemory) -> int | None:
         ((1.0, 0, 10, 10, 12), 0, 0),  # rather than less
         ((0.1, 0, 10, 10, 12), 0, 0),
         ((1.0, 60, 35, 20, 30, 3), 60 + 35 - 30 - 3 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),  # fragments
+        ((1.0, 60, 35, 20, 30, -3), 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),  # none, in segments that grow
     ],
 )
 def test_what_no_step_has_needed_is_free(

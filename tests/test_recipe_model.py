@@ -16,6 +16,7 @@ from hytrain.recipe import config, model
 from hytrain.recipe.deferred import recording, replay, storage_of
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.schedule import factors, scheduler
+from hytrain.step.streaming import SLOTS
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -232,7 +233,10 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     }
     path.write_text(yaml.safe_dump(tree))
     result = estimate(config.load(path))
-    assert result.trainable > 70e9 and {n.k for n in result.needs} == {0.0, 0.25, 1.0}
+    needs = {(n.k, n.streamed): n for n in result.needs}
+    assert result.trainable > 70e9 and needs.keys() == {(0.0, False), (0.0, True), (0.25, False), (1.0, False)}
+    block = 2 * (4 * 8192**2 + 3 * 8192 * 28672 + 2 * 8192)
+    assert needs[0.0, False].trainer - needs[0.0, True].trainer == (80 - SLOTS) * block
     page = result.render()
     for word in ("remainder", "exp_avg_sq", "trainer (GPU)", "0.25", "Free now", f"{result.trainable:,}"):
         assert word in page
@@ -245,7 +249,7 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
     data = ["data={kind: random, batch_size: 8}", "data.sequence_length=16", "train.device=cpu"]
     alone = estimate(config.load(recipe, data))
     four = estimate(config.load(recipe, [*data, "parallel.data_replicate=2"]), 4)
-    for one, each in zip(alone.needs, four.needs, strict=True):
+    for one, each in zip((n for n in alone.needs if not n.streamed), four.needs, strict=True):
         assert each.host == pytest.approx(one.host / 2, rel=1e-3) and each.trainer == pytest.approx(
             one.trainer / 2, rel=1e-3
         )

@@ -103,7 +103,8 @@ class GpuMemory:
     def _fragments(self) -> int:
         """Bytes that the allocator may be unable to join again. Expandable segments have none, whatever it counts."""
         if self._is_expandable is None:
-            segments = torch.cuda.memory_snapshot()
+            can_tell = torch.cuda.get_allocator_backend() == "native"  # CUDA's own allocator has no segments
+            segments = torch.cuda.memory_snapshot() if can_tell else []
             self._is_expandable = any(segment.get("is_expandable") for segment in segments) if segments else None
         if self._is_expandable:
             return 0

@@ -14,16 +14,18 @@ the planes that they write: 12 more bytes in host memory. If there is no room fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from hytrain.memory.host import available_bytes
+from hytrain.model.layers import find_blocks
 from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.report import table
+from hytrain.step.streaming import SLOTS
 
 GIB = 1 << 30
 
@@ -41,12 +43,16 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, memory of the trainer's device."""
+    """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, memory of the trainer's device.
+
+    `streamed`: the weights of all blocks rest in host memory.
+    """
 
     k: float
     optimizer: int
     shared: int
     trainer: int
+    streamed: bool = False
 
     @property
     def host(self) -> int:
@@ -77,8 +83,8 @@ class Estimate:
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
-            (f"{n.k:g}", *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
-            for n in sorted(self.needs, key=lambda n: n.k)
+            (f"{n.k:g}" + ", stream=1" * n.streamed, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
+            for n in sorted(self.needs, key=lambda n: (n.k, n.streamed))
         ]
         free, floor = ", the trainer's part included", ""
         if self.device == "GPU":
@@ -127,12 +133,17 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     device = torch.device("cuda" if here and wants_gpu else "cpu")
     tokens = recipe.data.batch_size * length
     shares = {0.0, 1.0} if k == "auto" else {0.0, 1.0, float(k)}
+    needs = [need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares]
+    if ranks == 1:
+        blocks = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in find_blocks(model)]
+        if len(blocks) > SLOTS:
+            needs += [streamed(planes, one, blocks) for one in needs if not one.k]
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
         frozen=frozen,
         planes=planes,
-        needs=tuple(need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares),
+        needs=tuple(needs),
         ranks=mesh,
         free_host=available_bytes(),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
@@ -163,6 +174,13 @@ def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Ne
     host = sum(p.host_if_cpu for p in planes)
     trainer = by_cpu * sum(p.trainer_if_cpu for p in planes) + by_gpu * sum(p.trainer_if_gpu for p in planes)
     return Need(k, by_cpu * (host - shared), by_cpu * shared, trainer + frozen * weight)
+
+
+def streamed(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:
+    """The same with the weights of `blocks`, of so many trainable parameters each, in host memory."""
+    weight = next(p.trainer_if_cpu for p in planes if p.name == "weights")
+    away = weight * (sum(blocks) - SLOTS * max(blocks))
+    return replace(resident, trainer=resident.trainer - away, streamed=True)
 
 
 def gib(size: int) -> str:
