@@ -276,7 +276,7 @@ class Session:
                 rank=self.ranks.rank,
                 world=self.ranks.world,
                 visit=options.visit,
-                stream=options.stream,
+                stream=options.stream if self._blocks else 0.0,
                 blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
                 window_bytes=window_bytes(self._blocks),
             )

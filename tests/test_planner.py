@@ -99,7 +99,7 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
     for profile, order in ((both, [(second, 2, 7), (first, 7, 12)]), (_held(both), [(first, 4, 9), (second, 9, 14)])):
         events = simulate(profile, NONE).events
         assert [event[1:] for event in events if event[0] == "visit"] == order
-    assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await their state"
+    assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await the verdict"
 
 
 def test_streamed_weights_come_through_a_window() -> None:

@@ -67,8 +67,10 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
-        # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, since how many steps.
-        self._needed_bytes = self._for_steps_bytes = self._placed_bytes = self._same_steps = 0
+        # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
+        self._needed_bytes = self._for_steps_bytes = 0
+        self._placed_bytes: int | None = None
+        self._same_steps = WHOLE_STEPS
         self.reason = ""
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -164,11 +166,12 @@ class Planning:
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
-        placed += sum(self._facts[lid].grads_bytes for lid in _visiting_lids(report.placements))
+        placed += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
         placed += sum(self._facts[lid].weights_bytes for lid in self._streamable.difference(report.streamed))
         placed += self.table.window_bytes if report.streamed else 0
         rest = max(0, report.gpu_needed_bytes - placed)
-        self._same_steps = self._same_steps + 1 if placed == self._placed_bytes else 0
+        same = placed == self._placed_bytes or self._placed_bytes is None
+        self._same_steps = self._same_steps + 1 if same else 0
         if report.gpu_needed_bytes > self._needed_bytes:
             self._for_steps_bytes = rest
         elif self._same_steps >= WHOLE_STEPS:
@@ -230,6 +233,8 @@ class Planning:
         profile = self._profile() if due and not self._ledger.busy else None
         if profile is None or self._uncalibrated or self._awaits_cpu_times():
             return []
+        if self._same_steps < WHOLE_STEPS and self.policy != "random":
+            return []  # what steps need beside what has just been placed is not known yet
         self._planned_at = self._step
         current = _gpu_lids(self.placements)
         plan = partial(

@@ -292,8 +292,9 @@ class StreamedBlock:
     they came. `is_busy`: its forward runs, or its backward, up to its last gradient. `is_used`: somebody else has used
     a parameter. `users`: how many operations outside of its forward are using one right now. `is_held`: a graph of this
     step may need it. `is_kept`: it stays, as it is read where nobody sees it. `is_pooled`: its memory is of the pool of
-    fetched weights, not where the user has allocated it. `arrival`: the copy that brought it; `measured`: the last of
-    those that the meter got; `leaving`: copies out of it; `computed`: where computations with it ended, on each stream.
+    fetched weights, not where the user has allocated it. `is_touched`: this step has used it. `arrival`: the copy that
+    brought it; `measured`: the last such copy that the meter got, and `measured_in`: in which step; `leaving`: copies
+    out of it; `computed`: where computations with it ended, on each stream.
     """
 
     gate: Gate
@@ -308,8 +309,10 @@ class StreamedBlock:
     is_held: bool = False
     is_kept: bool = False
     is_pooled: bool = False
+    is_touched: bool = False
     arrival: Transfer | None = None
     measured: Transfer | None = None
+    measured_in: int = -1
     leaving: list[Transfer] = field(default_factory=list)
     computed: dict[Stream, Fence] = field(default_factory=dict)
 

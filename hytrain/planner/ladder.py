@@ -61,13 +61,17 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
     taken: list[LayerProfile] = []
     gpu_bytes = weights_bytes = 0
     least_bytes = profile.weights_on_gpu_bytes(0)
+    of_block: dict[int, int] = {}  # those that are not on the GPU yet
+    for layer in profile.layers:
+        of_block[layer.block] = of_block.get(layer.block, 0) + layer.weights_bytes
     for layer in order:
-        there = weights_bytes + layer.weights_bytes
+        there = weights_bytes + of_block.get(layer.block, 0)
         needed = gpu_bytes + layer.gpu_state_bytes + max(least_bytes, there + profile.in_window_bytes)
         if limits.gpu_state_bytes is None or needed <= limits.gpu_state_bytes:
             taken.append(layer)
             gpu_bytes += layer.gpu_state_bytes
             weights_bytes = there
+            of_block.pop(layer.block, None)
     lowest = 0
     all_bytes = host_bytes = profile.host_bytes(frozenset())
     while limits.host_bytes is not None and host_bytes > limits.host_bytes:

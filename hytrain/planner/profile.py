@@ -128,11 +128,12 @@ class Profile:
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
         """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be streamed."""
         owned = [layer for layer in self.layers if layer.lid in gpu_lids]
-        state_bytes = sum(layer.gpu_state_bytes for layer in owned)
-        return state_bytes + self.weights_on_gpu_bytes(sum(layer.weights_bytes for layer in owned))
+        blocks = {layer.block for layer in owned if layer.weights_bytes}
+        weights_bytes = sum(layer.weights_bytes for layer in self.layers if layer.block in blocks)
+        return sum(layer.gpu_state_bytes for layer in owned) + self.weights_on_gpu_bytes(weights_bytes)
 
     def weights_on_gpu_bytes(self, owned_bytes: int) -> int:
-        """What weights that can be streamed take on the GPU, if it owns layers with so many bytes of them.
+        """What weights that can be streamed take on the GPU, if it owns layers of blocks with so many bytes of them.
 
         As much rests in host memory as is wanted and can be. What the GPU owns is never streamed.
         """
@@ -146,9 +147,9 @@ class Profile:
 
     @property
     def held_for_visits_bytes(self) -> int:
-        """The most GPU memory that gradients of visiting layers take while they await their state, whoever visits."""
-        held = [layer.grads_bytes for layer in self.layers]
-        of_one = max(layer.grads_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
+        """The most GPU memory that gradients of visiting layers take while they await a verdict, whoever visits."""
+        held = [layer.held_bytes for layer in self.layers]
+        of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
         return min(sum(held), ceil(self.visit * self.numel * of_one) + max(held)) if self.visit else 0
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:

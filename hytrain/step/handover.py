@@ -284,7 +284,9 @@ class Handover:
         stays = {
             layer.lid
             for layer in self._layers
-            if layer.life.placement.state == "host" and move.plan.placement(layer.lid).state == "gpu"
+            if layer.life.placement.state == "host"
+            and move.plan.placement(layer.lid).state == "gpu"
+            and (layer.streamed is not None and layer.streamed.is_to_stream)
         }
         self._streaming.plan(stays | set(move.plan.streamed))
         with self._lock:

@@ -62,7 +62,7 @@ class StepMarks:
     """The marks of one step; `forward` and `backward` in the order in which they were left.
 
     A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
-    `spans` are copies and device updates: kind, layer, the step that they belong to, marks. `gathers` are FSDP2's
+    `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
     all-gathers. `fetched` are backward's waits for streamed weights. `turns` are the starts of the backwards, if the
     step has several. `starved` counts the layers at the
     end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
@@ -73,7 +73,7 @@ class StepMarks:
     forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     waited: dict[int, Waited] = field(default_factory=dict)  # by index in `forward`
     backward: list[tuple[int, Mark]] = field(default_factory=list)
-    spans: list[tuple[str, int, int, Span]] = field(default_factory=list)
+    spans: list[tuple[str, tuple[int, ...], int, Span]] = field(default_factory=list)
     gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
     fetched: list[tuple[int, Span]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
@@ -187,10 +187,10 @@ class Meter:
             now.starved += self._clock.passed(before)
         now.backward.append((lid, self._clock.mark()))
 
-    def span(self, kind: str, lid: int, step: int, span: Span) -> None:
-        """Add a copy or device update of a layer. The weights of `step` may come back after the next step has begun."""
+    def span(self, kind: str, lid: int | tuple[int, ...], step: int, span: Span) -> None:
+        """Add a copy or device update of layers. The weights of `step` may come back after the next step has begun."""
         with self._turning:
-            self._now.spans.append((kind, lid, step, span))
+            self._now.spans.append((kind, lid if isinstance(lid, tuple) else (lid,), step, span))
 
     def end_step(self, step: int) -> tuple[LayerTimes, ...]:
         """End this step's marks. Returns the times of the oldest open step, if the device has passed it."""
@@ -256,7 +256,7 @@ class Meter:
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
         # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
-        updates = [interval(kind, (lid,), *span) for kind, lid, _, span in marks.spans if kind == "gpu_update_s"]
+        updates = [interval(kind, lids, *span) for kind, lids, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
         waits = [interval("stall_s", (lid,), *span) for lid, span in marks.fetched]
         if marks.turns:
@@ -268,7 +268,7 @@ class Meter:
             found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, waits)
         found += waits
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
-        return found + [interval(kind, (lid,), *span, step=step) for kind, lid, step, span in marks.spans]
+        return found + [interval(kind, lids, *span, step=step) for kind, lids, step, span in marks.spans]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""

@@ -135,7 +135,7 @@ class Reads:
             if gate is self.root:
                 self._streaming.use(layer)
         if gate.streamed is not None:
-            self._fetch(gate.streamed, inside)
+            self._fetch(gate, inside)
             self._begin_saving(gate)
         for parameter in gate.parameters:
             parameter.unwatch()
@@ -200,18 +200,21 @@ class Reads:
         for layer in gate.layers:
             self.wait_for(layer)
         if gate.streamed is not None:
-            self._fetch(gate.streamed, True)
+            self._fetch(gate, True)
 
-    def _fetch(self, block: StreamedBlock, inside: bool) -> None:
-        """The block computes: wait for its weights, if they are streamed, and measure one copy per step."""
-        lid, waits = block.layers[0].lid, inside and block.streams and not block.is_busy
+    def _fetch(self, gate: Gate, inside: bool) -> None:
+        """A block computes: wait for its weights, if they are streamed, and measure one copy per step."""
+        block, step = gate.streamed, self._health.life.step
+        assert block is not None, "the gate of a block"
+        waits = inside and block.streams and not block.is_busy
         arrived = self._meter.mark() if waits else None
         self._streaming.enter(block, inside)
         if waits:
-            self._meter.fetched(lid, arrived)
-        if not inside and block.streams and block.arrival is not block.measured and block.arrival is not None:
-            block.measured = block.arrival
-            self._meter.span("h2d_s", lid, self._health.life.step, block.arrival.span)
+            self._meter.fetched(block.layers[0].lid, arrived)
+        arrival = block.arrival if block.streams and self._measures(gate) else None
+        if arrival is not None and arrival is not block.measured and block.measured_in < step:
+            block.measured, block.measured_in = arrival, step
+            self._meter.span("h2d_s", _lids(gate), step, arrival.span)
 
     def use(self, tensor: Tensor) -> None:
         """A parameter's value is used outside of its module's forward: make the current stream wait for its update.

@@ -105,8 +105,11 @@ class Streaming:
             block.is_to_stream = all(layer.lid in streamed for layer in block.layers)
 
     def _follow_plan(self, block: StreamedBlock) -> None:
+        """A block begins to be streamed when a step first uses it: no graph of the step has saved its weights yet."""
+        is_first, block.is_touched = not block.is_touched, True
         if block.is_to_stream and not block.streams:
-            self._begin_streaming(block)
+            if is_first and all(layer.life.is_current for layer in block.layers):
+                self._begin_streaming(block)
         elif block.streams and not block.is_to_stream:
             try:
                 if block.is_away:
@@ -149,6 +152,7 @@ class Streaming:
         """What else has used weights has ended by now, unless it keeps a view of them."""
         for block in self._blocks:
             block.is_used, block.is_held = block.is_used and block.is_aliased, False
+            block.is_touched = False
         self._note_storages()
 
     def _note_storages(self) -> None:
@@ -157,6 +161,8 @@ class Streaming:
     def use(self, layer: TrainedLayer) -> None:
         """Somebody else uses the layer's weights on the current stream, and may keep a view of them."""
         block = layer.streamed
+        if block is not None and not block.streams:
+            self._follow_plan(block)
         if block is not None and block.streams:
             block.is_used = True
             if not block.is_present:

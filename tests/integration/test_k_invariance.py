@@ -154,9 +154,13 @@ def test_layers_for_whose_visits_there_is_no_memory_stay(
         train(model, opt, range(3), square_loss)
         monkeypatch.setattr(visits.Visits, "prepare", refuse)
         assert monitor.main([str(opt.run_dir), "--set-policy", "random"]) == 0
-        train_and_prepare(model, opt, 40, square_loss, start=3)
+        said = list[str]()
+        for start in range(3, 803, 40):  # how soon plans come depends on the machine
+            train_and_prepare(model, opt, 40, square_loss, start=start)
+            said = [message for message in caplog.messages if "no GPU memory for visits" in message]
+            if said and opt.statistics().moved:
+                break
         assert opt.statistics().moved and not opt.statistics().visiting_layers
-        said = [message for message in caplog.messages if "no GPU memory for visits" in message]
         assert said and len(said) == len(set(said)), "once for each layer"
 
 

@@ -302,6 +302,31 @@ def test_blocks_begin_and_end_to_be_streamed_as_plans_say() -> None:
     assert len(seen) > 2
 
 
+def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weights() -> None:
+    """Or that graph's backward would find no memory."""
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        def plan(lids: set[int]) -> None:
+            if isinstance(opt, hytrain.AdamW):
+                opt._engine._streaming.plan(lids)
+
+        losses = []
+        for step in range(9):
+            plan(set() if step % 3 == 0 else {*range(6)})
+            penalty = sum(parameter.pow(3).sum() for parameter in model.parameters())
+            loss = square_loss(model, step) + 1e-3 * penalty
+            if step == 3:
+                plan({*range(6)})  # as when a handover is finished in the middle of a step
+                loss = loss + square_loss(model, step)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    same_as_torch(run, partial(perceptron, depth=6), k=0.0, stream=1.0)
+
+
 def test_a_write_that_would_be_lost_is_refused() -> None:
     def shift(module: nn.Module, args: Any) -> None:
         module.bias.data.add_(0.1)
