@@ -305,6 +305,9 @@ def test_blocks_begin_and_end_to_be_streamed_as_plans_say() -> None:
 def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weights() -> None:
     """Or that graph's backward would find no memory."""
 
+    def penalty(model: nn.Module) -> Tensor:
+        return torch.stack([parameter.pow(3).sum() for parameter in model.parameters()]).sum()
+
     def run(model: nn.Module, opt: Any) -> list[float]:
         def plan(lids: set[int]) -> None:
             if isinstance(opt, hytrain.AdamW):
@@ -312,12 +315,12 @@ def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weight
 
         losses = []
         for step in range(9):
-            plan(set() if step % 3 == 0 else {*range(6)})
-            penalty = sum(parameter.pow(3).sum() for parameter in model.parameters())
-            loss = square_loss(model, step) + 1e-3 * penalty
-            if step == 3:
+            if step % 3 == 0:
+                plan(set())  # they stay from this forward on
+            loss = 1e-3 * penalty(model)
+            if step % 3 == 1:
                 plan({*range(6)})  # as when a handover is finished in the middle of a step
-                loss = loss + square_loss(model, step)
+            loss = loss + square_loss(model, step)
             loss.backward()
             opt.step()
             opt.zero_grad()
