@@ -133,7 +133,7 @@ def streamable(profile: Profile, window: int = 200) -> Profile:
 
 
 def _held(profile: Profile) -> Profile:
-    layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200, grads_bytes=200) for layer in profile.layers)
+    layers = tuple(replace(layer, gpu_state_bytes=1200, held_bytes=200) for layer in profile.layers)
     return replace(profile, layers=layers, awaits_verdict=True)
 
 
@@ -444,7 +444,7 @@ def test_being_ahead_saves_what_is_not_clipped(profile: Profile, clipped: float)
 def test_held_gradients_take_memory_and_do_not_move() -> None:
     """With a verdict to await, the GPU keeps 2 bytes a parameter more of a layer, and 10 of them travel."""
     plain = layer(0, numel=100, d2h_s=1.0, h2d_s=2.0)
-    held = replace(plain, gpu_state_bytes=1200, held_bytes=200, grads_bytes=200)
+    held = replace(plain, gpu_state_bytes=1200, held_bytes=200)
     spare = replace(plain, host_bytes=2600, spare_bytes=1200)
     assert held.move_s == plain.move_s == spare.move_s == 10.0, "the slower direction's time, for five times as much"
     limits = Limits(gpu_state_bytes=1100)

@@ -67,6 +67,7 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
+        self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
@@ -177,8 +178,7 @@ class Planning:
         elif self._same_steps >= WHOLE_STEPS:
             self._for_steps_bytes = min(rest, self._for_steps_bytes)
         self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
-        waiting = WAITING_LAYERS * max(fact.grads_bytes for fact in self._facts)
-        room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - waiting)
+        room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - self._waiting_bytes)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
@@ -511,8 +511,7 @@ def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
 
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
-    grads_bytes = placed.plane_nbytes["grads"]
-    held_bytes = grads_bytes if table.awaits_verdict else 0
+    held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
     block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)
     return planner.LayerFacts(
         lid=layer.lid,
@@ -521,7 +520,6 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
         gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
         held_bytes=held_bytes,
-        grads_bytes=grads_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,
         weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,
         block=block,

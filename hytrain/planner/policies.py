@@ -28,17 +28,8 @@ from protocol.messages import OBJECTIVES
 POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
-SHARES: Final = (
-    0.0,
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.65,
-    0.8,
-    1.0,
-)  # of the parameters, to try for visits and streaming
+#: Of the parameters: those that are tried for visits and for streamed weights.
+SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 LEANEST: Final = {"visit": 0.0, "stream": 1.0}  # what takes the least GPU memory
 
 

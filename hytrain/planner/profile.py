@@ -21,7 +21,6 @@ class LayerFacts:
     gpu_state_bytes: int  # on the GPU if it owns the layer, without weights
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
-    grads_bytes: int = 0  # its gradients on the GPU, until they are copied out or used
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
     weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
     block: int = -1  # which streamed layers have in common that are streamed together

@@ -64,9 +64,8 @@ class StepMarks:
     A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
     `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
     all-gathers. `fetched` are backward's waits for streamed weights. `turns` are the starts of the backwards, if the
-    step has several. `starved` counts the layers at the
-    end of whose backward the device had finished all earlier work, so that it waited for launches. (In forward, a
-    stall also causes that.)
+    step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
+    so that it waited for launches. (In forward, a stall also causes that.)
     """
 
     step: int
