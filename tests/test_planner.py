@@ -176,7 +176,11 @@ def test_blocks_are_streamed_whole() -> None:
     two = replace(four, layers=layers)
     assert two.streamed(NONE) == lids(0, 1)
     assert two.streamed(lids(1)) == lids(2, 3), "not where the GPU owns a layer"
-    assert replace(two, stream=1.0).streamed(NONE) == lids(0, 1, 2, 3)
+    all_streamed = replace(two, stream=1.0)
+    assert all_streamed.streamed(NONE) == lids(0, 1, 2, 3)
+    assert all_streamed.gpu_state_bytes(lids(1)) == 1000 + 2 * 200 + 200, "its state, the block's weights, the window"
+    for room, owned in ((1600, lids(0)), (1599, lids(4))):  # the last one is not of a block
+        assert choose("fixed", all_streamed, Limits(gpu_state_bytes=room), stream=1.0, fixed_k=0.2).gpu_lids == owned
 
 
 @given(st.data(), st.sampled_from(OBJECTIVES))
