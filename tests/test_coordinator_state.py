@@ -297,6 +297,54 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     assert room(10, (), 23 * state) == 77, "now steps need more"
 
 
+def test_waits_for_streamed_weights_correct_the_prediction(driver: Driver) -> None:
+    """Fetches on a busy link take longer than one that is measured alone. One slow step says little."""
+    blocks = tuple((lid,) for lid in ALL)
+    plan = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=blocks, window_bytes=2 * SEGMENT.numel)
+    work_s, measured = 3e-3 * LAYERS, tuple(replace(each, h2d_s=1e-3) for each in times())
+
+    def follow(step: int, stall_s: float) -> float:
+        driver.handle(cpu_report(step, 1e-3, ALL))
+        where = {"streamed": plan.streamed, "layers": measured, "measured": step}
+        driver.handle(report(step, **where, stall_s=stall_s, step_s=work_s + stall_s))
+        return driver.planning.predicted_step_s or 0.0
+
+    alone_s = [follow(step, 4e-3) for step in range(12)][-1] - work_s
+    slow_s = 3 * alone_s
+    assert follow(12, 10 * slow_s) - work_s < 1.5 * alone_s
+    predicted_s = [follow(step, slow_s) for step in range(13, 60)][-1]
+    assert predicted_s == pytest.approx(work_s + slow_s, rel=0.02)
+
+
+@pytest.mark.parametrize("room_for_both", [True, False])
+def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_both: bool) -> None:
+    """State comes before the weights that are to be streamed have left. Without room for both, it comes later."""
+    element = SEGMENT.numel
+    state, weights, waiting = 10 * element, 2 * element, 2 * 2 * element
+    blocks = tuple((lid,) for lid in ALL)
+    start = driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, stream=0.5, blocks=blocks)
+    assert start.streamed == (0, 2)
+    usable = 2 * state + (2 + room_for_both) * weights + waiting
+
+    def follow(step: int, plan: m.Plan) -> Sent:
+        where = {"gpu_lids": on_gpu(plan.placements), "streamed": plan.streamed}
+        needed = len(on_gpu(plan.placements)) * state + (LAYERS - len(plan.streamed)) * weights
+        return driver.sent(report(step, **where, gpu_usable_bytes=usable, gpu_needed_bytes=needed))
+
+    def asked(first_step: int, plan: m.Plan) -> m.Plan:
+        found = next(sent for step in range(first_step, first_step + 9) if (sent := follow(step, plan)))
+        return found[0][1]
+
+    follow(1, start)
+    driver.answer(m.Command(name="k", value="0.5"))
+    plan = asked(2, start)
+    if not room_for_both:
+        assert (on_gpu(plan.placements), plan.streamed) == ((), (0, 2, 3)) and "first what leaves" in plan.reason
+        driver.hold(plan, moved=0)
+        plan = asked(12, plan)
+    assert (on_gpu(plan.placements), plan.streamed) == ((0, 1), (2, 3))
+
+
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     """They can do what the CPU is late with, over a link that is fast, and go back to it with a number for k."""
     driver.start(policy="deadline", visit=None, device="cuda")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -71,6 +71,7 @@ class Planning:
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
+        self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
         self._same_steps = WHOLE_STEPS
         self.reason = ""
         self.predicted_step_s: float | None = None
@@ -166,10 +167,8 @@ class Planning:
         """
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
-        placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
-        placed += sum(self._facts[lid].held_bytes for lid in _visiting_lids(report.placements))
-        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable.difference(report.streamed))
-        placed += self.table.window_bytes if report.streamed else 0
+        self._streamed = frozenset(report.streamed)
+        placed = self._on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
         rest = max(0, report.gpu_needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
@@ -180,6 +179,14 @@ class Planning:
         self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
         room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - self._waiting_bytes)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
+
+    def _on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
+        """What we have placed on the GPU, if it owns these layers, these visit it, and the weights of these do not rest
+        there."""
+        placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
+        placed += sum(self._facts[lid].held_bytes for lid in visiting)
+        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - streamed)
+        return placed + (self.table.window_bytes if streamed else 0)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
         """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too."""
@@ -204,6 +211,10 @@ class Planning:
             gpu_lids=step.gpu_lids,
             middle_s=report.middle_s,
         )
+        profile = self._profile() if report.streamed and self._same_steps >= WHOLE_STEPS else None
+        if profile is not None:
+            expected = planner.simulate(self._in_mode(profile, self.speculates), step.gpu_lids)
+            self._book.observe_fetches(report.stall_s - expected.stall_s - expected.fetch_s)
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
@@ -338,8 +349,13 @@ class Planning:
     def _propose(
         self, gpu_lids: frozenset[int], shares: tuple[float, float], step: int, reason: str, predicted_s: float | None
     ) -> list[Command]:
-        placements, streamed = self._placed(gpu_lids, *shares, step)
-        self._planned = self._shares_of(placements, streamed) if self.policy == "random" else shares
+        whole = self._placed(gpu_lids, *shares, step)
+        placements, streamed = self._without_room_for_both(*whole)
+        if (placements, streamed) != whole:
+            gpu_lids, predicted_s = _gpu_lids(placements), None
+            reason = f"first what leaves the GPU, since there is no room yet for what comes; {reason}"
+        is_as_wanted = self.policy != "random" and (placements, streamed) == whole
+        self._planned = shares if is_as_wanted else self._shares_of(placements, streamed)
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -374,6 +390,24 @@ class Planning:
             streamed = planner.streamed_lids(facts, gpu_lids, stream)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
         return tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed
+
+    def _without_room_for_both(
+        self, placements: tuple[str, ...], streamed: frozenset[int]
+    ) -> tuple[tuple[str, ...], frozenset[int]]:
+        """The plan, or only what leaves the GPU in it, if its memory cannot hold that together with what comes.
+
+        State comes while other state and weights leave. The plan after it has room for the rest.
+        """
+        if self._limits.gpu_state_bytes is None or self._plan is None:
+            return placements, streamed
+        names = dict(enumerate(placements))
+        now, then = _gpu_lids(self.placements), _gpu_lids(placements)
+        visiting = _visiting_lids(self.placements) | _visiting_lids(placements)
+        both_bytes = self._on_gpu_bytes(now | then, visiting, self._streamed & streamed)
+        if both_bytes <= self._limits.gpu_state_bytes or (now <= then and self._streamed >= streamed):
+            return placements, streamed
+        names |= {lid: self.placements[lid] for lid in then - now}
+        return tuple(names.values()), self._streamed | streamed
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)

@@ -8,7 +8,8 @@ Owns the estimate of each layer's times, and when to give it up.
                                     set aside     measured? scaled │
                                                   like the others  │
     step time, stalls ──▶ what the layers' times do not explain ───┤
-    what the CPU's updates slow down (contention.py) ──────────────┘
+    what the CPU's updates slow down (contention.py) ──────────────┤
+    waits for streamed weights, beyond the simulated ones ─────────┘
     the CPU's times of one step relative to the usual ──▶ how much slower it is at times
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
@@ -38,6 +39,8 @@ LEAST_SLACK, MOST_SLACK = 0.03, 1.0
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
+#: Fetches of streamed weights take at most so many times as long as alone, and so much more after one more step.
+MOST_FETCH_FACTOR, FETCH_STEP = 4.0, 0.2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,6 +175,7 @@ class MeasurementBook:
         self._drag = 0.0  # the drag that the means are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
+        self._fetch_factor = 1.0
 
     @property
     def rates(self) -> Rates:
@@ -264,6 +268,19 @@ class MeasurementBook:
         update_s = sum(gpu_update_s[lid] for lid in gpu_lids)
         self._busy_s.add(max(0.0, step_s - stall_s - exposed_s - middle_s - self._lost_s - update_s))
 
+    def observe_fetches(self, late_s: float) -> None:
+        """A step with streamed weights stalled for `late_s` longer than simulated, or for less if that is below 0.
+
+        Its fetches are made so much longer, a little at a time, as if all weights were streamed: so few streamed layers
+        say little, and one slow step, too.
+        """
+        streamable = {layer.lid for layer in self._layers if layer.weights_bytes}
+        h2d_s = self._in_role("h2d_s", self._rates.h2d_s)
+        fetches_s = 2 * sum(h2d_s[lid] for lid in streamable)  # in forward and in backward
+        if fetches_s:
+            change = min(max(late_s / fetches_s, -FETCH_STEP), FETCH_STEP)
+            self._fetch_factor = min(max(self._fetch_factor + change, 1.0), MOST_FETCH_FACTOR)
+
     def reorder(self, position_of: Mapping[int, int]) -> None:
         """Use a newly learned forward order. ValueError unless it names exactly the layers of the book."""
         if position_of.keys() != self._position_of.keys():
@@ -309,6 +326,7 @@ class MeasurementBook:
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=self.cpu_slack,
+            fetch_factor=self._fetch_factor,
         )
 
     def check(self) -> None:

@@ -59,7 +59,8 @@ class Profile:
     `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
 
     The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. The weights of the
-    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory.
+    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory, and
+    take `fetch_factor` times as long as alone, since visits and others' copies have the link as well.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -76,6 +77,7 @@ class Profile:
     visit: float = 0.0
     stream: float = 0.0
     window_bytes: int = 0
+    fetch_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -145,6 +145,7 @@ class _Window:
         largest = max((layer.weights_bytes for layer in profile.layers), default=0)
         self._slots = max(1, profile.window_bytes // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
+        self._factor = profile.fetch_factor
         self.waited_s = self.fetched_s = 0.0
 
     @property
@@ -162,7 +163,7 @@ class _Window:
             return now
         room_s = 0.0 if self.has_room else self._left_s[-self._slots]
         begins_s = max(self._free_s, updated_s, room_s)
-        self._free_s = begins_s + layer.h2d_s
+        self._free_s = begins_s + self._factor * layer.h2d_s
         self.fetched_s += layer.h2d_s
         self._events.append(("fetch", layer.lid, begins_s, self._free_s))
         self.waited_s += max(0.0, self._free_s - now)
