@@ -30,6 +30,7 @@ class ClusterConfig(BaseModel):
     #: OpenMP threads of the optimizer process; None is one per core, or half as many with fewer than 4 cores
     threads: int | None = Field(default=None, ge=1)
     host_memory_limit: int | None = Field(default=None, ge=0)  # bytes for planes; None is all that is free
+    gpu_memory_limit: int | None = Field(default=None, ge=0)  # bytes per GPU to plan with; None is all that is free
     run_dir: str | None = None  # folder of the run; None makes one in ~/.local/state/hytrain/runs
     run_name: str | None = None
     keep_runs: int = Field(default=50, ge=1)  # how many runs keep their folders in ~/.local/state/hytrain/runs
@@ -81,6 +82,7 @@ class Cluster(BaseModel):
     coordinator_pid: int
     optimizer_pids: tuple[int, ...]  # by the rank in the cluster
     host_memory_limit: int | None = None
+    gpu_memory_limit: int | None = None
     hang_timeout_s: float = 600.0
     trace: bool = False
 

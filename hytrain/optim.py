@@ -111,6 +111,7 @@ class AdamW(torch.optim.Optimizer):
         threads: The optimizer process's threads.
         run_dir: The run's folder.
         host_memory_limit: The most host memory that planes may take, in bytes.
+        gpu_memory_limit: The most memory to plan with on each GPU, in bytes.
         trace: Whether to write `trace.json`, the timeline of all processes.
         pipeline_group: The process group of a pipeline's stages, which train different parameters. Norms are those of
             all stages together.
@@ -152,6 +153,7 @@ class AdamW(torch.optim.Optimizer):
         threads: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         host_memory_limit: int | None = None,
+        gpu_memory_limit: int | None = None,
         trace: bool | None = None,
         pipeline_group: ProcessGroup | None = None,
     ) -> None:
@@ -187,6 +189,7 @@ class AdamW(torch.optim.Optimizer):
                 "threads": threads,
                 "run_dir": None if run_dir is None else os.fspath(run_dir),
                 "host_memory_limit": host_memory_limit,
+                "gpu_memory_limit": gpu_memory_limit,
                 "trace": trace,
             }
             config = ClusterConfig.resolve(flags=flags)

@@ -110,6 +110,7 @@ class Session:
         self.last_words = "this hytrain.AdamW is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
+        self.memory.limit = self._cluster.gpu_memory_limit
         try:
             connect_nodes(self._cluster, self._place.rank, self.ranks)
             if moves := self._device != came_from:

@@ -62,6 +62,17 @@ def test_what_no_step_has_needed_is_free(
     assert (free(memory), memory.for_state_bytes()) == pytest.approx((free_gb * GB, for_state * GB))
 
 
+def test_planned_is_with_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a cap on torch's allocator; the smaller one counts."""
+    capped = [(cap, limit) for cap, limit in ((0.24, None), (0.24, 50 * GB), (1.0, 24 * GB), (0.5, 24 * GB))]
+    found = []
+    for cap, limit in capped:
+        memory = tell(monkeypatch, cap, 60, 21, 8, 20)
+        memory.limit = limit
+        found.append((memory.room(), memory.for_state_bytes()))
+    assert found == found[:1] * 4 and found[0][1] == (24 - 8) * GB // 2
+
+
 def test_state_that_has_just_come_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the planner, which adds it, would count it twice until the driver is asked again."""
     memory = tell(monkeypatch, 1.0, 60, 35, 20, 30)

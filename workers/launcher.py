@@ -87,6 +87,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--run-dir", help="the run's folder")
     options.add_argument("--keep-runs", type=int, metavar="N", help="keep the folders of the N newest programs' runs")
     options.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
+    options.add_argument("--gpu-memory-limit", type=int, metavar="BYTES", help="memory to plan with on each GPU")
     options.add_argument("--save-before", metavar="TIME", help="end the run this long before the job's time is up: 5m")
     options.add_argument("--time-limit", metavar="TIME", help="the job's time, counted from now, where Slurm sets none")
     options.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
@@ -148,7 +149,7 @@ def _init(arguments: Sequence[str]) -> int:
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("cores", "threads", "run_dir", "keep_runs", "host_memory_limit", "trace")
+    names = ("cores", "threads", "run_dir", "keep_runs", "host_memory_limit", "gpu_memory_limit", "trace")
     return {name: getattr(arguments, name) for name in names}
 
 
@@ -221,14 +222,18 @@ def _supervise_recipe(
 
 def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
     cluster, run = recipe.cluster, recipe.run
-    limit = cluster.host_memory_limit_gib
     return {
         "cores": cluster.cores,
         "threads": None if cluster.optimizer_threads == "auto" else cluster.optimizer_threads,
-        "host_memory_limit": None if limit is None else int(limit * 2**30),
+        "host_memory_limit": _bytes(cluster.host_memory_limit_gib),
+        "gpu_memory_limit": _bytes(cluster.gpu_memory_limit_gib),
         "run_dir": str(run.dir / run.name),
         "run_name": run.name,
     }
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:

@@ -49,11 +49,13 @@ def gpu_memory(device: torch.device) -> GpuMemory:
 class GpuMemory:
     """What the GPU still has for optimizer state, as far as torch's allocator may take it.
 
-    What is lent counts as used until it is taken back, and then not as something that steps have needed.
+    What is lent counts as used until it is taken back, and then not as something that steps have needed. `limit`, in
+    bytes, caps what is planned with; a step that needs more gets it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.limit: int | None = None
         self._asked = 0
         self._usable = 0
         self._is_expandable: bool | None = None  # not known before the first allocation
@@ -141,6 +143,7 @@ class GpuMemory:
         """
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        cap = cap if self.limit is None else min(cap, self.limit)
         return min(free + torch.cuda.memory_reserved(self._device), cap), cap
 
 

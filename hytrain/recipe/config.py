@@ -248,6 +248,7 @@ class Cluster(Section):
     cores: str = "auto"  # of the optimizer process: "auto", "node:0", or a list such as "2-7,10"
     optimizer_threads: Positive | Literal["auto"] = "auto"
     host_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
+    gpu_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
 
 
 class Parallel(Section):

@@ -24,6 +24,8 @@ from small_models import perceptron, square_loss
 
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
+from hytrain.memory.capacity import gpu_memory
+from hytrain.recipe import config as recipes
 from hytrain.recipe.saved import latest
 from hytrain.state_folder import INDEX
 from workers import launcher, run_folder
@@ -315,6 +317,16 @@ def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
     env = environment(HYTRAIN_RUN_DIR=str(tmp_path / "not"))
     assert cluster("--run-dir", tmp_path / "flag", tmp_path / "script.py", env=env).returncode == 0
     assert (tmp_path / "flag" / "logs").is_dir() and not (tmp_path / "not").exists()
+
+
+def test_limits_on_memory_arrive(tmp_path: Path) -> None:
+    """A recipe's at the launcher, in bytes; a script's at what the planner may use."""
+    sections = ["cluster.gpu_memory_limit_gib=24", "cluster.host_memory_limit_gib=0.5"]
+    settings = launcher._cluster_settings(recipes.load(write_recipe(tmp_path), sections))
+    assert (settings["gpu_memory_limit"], settings["host_memory_limit"]) == (24 << 30, 1 << 29)
+    for limit in (24 << 30, None):
+        with adamw(perceptron(), gpu_memory_limit=limit):
+            assert gpu_memory(torch.device("cpu")).limit == limit
 
 
 def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:
