@@ -152,6 +152,8 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
                     if behind:
                         unless_gone(roles[0].resume)  # it has to read
                     time.sleep(0.001)
+                    if behind:
+                        unless_gone(roles[0].suspend)
                     continue
                 to[path] += 1
                 if to[path] % PATIENCE == 0:
