@@ -144,16 +144,16 @@ def _fuzz(run: Run, steps: int, frames: int, drawn: random.Random) -> list[str]:
                 run.reaches(step + 1, f"after {sent.total():,} frames")
             if behind := due - sent.total() > MOST_BEHIND or due == frames:
                 unless_gone(roles[0].suspend)  # the run would be at its end before all frames are sent
+            full = set[Path]()  # a suspended trainer reads nothing: the others take more
             while sent.total() < due and run.launcher.poll() is None:
-                path = drawn.choice([*to])
+                path = drawn.choice([path for path in to if path not in full])
                 try:
                     sent[strangers[path].send()] += 1
                 except zmq.Again:
-                    if behind:
-                        unless_gone(roles[0].resume)  # it has to read
-                    time.sleep(0.001)
-                    if behind:
-                        unless_gone(roles[0].suspend)
+                    full.add(path)
+                    if len(full) == len(to):
+                        full.clear()
+                        time.sleep(0.001)
                     continue
                 to[path] += 1
                 if to[path] % PATIENCE == 0:
