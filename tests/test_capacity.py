@@ -62,7 +62,7 @@ def test_what_no_step_has_needed_is_free(
     assert (free(memory), memory.for_state_bytes()) == pytest.approx((free_gb * GB, for_state * GB))
 
 
-def test_planned_is_with_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_caps_what_is_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a cap on torch's allocator; the smaller one counts."""
     capped = [(cap, limit) for cap, limit in ((0.24, None), (0.24, 50 * GB), (1.0, 24 * GB), (0.5, 24 * GB))]
     found = []

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner import Profile
+from hytrain.planner import Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
-from hytrain.run.ownership import OwnershipError
+from hytrain.run.ownership import OwnershipError, PlanLedger
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
+from protocol.placement import CPU, GPU
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
@@ -298,22 +299,54 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
 
 
 def test_waits_for_streamed_weights_correct_the_prediction(driver: Driver) -> None:
-    """Fetches on a busy link take longer than one that is measured alone. One slow step says little."""
+    """Fetches take longer than measured when all copies have the link. Slow steps now and then say nothing of them."""
     blocks = tuple((lid,) for lid in ALL)
     plan = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=blocks, window_bytes=2 * SEGMENT.numel)
     work_s, measured = 3e-3 * LAYERS, tuple(replace(each, h2d_s=1e-3) for each in times())
 
-    def follow(step: int, stall_s: float) -> float:
+    def follow(step: int, stall_s: float, streamed: tuple[int, ...] = plan.streamed) -> float:
         driver.handle(cpu_report(step, 1e-3, ALL))
-        where = {"streamed": plan.streamed, "layers": measured, "measured": step}
+        where = {"streamed": streamed, "layers": measured, "measured": step}
         driver.handle(report(step, **where, stall_s=stall_s, step_s=work_s + stall_s))
         return driver.planning.predicted_step_s or 0.0
 
     alone_s = [follow(step, 4e-3) for step in range(12)][-1] - work_s
     slow_s = 3 * alone_s
-    assert follow(12, 10 * slow_s) - work_s < 1.5 * alone_s
-    predicted_s = [follow(step, slow_s) for step in range(13, 60)][-1]
+    for step in range(12, 60, 3):
+        seldom = [follow(step + i, stall_s) for i, stall_s in enumerate((9 * slow_s, alone_s, 9 * slow_s))]
+        assert seldom[-1] == pytest.approx(alone_s + work_s)
+    predicted_s = [follow(step, slow_s) for step in range(60, 110)][-1]
     assert predicted_s == pytest.approx(work_s + slow_s, rel=0.02)
+    learned = driver.profile.fetch_factor
+    assert [follow(step, 0.0, ()) for step in range(110, 510)] and driver.profile.fetch_factor < 1 + 0.2 * (learned - 1)
+
+
+@pytest.mark.parametrize(("clipped", "learns"), [(0.0, True), (0.5, False)])
+def test_clipped_steps_say_nothing_of_streamed_weights(driver: Driver, clipped: float, learns: bool) -> None:
+    """Where the CPU updates ahead of the verdict, a clipped step stalls for longer than others."""
+    blocks = tuple((lid,) for lid in ALL)
+    ahead = {"awaits_verdict": True, "speculate": True}
+    plan = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=blocks, window_bytes=2 * SEGMENT.numel, **ahead)
+    driver.planning._clipped.value = clipped
+    for step in range(20):
+        driver.handle(cpu_report(step, 1e-3, ALL))
+        driver.handle(report(step, streamed=plan.streamed, layers=times(), measured=step, stall_s=1.0, step_s=2.0))
+    assert (driver.profile.fetch_factor > 1.0) is learns
+
+
+@pytest.mark.parametrize("host_bytes", [None, 3 * layout(TABLE.layers[0]).nbytes])
+def test_what_cannot_leave_first_changes_places_at_once(driver: Driver, host_bytes: int | None) -> None:
+    """Where the host has no room for both, or refuses to take what is to leave."""
+    state = 10 * SEGMENT.numel
+    driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
+    planning = driver.planning
+    planning._limits = Limits(gpu_state_bytes=state, host_bytes=host_bytes)
+    reasons = []
+    for _ in range(2):
+        planning._propose(frozenset({1}), (0.0, 0.0), 9, "asked", None)
+        reasons.append(planning.reason)
+        planning._ledger = PlanLedger((GPU.name, CPU.name, CPU.name, CPU.name))
+    assert [reason.startswith("first what leaves") for reason in reasons] == [host_bytes is None, False]
 
 
 @pytest.mark.parametrize("room_for_both", [True, False])

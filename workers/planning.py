@@ -40,6 +40,8 @@ OPEN_STEPS: Final = 16
 WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
+#: With more clipped steps, waits for streamed weights are not told from waits for weights that come after the verdict.
+FEW_CLIPPED: Final = 0.1
 MAX_THREADS: Final = 9999
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
@@ -72,6 +74,7 @@ class Planning:
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
+        self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
         self._same_steps = WHOLE_STEPS
         self.reason = ""
         self.predicted_step_s: float | None = None
@@ -211,10 +214,13 @@ class Planning:
             gpu_lids=step.gpu_lids,
             middle_s=report.middle_s,
         )
-        profile = self._profile() if report.streamed and self._same_steps >= WHOLE_STEPS else None
+        profile = self._profile() if self._same_steps >= WHOLE_STEPS else None
         if profile is not None:
-            expected = planner.simulate(self._in_mode(profile, self.speculates), step.gpu_lids)
-            self._book.observe_fetches(report.stall_s - expected.stall_s - expected.fetch_s)
+            there, late_s = self._in_mode(profile, self.speculates), 0.0
+            if report.streamed and there.clipped <= FEW_CLIPPED:  # a clipped step stalls for another reason
+                expected = planner.simulate(there, step.gpu_lids)
+                late_s = report.stall_s - expected.stall_s - expected.fetch_s
+            self._book.observe_fetches(late_s)
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
@@ -351,6 +357,9 @@ class Planning:
     ) -> list[Command]:
         whole = self._placed(gpu_lids, *shares, step)
         placements, streamed = self._without_room_for_both(*whole)
+        if (placements, streamed) == self._left_first:  # what was to leave has not left
+            placements, streamed = whole
+        self._left_first = None if (placements, streamed) == whole else (placements, streamed)
         if (placements, streamed) != whole:
             gpu_lids, predicted_s = _gpu_lids(placements), None
             reason = f"first what leaves the GPU, since there is no room yet for what comes; {reason}"
@@ -396,7 +405,8 @@ class Planning:
     ) -> tuple[tuple[str, ...], frozenset[int]]:
         """The plan, or only what leaves the GPU in it, if its memory cannot hold that together with what comes.
 
-        State comes while other state and weights leave. The plan after it has room for the rest.
+        State comes while other state and weights leave. The plan after it has room for the rest. The host must hold
+        both in the meantime.
         """
         if self._limits.gpu_state_bytes is None or self._plan is None:
             return placements, streamed
@@ -404,7 +414,12 @@ class Planning:
         now, then = _gpu_lids(self.placements), _gpu_lids(placements)
         visiting = _visiting_lids(self.placements) | _visiting_lids(placements)
         both_bytes = self._on_gpu_bytes(now | then, visiting, self._streamed & streamed)
+        if self._streamed.isdisjoint(streamed):
+            both_bytes += self.table.window_bytes
         if both_bytes <= self._limits.gpu_state_bytes or (now <= then and self._streamed >= streamed):
+            return placements, streamed
+        host_bytes = sum(fact.host_bytes for fact in self._facts if fact.lid not in now & then)
+        if self._limits.host_bytes is not None and host_bytes > self._limits.host_bytes:
             return placements, streamed
         names |= {lid: self.placements[lid] for lid in then - now}
         return tuple(names.values()), self._streamed | streamed

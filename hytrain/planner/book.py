@@ -39,8 +39,10 @@ LEAST_SLACK, MOST_SLACK = 0.03, 1.0
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
-#: Fetches of streamed weights take at most so many times as long as alone, and so much more after one more step.
+#: Fetches of streamed weights take at most so many times as long as measured, and so much more after one more step.
 MOST_FETCH_FACTOR, FETCH_STEP = 4.0, 0.2
+#: What is left of that after one more step, since a wait that has another reason may end with that.
+KEPT_FETCHES: Final = 0.995
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +177,7 @@ class MeasurementBook:
         self._drag = 0.0  # the drag that the means are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
+        self._late_s: deque[float] = deque([0.0] * 3, maxlen=3)  # of the last steps
         self._fetch_factor = 1.0
 
     @property
@@ -269,17 +272,20 @@ class MeasurementBook:
         self._busy_s.add(max(0.0, step_s - stall_s - exposed_s - middle_s - self._lost_s - update_s))
 
     def observe_fetches(self, late_s: float) -> None:
-        """A step with streamed weights stalled for `late_s` longer than simulated, or for less if that is below 0.
+        """A step stalled for `late_s` longer than simulated, or for less if it is below 0; 0 without streamed weights.
 
-        Its fetches are made so much longer, a little at a time, as if all weights were streamed: so few streamed layers
-        say little, and one slow step, too.
+        The fetches become longer by the least of three steps that agree, as if all weights were streamed: so few
+        streamed layers say little, and a single slow step nothing.
         """
+        self._late_s.append(late_s)
         streamable = {layer.lid for layer in self._layers if layer.weights_bytes}
         h2d_s = self._in_role("h2d_s", self._rates.h2d_s)
         fetches_s = 2 * sum(h2d_s[lid] for lid in streamable)  # in forward and in backward
         if fetches_s:
-            change = min(max(late_s / fetches_s, -FETCH_STEP), FETCH_STEP)
-            self._fetch_factor = min(max(self._fetch_factor + change, 1.0), MOST_FETCH_FACTOR)
+            agreed_s = max(min(self._late_s), 0.0) + min(max(self._late_s), 0.0)
+            change = min(max(agreed_s / fetches_s, -FETCH_STEP), FETCH_STEP)
+            kept = 1.0 + KEPT_FETCHES * (self._fetch_factor - 1.0)
+            self._fetch_factor = min(max(kept + change, 1.0), MOST_FETCH_FACTOR)
 
     def reorder(self, position_of: Mapping[int, int]) -> None:
         """Use a newly learned forward order. ValueError unless it names exactly the layers of the book."""

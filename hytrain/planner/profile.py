@@ -60,7 +60,7 @@ class Profile:
 
     The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. The weights of the
     share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory, and
-    take `fetch_factor` times as long as alone, since visits and others' copies have the link as well.
+    take `fetch_factor` times as long as measured, since visits and others' copies have the link as well.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
