@@ -40,8 +40,6 @@ OPEN_STEPS: Final = 16
 WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
-#: With more clipped steps, waits for streamed weights are not told from waits for weights that come after the verdict.
-FEW_CLIPPED: Final = 0.1
 MAX_THREADS: Final = 9999
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
@@ -216,11 +214,8 @@ class Planning:
         )
         profile = self._profile() if self._same_steps >= WHOLE_STEPS else None
         if profile is not None:
-            there, late_s = self._in_mode(profile, self.speculates), 0.0
-            if report.streamed and there.clipped <= FEW_CLIPPED:  # a clipped step stalls for another reason
-                expected = planner.simulate(there, step.gpu_lids)
-                late_s = report.stall_s - expected.stall_s - expected.fetch_s
-            self._book.observe_fetches(late_s)
+            expected = planner.simulate(self._in_mode(profile, self.speculates), step.gpu_lids)
+            self._book.observe_fetches(report.fetch_s - expected.fetch_s if report.streamed else 0.0)
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""

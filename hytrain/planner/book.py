@@ -272,7 +272,7 @@ class MeasurementBook:
         self._busy_s.add(max(0.0, step_s - stall_s - exposed_s - middle_s - self._lost_s - update_s))
 
     def observe_fetches(self, late_s: float) -> None:
-        """A step stalled for `late_s` longer than simulated, or for less if it is below 0; 0 without streamed weights.
+        """Backward waited for fetches `late_s` longer than simulated, or less if below 0; 0 without streamed weights.
 
         The fetches become longer by the least of three steps that agree, as if all weights were streamed: so few
         streamed layers say little, and a single slow step nothing.
@@ -280,7 +280,7 @@ class MeasurementBook:
         self._late_s.append(late_s)
         streamable = {layer.lid for layer in self._layers if layer.weights_bytes}
         h2d_s = self._in_role("h2d_s", self._rates.h2d_s)
-        fetches_s = 2 * sum(h2d_s[lid] for lid in streamable)  # in forward and in backward
+        fetches_s = sum(h2d_s[lid] for lid in streamable)
         if fetches_s:
             agreed_s = max(min(self._late_s), 0.0) + min(max(self._late_s), 0.0)
             change = min(max(agreed_s / fetches_s, -FETCH_STEP), FETCH_STEP)

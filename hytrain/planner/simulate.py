@@ -45,8 +45,8 @@ class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
     If the CPU is ahead of the verdict, it is an unclipped step, but `step_s` is the mean of all steps. `stalls_s` has
-    the layers whose forward waited for updates, and `fetch_s` is the wait for the copies of streamed weights. `events`
-    are grouped by server, each in order of time; a preempted CPU update has several.
+    the layers whose forward waited for updates, and `fetch_s` is backward's wait for the copies of streamed weights.
+    `events` are grouped by server, each in order of time; a preempted CPU update has several.
     """
 
     step_s: float
@@ -111,7 +111,8 @@ def _play(
     ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, passing_s, events)}
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
     stalls_s = {}
-    gpu_busy_s = now - window.waited_s
+    fetch_s = window.waited_s
+    gpu_busy_s = now - fetch_s
     now += profile.other_s
     window.turn()
     for layer in profile.layers:
@@ -131,7 +132,7 @@ def _play(
     return Timeline(
         step_s=now + profile.middle_s,
         stalls_s=stalls_s,
-        fetch_s=window.waited_s,
+        fetch_s=fetch_s,
         gpu_busy_s=gpu_busy_s + profile.middle_s,
         cpu_busy_s=cpu_busy_s,
         events=tuple(events),
