@@ -20,12 +20,17 @@ if not hasattr(_protocol, "HYTRAIN"):
 
 if TYPE_CHECKING:
     from hytrain.errors import HyTrainError
+    from hytrain.model.blueprint import deferred_init
     from hytrain.optim import AdamW
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HyTrainError", "__version__"]
+__all__ = ["AdamW", "HyTrainError", "__version__", "deferred_init"]
 
-_HOMES = {"AdamW": "hytrain.optim", "HyTrainError": "hytrain.errors"}
+_HOMES = {
+    "AdamW": "hytrain.optim",
+    "HyTrainError": "hytrain.errors",
+    "deferred_init": "hytrain.model.blueprint",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
+from hytrain.model.blueprint import blueprints_of
 from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
 from protocol.messages import OBJECTIVES, GroupHyper
@@ -194,13 +195,15 @@ def check_model(model: nn.Module) -> torch.device:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+    made_on = {p.parameter: p.device for blueprint in blueprints_of(model) for p in blueprint.planned}
+    trainable = [p for p in model.parameters() if p.requires_grad and (p.numel() or p in made_on)]
     if not trainable:
         raise UnsupportedError(f"{type(model).__name__} has no parameter that needs a gradient: nothing to train")
-    devices = {parameter.device for parameter in trainable}
+    devices = {made_on.get(parameter, parameter.device) for parameter in trainable}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device"
+            f"parameters are on {', '.join(map(str, devices))}: HyTrain needs one cpu or cuda device (without memory: "
+            "hytrain.deferred_init, not torch.device('meta'))"
         )
     return next(iter(devices))
 

@@ -34,6 +34,7 @@ from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
 from hytrain.model import fsdp, hooks
+from hytrain.model.blueprint import Planned, Read, blueprints_of
 from hytrain.model.layers import find_blocks, split_layers
 from hytrain.model.sharing import counted_here
 from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
@@ -113,8 +114,10 @@ class Session:
         self.memory.limit = self._cluster.gpu_memory_limit
         try:
             connect_nodes(self._cluster, self._place.rank, self.ranks)
-            if moves := self._device != came_from:
-                self._first = take_to(model, self._device, find_blocks(model) if options.stream != 0.0 else ())
+            deferred = [planned for each in blueprints_of(model) for planned in each.planned]
+            if moves := bool(deferred) or self._device != came_from:
+                blocks = find_blocks(model) if options.stream != 0.0 else ()
+                self._first = take_to(model, self._device, blocks, deferred)
             self._build()
         except BaseException:
             if moves:
@@ -285,6 +288,8 @@ class Session:
             self._link.start(engine)
             self._load_first(plan)
             engine.start(plan)
+            for blueprint in blueprints_of(self._model):
+                blueprint.make(self._give)
             if self._blocks:
                 memory.begin_anew()
         except BaseException:
@@ -304,6 +309,15 @@ class Session:
         stays = {known.parameter for block in away for known in block.parameters}
         for parameter in self._first.keys() - stays:
             load(parameter, self._first[parameter])
+
+    def _give(self, planned: Planned, read: Read) -> None:
+        """A blueprint has made a parameter's first values."""
+        known = next((known for known in self.parameters if known.parameter is planned.parameter), None)
+        values = read(tuple(slice(0, size) for size in planned.parameter.shape))
+        if known is None:
+            planned.parameter.data.copy_(values)
+        else:
+            self.engine.begin_with(known, values)
 
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""

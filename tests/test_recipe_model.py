@@ -12,8 +12,8 @@ import yaml
 from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
+from hytrain.model.deferred import Piece, recording, replay
 from hytrain.recipe import config, model
-from hytrain.recipe.deferred import recording, replay, storage_of
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.step.streaming import SLOTS
@@ -63,12 +63,12 @@ def test_a_recorded_model_gets_the_values_of_a_built_one(fields: dict[str, Any],
     with recording() as calls:
         recorded = model.build(wanted, hf, CPU)
     assert not torch.equal(torch.get_rng_state(), after), "nothing has been made yet"
-    fakes = dict([*recorded.named_parameters(), *recorded.named_buffers()])
+    pieces = {name: Piece.of(fake) for name, fake in [*recorded.named_parameters(), *recorded.named_buffers()]}
     values: dict[int, torch.Tensor] = {}
-    replay(calls, {storage_of(fake): fake for fake in fakes.values()}, values.__setitem__)
+    replay(calls, {piece.storage: piece for piece in pieces.values()}, values.__setitem__)
     expected = dict([*built.named_parameters(), *built.named_buffers()])
-    assert fakes.keys() == expected.keys() and torch.equal(torch.get_rng_state(), after)
-    assert [name for name in fakes if not torch.equal(values[storage_of(fakes[name])], expected[name])] == []
+    assert pieces.keys() == expected.keys() and torch.equal(torch.get_rng_state(), after)
+    assert [name for name in pieces if not torch.equal(values[pieces[name].storage], expected[name])] == []
 
 
 def test_model_from_a_folder(tmp_path: Path) -> None:

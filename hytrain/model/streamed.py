@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from hytrain.model.blueprint import Planned
 from hytrain.model.trained import Gate, StreamedBlock
 from hytrain.tensors import allocate, free, has_own_storage, is_distributed
 
@@ -44,34 +46,54 @@ def _streamed(gate: Gate) -> StreamedBlock:
     return block
 
 
-def take_to(model: nn.Module, device: torch.device, blocks: Sequence[nn.Module]) -> dict[nn.Parameter, Tensor]:
+def take_to(
+    model: nn.Module, device: torch.device, blocks: Sequence[nn.Module], deferred: Sequence[Planned] = ()
+) -> dict[nn.Parameter, Tensor]:
     """Bring a model to the device, but for the values of the parameters of `blocks`, which are returned.
 
     Those get storages without memory there, to be filled by `load`. The other parameters and all buffers are moved.
+    Those that are `deferred` get storages as well: blueprints make their values later.
     """
     within = {id(parameter) for block in blocks for parameter in block.parameters() if parameter.requires_grad}
+    planned_of = {planned.parameter: planned for planned in deferred}
     values: dict[nn.Parameter, Tensor] = {}
     for parameter in model.parameters():
-        if id(parameter) in within and has_own_storage(parameter):
+        planned = planned_of.get(parameter)
+        if planned is not None:
+            values[parameter] = planned.meta()
+            planned.embody(device)
+        elif id(parameter) in within and has_own_storage(parameter):
             values[parameter] = parameter.data
             parameter.data = torch.empty_like(parameter, device=device)
-            free(parameter)
         else:
             parameter.data = parameter.data.to(device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+            continue
+        if id(parameter) in within:
+            free(parameter)
+    _move_buffers(model, device)
     return values
 
 
 def load(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter that `take_to` has left without memory its values."""
+    """Give a parameter that `take_to` has left without memory its values, unless a blueprint makes them."""
     allocate(parameter)
-    parameter.data.copy_(values)  # for autograd this is no write
+    if not values.is_meta:
+        parameter.data.copy_(values)  # for autograd this is no write
 
 
 def take_back(model: nn.Module, device: torch.device, values: dict[nn.Parameter, Tensor]) -> None:
-    """Undo `take_to`: bring the model to the `device` that it came from."""
-    for parameter, value in values.items():
-        parameter.data = value
-    model.to(device)
+    """Undo `take_to`: bring the model to the `device` that it came from. Deferred parameters are empty then."""
+    for parameter in model.parameters():
+        value = values.get(parameter)
+        if value is None:
+            parameter.data = parameter.data.to(device)
+        else:
+            parameter.data = parameter.data.new_empty(0) if value.is_meta else value
+    _move_buffers(model, device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not isinstance(buffer, FakeTensor):  # or else it comes with the values
+                setattr(module, name, buffer.to(device))

@@ -48,7 +48,7 @@ def train(
     """
     ending = ending or Ending()
     resumed = Job(Ranks.of_job()).decided(lambda: checkpoint.find(run_dir, recipe))
-    task = assemble(recipe, resumed)
+    task = assemble(recipe, resumed, deferred=optimizer_factory is None)
     factors(task.recipe.train)  # refuses options that do not fit
     job = task.job
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +14,16 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hytrain.errors import ConfigError
+from hytrain.model.blueprint import Blueprint
+from hytrain.model.deferred import recording
 from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
-from hytrain.recipe.deferred import recording
-from hytrain.recipe.sharding import Blueprint, inference
+from hytrain.recipe.sharding import inference
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its methods have no types
 GENERATION = "generation_config.json"
@@ -102,17 +104,36 @@ def build(model: config.Model, hf: Any, device: torch.device) -> Any:
     return _prepared(module, model)
 
 
-def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: DeviceMesh) -> Any:
-    """The model that `build` makes, split over a mesh of several ranks. Raises ConfigError as it does."""
+def build_deferred(model: config.Model, hf: Any, device: torch.device, sequence_length: int) -> Any:
+    """The model that `build` makes, without memory: `hytrain.AdamW` makes its values. A new one is tried out."""
+    module, blueprint = _recorded(model, hf, device, sequence_length)
+    blueprint.wait()
+    return module
+
+
+def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: DeviceMesh, sequence_length: int) -> Any:
+    """The model that `build` makes, split over a mesh of several ranks. A new one is tried out before.
+
+    Raises ConfigError as `build` does.
+    """
+    module, blueprint = _recorded(model, hf, device, sequence_length)
+    sharding.apply(module, mesh)
+    sharding.fill_in(module, blueprint, device)
+    return module
+
+
+def _recorded(model: config.Model, hf: Any, device: torch.device, sequence_length: int) -> tuple[Any, Blueprint]:
     with _refused(hf), recording() as calls, device:
         module = _AUTO_MODEL.from_config(hf, dtype=getattr(torch, model.dtype))
-    blueprint = Blueprint(module, calls)
+        made = len(calls)
+        if model.path is None:
+            with suppress(DynamicOutputShapeException, DataDependentOutputException):  # of a mixture of experts
+                try_out(module, hf, sequence_length)
+    blueprint = Blueprint(module, calls[:made], model.path, lambda: _loaded(model, hf))
     _prepared(module, model)
-    sharding.apply(module, mesh)
-    blueprint.fill(device, model.path, lambda: _loaded(model, hf))
     if model.path is not None and (model.path / GENERATION).is_file():
         module.generation_config = GenerationConfig.from_pretrained(model.path, local_files_only=True)
-    return module
+    return module, blueprint
 
 
 def _loaded(model: config.Model, hf: Any) -> Any:

@@ -9,18 +9,13 @@ New values are those of one rank, bit for bit. No rank holds more than one whole
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,11 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hytrain.errors import ConfigError
-from hytrain.recipe.deferred import Call, Storage, calls_for, replay, storage_of
+from hytrain.model.blueprint import Blueprint, Read
 
-_log = logging.getLogger(__name__)
-
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 #: Transformers' names in a model's plan, as torch's styles.
 STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
     "colwise": ColwiseParallel,
@@ -51,76 +43,16 @@ STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
 SPLIT: Final = {"colwise": 0, "rowwise": 1}  # the dimension of the weight that is divided evenly
 HEADS: Final = ("num_attention_heads", "num_key_value_heads")
 
-Reader = Callable[[str, tuple[slice, ...]], Tensor]
 
-
-class Blueprint:
-    """A recorded model whose parameters are on the meta device, so that it can be sharded, and then filled."""
-
-    def __init__(self, model: Any, calls: list[Call]) -> None:
-        self.model = model
-        self._calls = calls
-        self._fakes: dict[Storage, FakeTensor] = {}
-        self._parameters: dict[Storage, list[str]] = {}  # names; tied ones have several
-        self._others: dict[Storage, list[tuple[nn.Module, str]]] = {}  # buffers, and tensors that are plain attributes
-        metas: dict[Storage, nn.Parameter] = {}
-        for prefix, module in model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    storage = self._noted(parameter)
-                    self._parameters.setdefault(storage, []).append(f"{prefix}.{name}" if prefix else name)
-                    if storage not in metas:
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                        metas[storage] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = metas[storage]
-            for name, value in [*module._buffers.items(), *vars(module).items()]:
-                if isinstance(value, FakeTensor):
-                    self._others.setdefault(self._noted(value), []).append((module, name))
-
-    def _noted(self, fake: Any) -> Storage:
-        storage = storage_of(fake)
-        self._fakes.setdefault(storage, fake)
-        return storage
-
-    def fill(self, device: torch.device, folder: Path | None, whole: Callable[[], nn.Module]) -> None:
-        """Gives the sharded model its memory, and the values of the folder or, without one, those of the recording.
-
-        `whole` loads the folder's model into host memory, for a folder whose tensors have other names than the model's.
-        """
-        buffers = {storage: self._fakes[storage] for storage in self._others}
-        self.model.to_empty(device=device)
-        for first, *tied in self._parameters.values():  # which that has untied
-            for name in tied:
-                prefix, _, leaf = name.rpartition(".")
-                self.model.get_submodule(prefix)._parameters[leaf] = self.model.get_parameter(first)
-        if folder is None:
-            replay(self._calls, self._fakes, self._deliver)
-        else:
-            replay(calls_for(self._calls, buffers), buffers, self._deliver)
-            self._read(folder, whole)
-
-    def _deliver(self, storage: Storage, value: Tensor) -> None:
-        for module, name in self._others.get(storage, ()):
-            setattr(module, name, value)
-        if storage in self._parameters:
-            fill(self.model.get_parameter(self._parameters[storage][0]), lambda part: value[part])
-
-    def _read(self, folder: Path, whole: Callable[[], nn.Module]) -> None:
-        files = _files(folder)
-        found = [next((name for name in names if name in files), None) for names in self._parameters.values()]
-        state: Mapping[str, Tensor] | None = None
-        if None in found:
-            _log.warning("the tensors in %s have other names than the model's, so each rank loads all of them", folder)
-            state = whole().state_dict()
-        for names, name in zip(self._parameters.values(), found, strict=True):
-            parameter = self.model.get_parameter(names[0])
-            if state is not None:
-                tensor = state[names[0]]
-                fill(parameter, tensor.__getitem__)
-            else:
-                assert name is not None
-                with safe_open(files[name], framework="pt") as file:
-                    fill(parameter, file.get_slice(name).__getitem__)
+def fill_in(model: Any, blueprint: Blueprint, device: torch.device) -> None:
+    """Gives the sharded model its memory, and the values of the blueprint."""
+    model.to_empty(device=device)
+    for planned in blueprint.planned:
+        first, *tied = planned.names  # which that has untied
+        for name in tied:
+            prefix, _, leaf = name.rpartition(".")
+            model.get_submodule(prefix)._parameters[leaf] = model.get_parameter(first)
+    blueprint.make(lambda planned, read: fill(model.get_parameter(planned.names[0]), read))
 
 
 def apply(model: Any, mesh: DeviceMesh) -> None:
@@ -159,7 +91,7 @@ def inference(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+def fill(parameter: Tensor, read: Read) -> None:
     """Copies into a parameter, or into this rank's shard of it, that part of the whole tensor."""
     shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
     local = parameter
@@ -200,14 +132,3 @@ def _plan(model: Any, ranks: int) -> dict[str, ParallelStyle]:
             raise ConfigError(f"parallel.tensor is {ranks}, which does not divide the width {width} of {name}.")
         plan[name] = STYLES[style]()
     return plan
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor in a Hugging Face folder."""
-    if (folder / INDEX).is_file():
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in names.items()}
-    if not (folder / WEIGHTS).is_file():
-        return {}
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / WEIGHTS)

@@ -75,8 +75,10 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.autocast)
 
 
-def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
+def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False) -> Task:
     """Builds every part. A checkpoint's model and tokenizer replace the recipe's.
+
+    With `deferred`, the model gets its values from `hytrain.AdamW`, unless something else needs them before.
 
     Several ranks call it together. Raises ConfigError, on all of them.
     """
@@ -102,13 +104,15 @@ def assemble(recipe: Recipe, checkpoint: Path | None) -> Task:
             assert corpus.training.rows is not None, "refused with the recipe"
             steps = steps_of(recipe.train.epochs, corpus.training.rows, recipe.data.batch_size)
             recipe = config.in_steps(recipe, steps)
-        if job.mesh is None:
-            model = models.build(source, hf, device)
-        else:
-            model = models.build_sharded(source, hf, device, job.mesh)
+        if job.mesh is not None:
+            model = models.build_sharded(source, hf, device, job.mesh, length)
             torch.manual_seed(job.seed(recipe.run.seed))
-    if source.path is None:
-        models.try_out(model, hf, length)
+        elif deferred and recipe.lora is None and not recipe.data.packing:
+            model = models.build_deferred(source, hf, device, length)
+        else:
+            model = models.build(source, hf, device)
+            if source.path is None:
+                models.try_out(model, hf, length)
     if recipe.lora is not None:
         model = adapters.adapt(model, recipe.lora, checkpoint)
     if recipe.data.packing:

@@ -147,6 +147,10 @@ class Engine:
                 health.changed.wait_for(lambda: health.failure is not None, FAILURE_GRACE_S)
             raise health.failure or error from error
 
+    def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
+        """Before the first forward: the parameter's values, in its shape, for wherever its weights rest now."""
+        self._masters.begin_with(known, values)
+
     def watch(self, renew: Callable[[], bool]) -> None:
         """Call `renew` when the model is entered between steps. It returns True if another engine has taken over."""
         self._renew = renew

@@ -410,6 +410,8 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> li
     """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights."""
     needs_weights = now.updates == "cpu" or layer.streamed is not None
     first = [segment.weights if segment.first is None else segment.first for segment in layer.segments]
+    if any(weights.is_meta for weights in first):
+        return []  # a blueprint makes them later
     copies = list(zip(arena.weights, first, strict=True)) if needs_weights else []
     for index, (segment, weights) in enumerate(zip(layer.segments, first, strict=True)):
         if segment.spec.dtype == "float16":

@@ -22,7 +22,7 @@ from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
-from hytrain.tensors import address, local
+from hytrain.tensors import address, flat, laid_out, local
 
 SAMPLED: Final = 8
 SAMPLED_ELEMENTS: Final = 64
@@ -61,6 +61,13 @@ class Masters:
 
     def import_all(self, *, keep_remainder: bool) -> None:
         self._import(self._parameters, keep_remainder=keep_remainder)
+
+    def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
+        """The parameter's first values, in its shape and on any device. They go to where its weights rest."""
+        elements = flat(laid_out(values.to(known.own.dtype), known.own))
+        for layer, index in known.places:
+            layer.values[index].copy_(layer.segments[index].part(elements))
+        self._import([known], keep_remainder=False)
 
     def import_written(self) -> None:
         """Make parameters that were written, or whose storage was replaced, the masters.

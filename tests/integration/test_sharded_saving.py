@@ -246,7 +246,7 @@ def export(folder: Path) -> None:
     job = Job(Ranks.of_job(), init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=names))
     torch.manual_seed(0)
     source = config.Model(config={"model_type": "llama"}, dtype="bfloat16")
-    made = model.build_sharded(source, AutoConfig.for_model("llama", **LLAMA), torch.device("cpu"), job.mesh)
+    made = model.build_sharded(source, AutoConfig.for_model("llama", **LLAMA), torch.device("cpu"), job.mesh, 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
         checkpoint.export(made, folder, job)

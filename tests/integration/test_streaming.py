@@ -391,8 +391,6 @@ def test_a_model_is_brought_to_the_device(
 def test_a_model_is_where_it_was_if_it_cannot_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere(monkeypatch)
     model, expected = perceptron(), weights(perceptron())
-    to = nn.Module.to
-    monkeypatch.setattr(nn.Module, "to", lambda module, device: to(module, "cpu"))
     monkeypatch.setattr(Handover, "start", refuse)
     with pytest.raises(CapacityError, match="no room"):
         hytrain.AdamW(model, **STREAMED[0], device="cpu")

@@ -1,0 +1,228 @@
+"""A model that was built without memory, and the values that its parameters get later, one at a time.
+
+    deferred_init ─▶ recording ─▶ Blueprint: parameters on the meta device, the rest as fake tensors
+    AdamW         ─▶ take_to   ─▶ each parameter on the device, without memory where it will be streamed
+                  ─▶ first plan ─▶ make ─▶ each value, into wherever its parameter's weights rest
+
+Nothing holds the whole model on the way. Recipes of several ranks shard it before `make`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+
+from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model.deferred import (
+    Call,
+    Piece,
+    Storage,
+    calls_for,
+    generator_state,
+    last_states,
+    recording,
+    replay,
+    set_generator_state,
+)
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+_log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+#: The part of a value that slices cut out, one for each dimension.
+Read = Callable[[tuple[slice, ...]], Tensor]
+
+#: Of models that wait for their values.
+_waiting: Final[weakref.WeakKeyDictionary[nn.Module, Blueprint]] = weakref.WeakKeyDictionary()
+
+
+def deferred_init(make: Callable[[], Model], weights: str | os.PathLike[str] | None = None) -> Model:
+    """Construct a model without memory; `hytrain.AdamW(model, …)` makes its values, one parameter at a time.
+
+    Each value goes to where the first plan has it, in GPU or host memory, so nothing ever holds the whole model. It is
+    the value that `make()` would have made now, bit for bit, on the device for which that makes it. Until `AdamW` is
+    made, the model cannot compute.
+
+    Args:
+        make: Returns the model, as in `lambda: LlamaForCausalLM(config)`. It cannot read a tensor's value.
+        weights: A folder with `model.safetensors`, or with several files and their index, as Transformers writes it.
+            The parameters' values are read from there, by their names, in place of being made.
+
+    Raises:
+        UnsupportedError: `make` reads a tensor's value.
+        UsageError: The folder lacks a parameter.
+    """
+    try:
+        with recording() as calls:
+            model = make()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(f"the construction reads a tensor's value, but none is made yet: {error}") from None
+    blueprint = Blueprint(model, calls, None if weights is None else Path(weights))
+    blueprint.wait()
+    return model
+
+
+def blueprints_of(model: nn.Module) -> list[Blueprint]:
+    """Those of models within this one that wait for their values."""
+    return [_waiting[module] for module in model.modules() if module in _waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A parameter on the meta device, made of `piece`. Tied ones have several names."""
+
+    parameter: nn.Parameter
+    piece: Piece
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.piece.device
+
+    def meta(self) -> Tensor:
+        """Its shape and strides, in the dtype that it has by now."""
+        return self._empty(torch.device("meta"))
+
+    def embody(self, device: torch.device) -> None:
+        """Give the parameter memory on the device. It stays the same Python object."""
+        if not self.parameter.is_meta:  # after a start that failed
+            self.parameter.data = self._empty(device)
+            return
+        other = nn.Parameter(self._empty(device), self.parameter.requires_grad)
+        other.__dict__.update(self.parameter.__dict__)
+        torch.utils.swap_tensors(self.parameter, other)
+
+    def _empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.piece.shape, self.piece.stride, dtype=self.parameter.dtype, device=device)
+
+
+class Blueprint:
+    """A recorded model whose parameters are on the meta device, and where their values come from.
+
+    `whole` returns the model of `folder` in host memory, for a folder whose tensors have other names than the model's.
+    """
+
+    def __init__(
+        self, model: Any, calls: list[Call], folder: Path | None, whole: Callable[[], nn.Module] | None = None
+    ) -> None:
+        self._model, self._calls, self._folder, self._whole = weakref.ref(model), calls, folder, whole
+        self._pieces: dict[Storage, Piece] = {}
+        self._planned: dict[Storage, Planned] = {}
+        self._others: dict[Storage, list[tuple[nn.Module, str]]] = {}  # buffers, and tensors that are plain attributes
+        for prefix, module in model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if isinstance(parameter, FakeTensor):
+                    planned = self._plan(parameter)
+                    planned.names.append(f"{prefix}.{name}" if prefix else name)
+                    module._parameters[name] = planned.parameter
+            for name, value in [*module._buffers.items(), *vars(module).items()]:
+                if isinstance(value, FakeTensor):
+                    self._others.setdefault(self._noted(value), []).append((module, name))
+
+    def _plan(self, fake: FakeTensor) -> Planned:
+        storage = self._noted(fake)
+        if storage not in self._planned:
+            empty = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+            parameter = nn.Parameter(empty, requires_grad=fake.requires_grad)
+            self._planned[storage] = Planned(parameter, self._pieces[storage])
+        return self._planned[storage]
+
+    def _noted(self, fake: FakeTensor) -> Storage:
+        piece = Piece.of(fake)
+        return self._pieces.setdefault(piece.storage, piece).storage
+
+    @property
+    def planned(self) -> list[Planned]:
+        return list(self._planned.values())
+
+    def wait(self) -> None:
+        """Let the model wait for `AdamW`. Raises `UsageError` if the folder lacks a parameter."""
+        if self._folder is not None:
+            self._find(self._folder)
+        if (model := self._model()) is not None:
+            _waiting[model] = self
+
+    def _find(self, folder: Path) -> dict[Storage, tuple[Path, str]] | None:
+        """The folder's file of each parameter, and its name there. None if a name is missing, and `whole` has it."""
+        files = _files(folder)
+        found = {s: next((name for name in one.names if name in files), None) for s, one in self._planned.items()}
+        missing = [self._planned[storage].names[0] for storage, name in found.items() if name is None]
+        if missing and self._whole is None:
+            raise UsageError(f"no tensor {missing[0]!r} in {folder}, nor {len(missing) - 1} others of the model")
+        return None if missing else {storage: (files[name], name) for storage, name in found.items() if name}
+
+    def make(self, deliver: Callable[[Planned, Read], None]) -> None:
+        """Make all values, in the order in which the construction completes them. Buffers are set in the model."""
+
+        def made(storage: Storage, value: Tensor) -> None:
+            for module, name in self._others.get(storage, ()):
+                _set(module, name, value)
+            if self._folder is None and storage in self._planned:
+                deliver(self._planned[storage], value.__getitem__)
+
+        buffers = {storage: self._pieces[storage] for storage in self._others}
+        with _drawing(self._calls):
+            if self._folder is None:
+                replay(self._calls, self._pieces, made)
+            else:
+                replay(calls_for(self._calls, buffers), buffers, made)
+                self._read(self._folder, deliver)
+        if (model := self._model()) is not None:
+            _waiting.pop(model, None)
+
+    def _read(self, folder: Path, deliver: Callable[[Planned, Read], None]) -> None:
+        from safetensors import safe_open
+
+        found = self._find(folder)
+        if found is None:
+            assert self._whole is not None
+            _log.warning("the tensors in %s have other names than the model's, so all are loaded", folder)
+            state: Mapping[str, Tensor] = self._whole().state_dict()
+            for planned in self.planned:
+                deliver(planned, state[planned.names[0]].__getitem__)
+            return
+        for storage, (path, name) in found.items():
+            with safe_open(path, framework="pt") as file:
+                deliver(self._planned[storage], file.get_slice(name).__getitem__)
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module its tensor, in the dtype that it was converted to since, unless it has another one by now."""
+    present = getattr(module, name, None)
+    if isinstance(present, FakeTensor):
+        setattr(module, name, value.to(present.dtype))
+
+
+@contextmanager
+def _drawing(calls: Sequence[Call]) -> Iterator[None]:
+    """Draw as recorded. Generators that were used since then go on from where they are now."""
+    before = {device: (generator_state(device), state) for device, state in last_states(calls).items()}
+    yield
+    for device, (now, recorded) in before.items():
+        if not torch.equal(now, recorded):
+            set_generator_state(device, now)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor in a Hugging Face folder."""
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        names = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in names.items()}
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS)

@@ -1,0 +1,250 @@
+"""A model's construction, recorded without memory and made up later, one tensor at a time.
+
+    with recording() as calls: model = build()    fake tensors; every call of an operator is noted
+    replay(calls, …)                              the same calls in the same order, from the same states of generators
+
+So values are those of a model that is built at once, bit for bit. `blueprint` gives them to parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hytrain.tensors import untraced
+
+Storage = int  # the address of a fake tensor's storage, which is the same for all its views
+#: Methods that write their tensor without reading it.
+OVERWRITES: Final = ("copy_", "fill_", "normal_", "uniform_", "zero_")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What a fake tensor is made of. It keeps no tensor, since a module's `to` exchanges parameters' contents."""
+
+    memory: torch.UntypedStorage
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fake: Tensor) -> Piece:
+        offset = int(fake.storage_offset())
+        return cls(fake.untyped_storage(), fake.dtype, fake.device, offset, fake.shape, fake.stride())
+
+    @property
+    def storage(self) -> Storage:
+        return int(self.memory._cdata)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape.numel() * self.dtype.itemsize == self.memory.nbytes()
+
+    def within(self, memory: torch.UntypedStorage) -> Tensor:
+        view = torch.empty(0, dtype=self.dtype, device=self.device)
+        return view.set_(memory, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator, its arguments and results with pieces in place of tensors, and torch's default dtype at that time.
+
+    `state` is that of its device's generator, if it draws from that for the first time, or after others have set it.
+    """
+
+    operator: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: tuple[Piece, ...]
+    default: torch.dtype
+    state: Tensor | None = None
+
+    @property
+    def draws(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.operator.tags
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter((*self.results, *self.arguments))).device
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.operator._schema.is_mutable)
+
+    @property
+    def arguments(self) -> list[Piece]:
+        return _pieces((self.args, self.kwargs))
+
+    @property
+    def touched(self) -> set[Storage]:
+        return {piece.storage for piece in (*self.arguments, *self.results)}
+
+    def overwrites(self, storage: Storage) -> bool:
+        """Whether none of the storage's former content matters after this call."""
+        pieces = self.arguments
+        if not self.writes or not pieces or self.operator.overloadpacket.__name__ not in OVERWRITES:
+            return False
+        target, *others = pieces
+        return target.is_whole and target.storage == storage and all(other.storage != storage for other in others)
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Tensors that are made in this context have shapes, dtypes and devices, but no memory. Yields their calls.
+
+    Generators are afterwards as they would be if nothing had been drawn from them.
+    """
+    mode = FakeTensorMode()
+    recorder = _Recorder(mode)
+    try:
+        with mode, recorder:
+            yield recorder.calls
+    finally:
+        recorder.generators.take_back()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+        self.calls: list[Call] = []
+        self.generators = _Generators()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._memo.clear()  # it has weak references to parameters
+        args, kwargs, found = tree_map_only(FakeTensor, Piece.of, (args, kwargs or {}, results))
+        call = Call(func, args, kwargs, tuple(_pieces(found)), torch.get_default_dtype())
+        if call.draws:
+            with untraced():
+                call = replace(call, state=self.generators.draw(call.device))
+        self.calls.append(call)
+        return results
+
+
+class _Generators:
+    """The states of torch's generators during a recording, in which nothing is drawn.
+
+    A number is drawn for each call that would draw. So it shows if somebody else has set the state between two calls.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, Tensor] = {}
+        self._left: dict[torch.device, Tensor] = {}
+
+    def draw(self, device: torch.device) -> Tensor | None:
+        """The state from which the call would draw, unless it is the one that the last call left."""
+        found = generator_state(device)
+        is_expected = device in self._left and torch.equal(found, self._left[device])
+        torch.rand(1, device=device)
+        self._left[device] = generator_state(device)
+        if is_expected:
+            return None
+        self._found[device] = found
+        return found
+
+    def take_back(self) -> None:
+        for device, left in self._left.items():
+            if torch.equal(generator_state(device), left):
+                set_generator_state(device, self._found[device])
+
+
+def last_states(calls: Iterable[Call]) -> dict[torch.device, Tensor]:
+    """The states in which the recording has left the generators."""
+    return {call.device: call.state for call in calls if call.state is not None}
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of torch's default generator for the device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def calls_for(calls: Sequence[Call], wanted: Iterable[Storage]) -> list[Call]:
+    """Those of the calls that the wanted storages' content comes from."""
+    needed, chosen = set(wanted), list[Call]()
+    for call in reversed(calls):
+        written = [*call.results, *(call.arguments if call.writes else ())]
+        if any(piece.storage in needed for piece in written):
+            needed.update(piece.storage for piece in call.arguments)
+            chosen.append(call)
+    return chosen[::-1]
+
+
+def replay(calls: Sequence[Call], wanted: Mapping[Storage, Piece], deliver: Callable[[Storage, Tensor], None]) -> None:
+    """Makes the calls for real, and delivers each wanted tensor once it is complete.
+
+    A storage is freed after its last call, and before a call that overwrites all of it.
+    """
+    lives = _Lives(calls)
+    real: dict[Storage, torch.UntypedStorage] = {}
+
+    def realized(piece: Piece) -> Tensor:
+        if piece.storage not in real:
+            real[piece.storage] = torch.UntypedStorage(piece.memory.nbytes(), device=piece.device)
+        return piece.within(real[piece.storage])
+
+    with torch.no_grad():
+        for number, call in enumerate(calls):
+            known = {piece.storage for piece in call.arguments}
+            if call.writes or any(piece.storage not in known for piece in call.results):
+                args, kwargs = tree_map_only(Piece, realized, (call.args, call.kwargs))
+                if call.state is not None:
+                    set_generator_state(call.device, call.state)
+                with _default_dtype(call.default):
+                    made = [leaf for leaf in tree_leaves(call.operator(*args, **kwargs)) if isinstance(leaf, Tensor)]
+                for piece, tensor in zip(call.results, made, strict=True):
+                    real.setdefault(piece.storage, tensor.untyped_storage())
+            for storage in lives.ended(number):
+                if storage in wanted and lives.last[storage] == number:
+                    deliver(storage, realized(wanted[storage]))
+                real.pop(storage, None)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Lives:
+    """When a storage's content is needed for the last time."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.last: dict[Storage, int] = {}
+        self._ends: dict[int, list[Storage]] = {}
+        for number, call in enumerate(calls):
+            for storage in call.touched:
+                if storage in self.last and call.overwrites(storage):
+                    self._ends.setdefault(self.last[storage], []).append(storage)
+                self.last[storage] = number
+        for storage, number in self.last.items():
+            self._ends.setdefault(number, []).append(storage)
+
+    def ended(self, number: int) -> list[Storage]:
+        """The storages whose content no later call needs."""
+        return self._ends.get(number, [])
+
+
+def _pieces(tree: Any) -> list[Piece]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Piece)]

@@ -1,0 +1,167 @@
+"""Models that are built without memory train with the bits of those that are built at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, state, train, weights
+from safetensors.torch import save_file
+from small_models import language_loss, llama, perceptron, square_loss
+from torch import Tensor, nn
+
+import hytrain
+from hytrain.errors import CapacityError, UnsupportedError, UsageError
+from hytrain.step import streaming
+from hytrain.step.handover import Handover
+from hytrain.step.masters import Masters
+from hytrain.tensors import has_memory
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"k": 0.0},
+    {"k": 1.0},
+    {"k": 0.0, "visit": 1.0},
+    {"k": 0.4, "stream": 0.5},
+    {"k": 0.0, "stream": 1.0},
+    {"k": 0.0, "visit": 1.0, "stream": 1.0},
+]
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen parameter, buffers, a plain attribute, a weight in another order, and two seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.register_buffer("noise", torch.randn(32))
+        self.table = torch.arange(32.0)
+        torch.manual_seed(7)
+        self.first, self.last = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+        self.first.weight = self.last.weight
+        self.turned = nn.Parameter(torch.rand(32, 32).t())
+        self.body[1][0].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table.to(x.dtype)
+        y: Tensor = self.last(self.first(self.body(x + self.noise)).tanh() @ self.turned) + table / 32
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", PLACEMENTS, ids=str)
+def test_a_deferred_model_trains_as_one_built_at_once(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Also if it is converted, and weights are frozen, before it has values. Random numbers go on as they would."""
+    results = []
+    for deferred in (False, True):
+        torch.manual_seed(3)
+        model = (hytrain.deferred_init(Odd) if deferred else Odd()).to(dtype)
+        model.last.bias.requires_grad_(False)
+        groups = [{"params": [p for p in model.parameters() if p is not model.body[2][0].bias]}]
+        assert all(parameter.is_meta == deferred for parameter in model.parameters())
+        with adamw(model, groups, **options) as opt:
+            drawn = torch.rand(8)
+            first = {f"first {name}": value for name, value in weights(model).items()}
+            assert model.first.weight is model.last.weight
+            train(model, opt, range(3), square_loss)
+            results.append(state(opt) | weights(model) | first | {"drawn": drawn})
+    assert differing(*results) == []
+
+
+def test_values_do_not_depend_on_what_is_drawn_before_they_are_made() -> None:
+    """And what is drawn after that does not depend on them."""
+    torch.manual_seed(3)
+    expected = weights(nn.Linear(32, 32))
+    torch.manual_seed(3)
+    model = hytrain.deferred_init(lambda: nn.Linear(32, 32))
+    torch.manual_seed(5)
+    drawn = [torch.rand(4)]
+    with adamw(model):
+        drawn.append(torch.rand(4))
+    assert differing(weights(model), expected) == []
+    torch.manual_seed(5)
+    assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(4), torch.rand(4)]))
+
+
+@pytest.mark.parametrize("options", PLACEMENTS[-2:], ids=str)
+def test_no_more_than_one_value_is_on_its_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed weights do not pass through the device's memory."""
+    monkeypatch.setattr(streaming, "SLOTS", 1)
+    begin_with, seen = Masters.begin_with, list[int]()
+
+    def noted(masters: Masters, known: Any, values: Tensor) -> None:
+        seen.append(sum(has_memory(other.own) for other in masters._parameters))
+        begin_with(masters, known, values)
+
+    monkeypatch.setattr(Masters, "begin_with", noted)
+    with adamw(hytrain.deferred_init(perceptron), **options):
+        assert seen == [0] * 8
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_values_from_a_folder(files: int, tmp_path: Path) -> None:
+    """By name, in the parameters' own dtype. Buffers are those of the construction."""
+    trained = llama()
+    save(trained, tmp_path, files)
+    results = []
+    for model in (trained, hytrain.deferred_init(llama, weights=tmp_path)):
+        with adamw(model, k=0.0, stream=1.0) as opt:
+            train(model, opt, range(2), language_loss)
+            results.append(state(opt) | weights(model) | dict(model.named_buffers()))
+    assert differing(*results) == []
+
+
+def save(model: nn.Module, folder: Path, files: int) -> None:
+    """Other values than the model had, as Transformers would write them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    names = [name for name, _ in model.named_parameters()]
+    file_of = {name: f"model-{index % files}.safetensors" for index, name in enumerate(names)}
+    if files == 1:
+        save_file({name: model.get_parameter(name).detach() for name in names}, folder / "model.safetensors")
+        return
+    for file in set(file_of.values()):
+        save_file({n: model.get_parameter(n).detach() for n in names if file_of[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+
+
+def test_a_folder_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    save_file({"0.0.weight": torch.zeros(32, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"no tensor '0\.0\.bias' in .*, nor 6 others"):
+        hytrain.deferred_init(perceptron, weights=tmp_path)
+
+
+def test_a_failed_start_leaves_the_model_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be tried again."""
+    model = hytrain.deferred_init(perceptron)
+    parameters = list(model.parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr(Handover, "start", refuse)
+        with pytest.raises(CapacityError, match="no room"):
+            hytrain.AdamW(model, k=0.0)
+    assert all(not parameter.numel() for parameter in parameters), "so it cannot compute"
+    with adamw(model, k=0.0):
+        assert differing(weights(model), weights(perceptron())) == []
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+
+
+def refuse(*_: Any) -> None:
+    raise CapacityError("no room")
+
+
+def reads_a_value() -> nn.Module:
+    return nn.Linear(int(torch.rand(3).sum().item()) + 1, 4)
+
+
+def depends_on_values() -> nn.Module:
+    return nn.Linear(len(torch.rand(3).nonzero()), 4)
+
+
+@pytest.mark.parametrize("make", [reads_a_value, depends_on_values])
+def test_a_construction_that_reads_values_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(UnsupportedError, match="the construction reads a tensor's value"):
+        hytrain.deferred_init(make)
