@@ -28,6 +28,7 @@ SHAPES: Final = {
     "3b": (3200, 8640, 26, 32, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
     "10b": (5120, 13824, 30, 40, 32000),
+    "20b": (5120, 13824, 63, 40, 32000),
     "41b": (8192, 22016, 50, 64, 32000),
     "gpt2-tiny": (64, 256, 2, 4, 2048),
     "gpt2-large": (1280, 5120, 36, 20, 50304),
@@ -325,6 +326,16 @@ def frontier(template: Job, shape: str, caps: Sequence[int], *, start_s: float =
     return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in WEIGHTLESS)]
 
 
+def largest(template: Job) -> list[Job]:
+    """20.3 B parameters, for a GPU of 141 GB and 128 GiB of host memory: the loss of step 4, and that of step 20."""
+    base = _shaped(template, "20b")
+    ends = [
+        Segment(batch=1, label="step 4", settle=0, measure=4),
+        Segment(batch=1, label="step 20", settle=12, measure=4),
+    ]
+    return [replace(job(base, ROAMING, *ends), start_s=150, step_s=6)]
+
+
 # ---------------------------------------------------------------- several ranks
 
 
@@ -411,6 +422,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "saving": saving,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
+    "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,
 }

@@ -44,15 +44,19 @@ def free(memory: GpuMemory) -> int | None:
 @pytest.mark.parametrize(
     ("device", "free_gb", "for_state"),
     [
-        ((1.0, 60, 35, 20, 30), 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),
+        ((1.0, 60, 35, 20, 30), 60 + 35 - 30 - GPU_MARGIN * 100, 60 + 35 - 20 - GPU_MARGIN * 100),
         # However much the driver has: 24 GB are allowed, a step has needed 20.
-        ((0.24, 60, 21, 8, 20), 24 - 20 - GPU_MARGIN * 24, (24 - 8) / 2),
+        ((0.24, 60, 21, 8, 20), 24 - 20 - GPU_MARGIN * 24, 24 - 8 - GPU_MARGIN * 24),
         # Others on the same GPU count below the cap.
-        ((0.5, 5, 10, 6, 8), 5 + 10 - 8 - GPU_MARGIN * 50, (5 + 10 - 6) / 2),
+        ((0.5, 5, 10, 6, 8), 5 + 10 - 8 - GPU_MARGIN * 50, 5 + 10 - 6 - GPU_MARGIN * 50),
         ((1.0, 0, 10, 10, 12), 0, 0),  # rather than less
         ((0.1, 0, 10, 10, 12), 0, 0),
-        ((1.0, 60, 35, 20, 30, 3), 60 + 35 - 30 - 3 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),  # fragments
-        ((1.0, 60, 35, 20, 30, -3), 60 + 35 - 30 - GPU_MARGIN * 100, (60 + 35 - 20) / 2),  # none, in segments that grow
+        ((1.0, 60, 35, 20, 30, 3), 60 + 35 - 30 - 3 - GPU_MARGIN * 100, 60 + 35 - 20 - GPU_MARGIN * 100),  # fragments
+        (
+            (1.0, 60, 35, 20, 30, -3),
+            60 + 35 - 30 - GPU_MARGIN * 100,
+            60 + 35 - 20 - GPU_MARGIN * 100,
+        ),  # none, in segments that grow
     ],
 )
 def test_what_no_step_has_needed_is_free(
@@ -70,7 +74,7 @@ def test_the_limit_caps_what_is_planned_with(monkeypatch: pytest.MonkeyPatch) ->
         memory = tell(monkeypatch, cap, 60, 21, 8, 20)
         memory.limit = limit
         found.append((memory.room(), memory.for_state_bytes()))
-    assert found == found[:1] * 4 and found[0][1] == (24 - 8) * GB // 2
+    assert found == found[:1] * 4 and found[0][1] == pytest.approx((24 - 8 - GPU_MARGIN * 24) * GB)
 
 
 def test_state_that_has_just_come_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,6 +376,20 @@ def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weight
     assert peak < 12 * 2 * 3000 * 3000, "all weights take more, whatever gradients wait for the link"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("options", [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}], ids=str)
+def test_a_deferred_model_trains_as_one_built_at_once(options: dict[str, Any], device: str, tmp_path: Path) -> None:
+    """On the device for which it was built; it is never there as a whole."""
+
+    def make() -> nn.Module:
+        with torch.device(device):
+            return llama(torch.bfloat16)
+
+    expected, _ = train(make(), tmp_path, **options)
+    found, _ = train(hytrain.deferred_init(make), tmp_path, **options)
+    assert_same([expected, found])
+
+
 class Branches(nn.Module):
     """Two branches, the second one on a stream of its own; gradients of either come milliseconds late."""
 

@@ -130,11 +130,15 @@ class GpuMemory:
             self._needed = 0
 
     def for_state_bytes(self) -> int | None:
-        """The first plan's bound, before a step was measured: half of what is free, as the rest is for activations."""
+        """The first plan's bound, before a step was measured: what is free, less a margin.
+
+        With "auto" that takes no more of it than the host has no room for.
+        """
         if self._device.type != "cuda":
             return None
         self._asked = 0  # training begins anew
-        return max(self._limits()[0] - torch.cuda.memory_allocated(self._device), 0) // 2
+        usable, cap = self._limits()
+        return max(usable - int(GPU_MARGIN * cap) - torch.cuda.memory_allocated(self._device), 0)
 
     def _limits(self) -> tuple[int, int]:
         """Bytes that this process can have in all, now; and the cap on that.
