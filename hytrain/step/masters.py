@@ -65,8 +65,8 @@ class Masters:
     def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
         """The parameter's first values, in its shape and on any device. They go to where its weights rest."""
         elements = flat(laid_out(values.to(known.own.dtype), known.own))
-        for layer, index in known.places:
-            layer.values[index].copy_(layer.segments[index].part(elements))
+        copies = [(layer.values[index], layer.segments[index].part(elements)) for layer, index in known.places]
+        self._transfers.state_out(copies).synchronize()
         self._import([known], keep_remainder=False)
 
     def import_written(self) -> None:
