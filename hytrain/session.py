@@ -204,6 +204,7 @@ class Session:
             ranks=ranks,
             gpu_bytes=self.memory.for_state_bytes(),
             awaits_verdict=options.awaits_verdict,
+            visit=1.0 if options.visit is None else options.visit,
         )
         if options.may_speculate:
             self._add_banks(layers)

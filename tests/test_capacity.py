@@ -125,7 +125,7 @@ def test_auto_is_refused_only_if_no_k_fits() -> None:
     limit = 7 * ON_HOST
     require_host_memory(LAYOUTS, None, limit, gpu_bytes=3 * ON_GPU)
     sentence = (
-        r"10\.5 M parameters need 0\.15 GB of host memory \(14\.0 bytes per parameter\) where the CPU updates them, "
+        r"10\.5 M parameters need 0\.15 GB of host memory \(14\.0 bytes per parameter\) where the GPU owns none, "
         r"above 0\.10 GB, the stated limit; the 0\.03 GB that the GPU has for optimizer state hold 2 of 10 layers, "
         r"which leaves 0\.12 GB to the host: "
     )
@@ -145,6 +145,15 @@ def test_without_a_gpu_all_lies_on_the_host() -> None:
         require_host_memory(LAYOUTS, None, 10 * ON_HOST - 1)
 
 
+def test_what_visits_needs_no_gradients() -> None:
+    less = 2 << 20
+    require_host_memory(LAYOUTS, None, 10 * (ON_HOST - less), visit=1.0)
+    require_host_memory(LAYOUTS, 0.5, 5 * (ON_HOST - less), visit=0.5)
+    for k, visit in ((None, 0.9), (0.5, 0.4), (0.4, 0.5)):
+        with pytest.raises(CapacityError):
+            require_host_memory(LAYOUTS, k, (5 if k else 10) * (ON_HOST - less), visit=visit)
+
+
 def test_ranks_on_one_machine_divide_its_memory() -> None:
     require_host_memory(LAYOUTS, None, 20 * ON_HOST, ranks=2)
     with pytest.raises(
@@ -160,7 +169,8 @@ def test_a_given_k_is_taken_at_its_word() -> None:
 
 
 def test_the_second_bank_is_not_worth_a_larger_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "available_bytes", lambda: 10 * ON_HOST + capacity.HOST_MARGIN_BYTES)
+    available = (10 * ON_HOST + capacity.HOST_MARGIN_BYTES) / (1 - capacity.HOST_MARGIN)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: int(available) + 1)
     double = [layout(layer, banks=2) for layer in LAYERS]
     require_host_memory(LAYOUTS, None, None)
     assert not second_bank_fits(double, None, None) and second_bank_fits(double, 0.5, None)

@@ -17,7 +17,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
-from protocol.placement import CPU, GPU
+from protocol.placement import CPU, GPU, VISIT
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
@@ -278,6 +278,16 @@ def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) ->
     room = {"gpu_bytes": (LAYERS * 10 + 3) * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
     plan = streamed.start(k=1.0, stream=1.0, blocks=blocks, **room)
     assert (plan.k, plan.streamed) == (0.75, (3,))
+
+
+def test_where_gradients_have_no_room_all_layers_visit_at_first(driver: Driver) -> None:
+    """So the GPU need not own any."""
+    whole = layout(TABLE.layers[0]).nbytes
+    room = {"device": "cuda", "gpu_bytes": 1 << 40, "policy": "deadline", "visit": None}
+    plan = driver.start(**room, host_bytes=LAYERS * whole)
+    assert set(plan.placements) == {CPU.name}
+    tight = Driver().start(**room, host_bytes=LAYERS * whole - 1)
+    assert set(tight.placements) == {VISIT.name}
 
 
 def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:

@@ -187,9 +187,16 @@ def places_before_the_copy(real: Any, moves: Handover, *arguments: Any, after: A
     real(moves, *arguments, after=None if after is None else replace(after, done=None), **others)
 
 
-def closes_early(real: Any, copied: Any, closing: Any, unpinned: Any) -> None:
+def closes_early(real: Any, copied: Any, closing: Any, *others: Any) -> None:
     """Arenas are given up at once, not when their state has been read."""
-    real(copied, [(arena, []) for arena, _ in closing], unpinned)
+    real(copied, [(arena, []) for arena, _ in closing], *others)
+
+
+def drops_early(real: Any, handover: Handover, move: Any) -> None:
+    """When a plan has come by which the layers will visit, not when it has begun."""
+    for layer in move.visiting:
+        layer.arena.drop_gradients()
+    real(handover, move)
 
 
 def begins_early(real: Any, boundary: Boundary, step: int) -> None:
@@ -254,8 +261,8 @@ def keeps_what_is_stale(real: Any, streaming: Streaming, block: Any) -> None:
         real(streaming, block)
 
 
-def closes_before_the_fetch(real: Any, copied: Any, closing: Any, unpinned: Any) -> None:
-    real(copied, [(arena, copies[:1]) for arena, copies in closing], unpinned)
+def closes_before_the_fetch(real: Any, copied: Any, closing: Any, *others: Any) -> None:
+    real(copied, [(arena, copies[:1]) for arena, copies in closing], *others)
 
 
 #: Weights are streamed in these runs.
@@ -280,6 +287,8 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "updates before the state is there": ([(Streams, "land", lands_all_but("state"))], LEFTOVERS),
     "takes over before the copy": ([(Handover, "_place", places_before_the_copy)], LEFTOVERS),
     "closes arenas early": ([(handover, "_clear_up", closes_early)], "I2: a copy touches an arena that was given up"),
+    "gradients without memory": ([(Handover, "_prepare_gradients", nothing)], "I2: a copy touches"),
+    "drops gradients early": ([(Handover, "_prepare_visits", drops_early)], "I1|I2"),
     "visits before the gradient": ([(Streams, "visit", visits_at_once)], "I1"),
     "fetches too early": ([(Streams, "fetch", fetches_at_once)], LEFTOVERS),
     "updates what is not fetched": ([(Streams, "land", lands_all_but("fetching"))], LEFTOVERS),

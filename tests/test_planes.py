@@ -56,3 +56,22 @@ def test_each_segment_is_where_it_holds_and_there_alone(arena: HostArena, planes
                     found = set(os.pread(arena.descriptor, handle.nbytes, handle.offset))
                     assert len(found) == 1 and (number in found) == (bank == banks[index])
         assert [part.data_ptr() for part in planes.grads if part is not None] == grads and len(grads) == 2
+
+
+def test_gradients_take_memory_only_while_they_are_held(arena: HostArena, planes: ArenaPlanes) -> None:
+    """The other planes keep theirs, and their values."""
+
+    def taken() -> int:
+        return 512 * os.fstat(arena.descriptor).st_blocks
+
+    (weights, *_), (grads, *_) = planes.weights, planes.grads
+    weights.fill_(3)
+    before = taken()
+    for _ in range(2):
+        planes.hold_gradients()
+        for plane in planes.grads:
+            plane.fill_(1)
+        assert taken() == before + LAYOUT.plane_nbytes["grads"]
+        planes.drop_gradients()
+        assert taken() == before and (weights == 3).all()
+    assert not grads.any()

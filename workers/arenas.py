@@ -5,7 +5,8 @@
     GiveUp, ReleasePlanes ─▶ release
 
 This process touches the memory first, so that its affinity decides on which NUMA node a page is placed. Touching takes
-long, so it is done in pieces, between which the optimizer continues its updates.
+long, so it is done in pieces, between which the optimizer continues its updates. It leaves out `grads`, to which the
+trainer gives memory while the CPU updates the layer.
 """
 
 from __future__ import annotations
@@ -120,10 +121,11 @@ class Arenas:
     def touch_next(self) -> None:
         """Touch a piece of the memory that was requested first. After its last piece, send the descriptor."""
         arena = self._coming[0]
-        piece = min(PIECE_BYTES, arena.layout.nbytes - self._touched_bytes)
-        self._backend.touch(arena.address + self._touched_bytes, piece)
+        first = arena.layout.plane_nbytes["grads"] + self._touched_bytes
+        piece = min(PIECE_BYTES, arena.layout.nbytes - first)
+        self._backend.touch(arena.address + first, piece)
         self._touched_bytes += piece
-        if self._touched_bytes < arena.layout.nbytes:
+        if first + piece < arena.layout.nbytes:
             return
         self._touched_bytes = 0
         self._coming.popleft()

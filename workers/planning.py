@@ -132,13 +132,17 @@ class Planning:
             return []
         try:
             visit, stream = self._wanted
-            visit, stream = visit or 0.0, 1.0 if stream is None else stream  # lean, until steps are measured
+            if visit is None:  # which takes no host memory for gradients
+                visit = float(sum(fact.host_bytes for fact in self._facts) > (self._limits.host_bytes or math.inf))
+            shares = visit, 1.0 if stream is None else stream  # lean, until steps are measured
             window_bytes = self.table.window_bytes
-            lids = planner.first_lids(self._facts, self._limits, self.k, stream=stream, window_bytes=window_bytes)
+            lids = planner.first_lids(
+                self._facts, self._limits, self.k, visit=shares[0], stream=shares[1], window_bytes=window_bytes
+            )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
-        return self._propose(lids, (visit, stream), 0, "the first plan, before a step is measured", None)
+        return self._propose(lids, shares, 0, "the first plan, before a step is measured", None)
 
     # ------------------------------------------------------------ measurements
 
@@ -563,6 +567,7 @@ def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
         numel=layer.numel,
         gpu_state_bytes=held_bytes + placed.state_nbytes,
         host_bytes=placed.nbytes,
+        grads_bytes=placed.plane_nbytes["grads"],
         held_bytes=held_bytes,
         spare_bytes=placed.nbytes - one_bank.nbytes,
         weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,

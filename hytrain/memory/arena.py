@@ -1,8 +1,9 @@
 """Shared memory for the planes of CPU-owned layers: one memfd per layer, so that a crash leaks nothing.
 
 The optimizer process creates an arena, touches its pages first (so they are on its NUMA node), and sends the
-descriptor. The trainer maps `grads` and `weights`, and maps the state planes only when it has to read them. Both align
-the mapping to huge pages: one page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
+descriptor. The trainer maps `grads` and `weights`, and maps the state planes only when it has to read them. `grads` has
+pages only while the CPU updates the layer; the trainer touches and frees them. Both align the mapping to huge pages: a
+page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
 
     optimizer: HostArena ── touch ──SCM_RIGHTS──▶ trainer: ArenaFile ── Mapping ── tensor views, pinned on CUDA
 
@@ -27,6 +28,7 @@ from protocol.messages import PlanesReady, PlanesRefused
 
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 HUGE_PAGE_BYTES: Final = 2 << 20
@@ -113,6 +115,12 @@ class ArenaFile:
 
     def map_all(self) -> Mapping:
         return Mapping(self.descriptor, self.layout.nbytes)
+
+    def free(self, nbytes: int) -> None:
+        """Free the pages of the first bytes, in all processes. They are zeros when they are next used."""
+        how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        if nbytes and _libc.fallocate(self.descriptor, how, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
+            raise OSError(ctypes.get_errno(), f"{nbytes} bytes of an arena cannot be freed")
 
     def close(self) -> None:
         os.close(self.descriptor)

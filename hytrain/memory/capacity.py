@@ -23,8 +23,9 @@ from protocol.handles import ArenaLayout
 
 #: GPU memory that is left to fragmentation and to what the libraries take for themselves.
 GPU_MARGIN: Final = 0.04
-#: Host memory that is left to the processes themselves.
-HOST_MARGIN_BYTES: Final = 1 << 30
+#: Host memory that is left to the processes themselves and the libraries that they run, and to page tables. Without it
+#: the machine loads code from disk again and again.
+HOST_MARGIN, HOST_MARGIN_BYTES = 0.02, 3 << 30
 #: What the driver has is asked for once in so many steps, since its answer takes time.
 DRIVER_EVERY: Final = 16
 
@@ -151,9 +152,10 @@ class GpuMemory:
         return min(free + torch.cuda.memory_reserved(self._device), cap), cap
 
 
-def host_bytes(layouts: list[ArenaLayout]) -> int:
-    """Host memory for the planes of these layers, if the CPU owns them all."""
-    return sum(layout.nbytes for layout in layouts)
+def host_bytes(layouts: list[ArenaLayout], k: float = 0.0, visit: float = 0.0) -> int:
+    """Host memory for the planes of these layers. Those that visit the GPU need none for gradients."""
+    grads_bytes = sum(layout.plane_nbytes["grads"] for layout in layouts)
+    return int((1.0 - k) * sum(layout.nbytes for layout in layouts) - min(visit, 1.0 - k) * grads_bytes)
 
 
 def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None, ranks: int = 1) -> bool:
@@ -161,7 +163,7 @@ def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | N
 
     With "auto" (None) they have to fit at k=0: a second bank is not worth a larger k.
     """
-    return host_bytes(layouts) * (1.0 - (k or 0.0)) <= host_bound(limit, ranks)
+    return host_bytes(layouts, k or 0.0) <= host_bound(limit, ranks)
 
 
 def require_host_memory(
@@ -172,33 +174,37 @@ def require_host_memory(
     ranks: int = 1,
     gpu_bytes: int | None = None,
     awaits_verdict: bool = False,
+    visit: float = 0.0,
 ) -> None:
     """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into the host's memory.
+
+    The share `visit` of the parameters visits the GPU.
 
     With "auto" (None) some k has to fit, with at most `gpu_bytes` of optimizer state on the GPU, None being none. On a
     GPU whose updates await a verdict the gradients count as well. `limit` states what may be used where the machine's
     memory grows after boot; None asks the machine. `ranks` share the host, and each has its part of it.
     """
-    bound, needed, numel = host_bound(limit, ranks), host_bytes(layouts), sum(layout.numel for layout in layouts)
+    bound, numel = host_bound(limit, ranks), sum(layout.numel for layout in layouts)
+    needed = host_bytes(layouts, visit=visit)
     each = f"{needed / max(numel, 1):.1f} bytes per parameter"
-    source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less 1 GiB"
+    source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less a margin"
     source += f", divided by the {ranks} ranks on this machine" if ranks > 1 else ""
     if k is None and gpu_bytes is not None:
         left = _beyond_gpu(layouts, gpu_bytes, awaits_verdict)
-        if host_bytes(left) > bound:
+        if host_bytes(left, visit=visit) > bound:
             raise CapacityError(
-                f"{numel / 1e6:.1f} M parameters need {needed / 1e9:.2f} GB of host memory ({each}) where the CPU "
-                f"updates them, above {bound / 1e9:.2f} GB, {source}; the {gpu_bytes / 1e9:.2f} GB that the GPU has "
+                f"{numel / 1e6:.1f} M parameters need {needed / 1e9:.2f} GB of host memory ({each}) where the GPU "
+                f"owns none, above {bound / 1e9:.2f} GB, {source}; the {gpu_bytes / 1e9:.2f} GB that the GPU has "
                 f"for optimizer state hold {len(layouts) - len(left)} of {len(layouts)} layers, which leaves "
-                f"{host_bytes(left) / 1e9:.2f} GB to the host: free memory on either side, or state "
+                f"{host_bytes(left, visit=visit) / 1e9:.2f} GB to the host: free memory on either side, or state "
                 "host_memory_limit if the machine's memory grows on demand"
             )
         return
-    share = int(needed * (1.0 - (k or 0.0)))
+    share = host_bytes(layouts, k or 0.0, visit)
     if share > bound:
         raise CapacityError(
-            f"the CPU's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {share / 1e9:.2f} GB of host "
-            f"memory ({each}), above {bound / 1e9:.2f} GB, {source}: raise k, "
+            f"the host's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {share / 1e9:.2f} GB of "
+            f"host memory ({each}), above {bound / 1e9:.2f} GB, {source}: raise k, "
             "free host memory, or state host_memory_limit if the machine's memory grows on demand"
         )
 
@@ -221,4 +227,5 @@ def host_bound(limit: int | None, ranks: int = 1) -> int:
     Together they get what is stated, or what the machine has left now, less a margin. All ranks have to ask before the
     first one takes its part.
     """
-    return (limit if limit is not None else max(available_bytes() - HOST_MARGIN_BYTES, 0)) // ranks
+    left = int((1.0 - HOST_MARGIN) * available_bytes()) - HOST_MARGIN_BYTES if limit is None else limit
+    return max(left, 0) // ranks

@@ -1,7 +1,8 @@
 """A layer's arrays in the trainer, for each placement.
 
-ArenaPlanes    state in host memory: views of the optimizer's arena. `grads` and `weights` are mapped and pinned. State
-               planes are mapped when they must be moved or read. With two banks, the current one is used.
+ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are mapped and pinned, and so is `grads`
+               while the CPU updates the layer: only then it takes memory. State planes are mapped when they must be
+               moved or read. With two banks, the current one is used.
 DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`. `Moving` is state on its way there.
 
 `update_on` is the update of what is on the trainer's device.
@@ -38,12 +39,13 @@ class ArenaPlanes:
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
-        """Map and pin `grads` and `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
+        """Map and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
         self._file, self._transfers = file, transfers
         self._shared: Mapping | None = None
+        self._holds_gradients = False
         try:
             self._shared = _mapped(file.map_shared)
-            transfers.pin(self._shared.address, self._shared.nbytes, gently=gently)
+            transfers.pin(*self._weights_range(), gently=gently)
         except BaseException:
             file.close()
             raise
@@ -64,6 +66,27 @@ class ArenaPlanes:
         """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
         whole, handles = self._whole(), self._file.layout.handles
         return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
+
+    def hold_gradients(self, *, gently: bool = True) -> None:
+        """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
+        if not self._holds_gradients:
+            self._transfers.pin(*self._grads_range(), gently=gently)
+            self._holds_gradients = True
+
+    def drop_gradients(self) -> None:
+        """Free the memory of `grads`. The last update from it must be over."""
+        if self._holds_gradients:
+            self._holds_gradients = False
+            self._transfers.unpin(*self._grads_range())
+            self._file.free(self._file.layout.plane_nbytes["grads"])
+
+    def _grads_range(self) -> tuple[int, int]:
+        assert self._shared is not None, "not closed"
+        return self._shared.address, self._file.layout.plane_nbytes["grads"]
+
+    def _weights_range(self) -> tuple[int, int]:
+        start, nbytes = self._grads_range()
+        return start + nbytes, self._file.layout.shared_nbytes - nbytes
 
     def pin_state(self, *, gently: bool = True) -> None:
         """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
@@ -95,7 +118,9 @@ class ArenaPlanes:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
         assert self._shared is not None, "closed once"
         self.unpin_state()
-        self._transfers.unpin(self._shared.address, self._shared.nbytes)
+        self._transfers.unpin(*self._weights_range())
+        if self._holds_gradients:
+            self._transfers.unpin(*self._grads_range())
         self._shared = self._all = None
         self.grads, self._weights, self.banks = [], [], ()
         self._file.close()

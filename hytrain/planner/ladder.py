@@ -81,8 +81,8 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
                 f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
                 f"({gb(gpu_bytes)}) still leaves {gb(host_bytes)} on the host"
             )
-        host_bytes -= taken[lowest].host_bytes
         lowest += 1
+        host_bytes = profile.host_bytes(frozenset(layer.lid for layer in taken[:lowest]))
     return Ladder(layers=tuple(taken), lowest=lowest)
 
 

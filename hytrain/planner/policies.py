@@ -161,7 +161,13 @@ def _shares(profile: Profile) -> str:
 
 
 def first_lids(
-    facts: Iterable[LayerFacts], limits: Limits, k: float | None, *, stream: float = 0.0, window_bytes: int = 0
+    facts: Iterable[LayerFacts],
+    limits: Limits,
+    k: float | None,
+    *,
+    visit: float = 0.0,
+    stream: float = 0.0,
+    window_bytes: int = 0,
 ) -> frozenset[int]:
     """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
 
@@ -171,7 +177,7 @@ def first_lids(
     """
     unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
     layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
-    profile = Profile(layers=tuple(layers), stream=stream, window_bytes=window_bytes)
+    profile = Profile(layers=tuple(layers), visit=visit, stream=stream, window_bytes=window_bytes)
     ladder = build_ladder(profile, limits, profile.layers)
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 

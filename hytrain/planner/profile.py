@@ -20,6 +20,7 @@ class LayerFacts:
     numel: int
     gpu_state_bytes: int  # on the GPU if it owns the layer, without weights
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
+    grads_bytes: int = 0  # of `host_bytes`: gradients, which take none if the layer visits the GPU
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
     weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
@@ -162,8 +163,10 @@ class Profile:
         return streamed_lids(self.layers, gpu_lids, self.stream)
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """Host memory for the planes of the CPU-owned layers."""
-        return sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
+        """Host memory for the planes of the layers that the GPU does not own."""
+        visiting = self.visiting(gpu_lids)
+        of_planes = sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
+        return of_planes - sum(layer.grads_bytes for layer in self.layers if layer.lid in visiting)
 
 
 def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:

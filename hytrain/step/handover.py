@@ -111,6 +111,8 @@ class Handover:
             if isinstance(arena, CapacityError):
                 raise arena
             layer.planes, now = arena, plan.placement(layer.lid)
+            if now.updates == "cpu":
+                arena.hold_gradients(gently=False)
             copied = self._transfers.state_out(_first_copies(layer, arena, now))
             if now is VISIT:
                 copied.synchronize()  # nobody else waits for it, and keeps its sources until then
@@ -138,6 +140,7 @@ class Handover:
             else:
                 move.arenas[layer.lid] = arena
         move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
+        self._prepare_gradients(move)
         for index, layer in enumerate(move.coming):
             try:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
@@ -149,6 +152,16 @@ class Handover:
                 del move.coming[index:]
                 break
         move.prepared = True
+
+    def _prepare_gradients(self, move: _Move) -> None:
+        """Memory for the gradients of layers that will be the CPU's."""
+        for layer in [*move.leaving, *move.taken]:
+            if move.plan.placement(layer.lid).updates == "cpu":
+                try:
+                    (move.arenas.get(layer.lid) or layer.arena).hold_gradients()
+                except CapacityError as error:
+                    self._stays(layer, error)
+                    (move.leaving if layer in move.leaving else move.taken).remove(layer)
 
     def _prepare_visits(self, move: _Move) -> None:
         leaving = [layer for layer in move.leaving if move.plan.placement(layer.lid) is VISIT]
@@ -292,7 +305,8 @@ class Handover:
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
-            self._run(partial(_clear_up, move.copies, move.closing, move.unpinned))
+            dropping = [layer.arena for layer in move.visiting]
+            self._run(partial(_clear_up, move.copies, move.closing, move.unpinned, dropping))
         return move.plan, move.moved
 
     def _turns_back(self, layer: TrainedLayer, move: _Move) -> None:
@@ -395,11 +409,14 @@ def _clear_up(
     copied: list[tuple[ArenaPlanes, Transfer]],
     closing: list[tuple[ArenaPlanes, list[Transfer]]],
     unpinned: list[ArenaPlanes],
+    dropping: list[ArenaPlanes],
 ) -> None:
     for _, departure in copied:
         departure.synchronize()
     for arena in unpinned:
         arena.unpin_state()
+    for arena in dropping:
+        arena.drop_gradients()
     for arena, copies in closing:
         for copy in copies:
             copy.synchronize()

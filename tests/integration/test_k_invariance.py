@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import CapacityError
 from hytrain.memory import visits
+from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.step import streaming
@@ -79,6 +80,20 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
             assert opt.statistics().moved > 10
         assert differing(state(opt) | weights(model), expected) == []
     assert any(name.startswith("remainder") for name in expected) is (dtype is torch.bfloat16)
+
+
+def test_only_gradients_that_the_cpu_updates_from_take_host_memory() -> None:
+    model, seen = llama(), set[str]()
+    with adamw(model, k="auto", policy="random") as opt:
+        for start in range(0, 24, 4):
+            train_and_prepare(model, opt, 4, start=start)
+            opt.synchronize()
+            opt._engine._handover.wait()
+            for layer in opt._session.layers:
+                if isinstance(layer.planes, ArenaPlanes):
+                    lacks = layer.layout.nbytes - 512 * os.fstat(layer.arena._file.descriptor).st_blocks
+                    seen.add(f"{layer.life.placement.name}: {lacks / layer.layout.plane_nbytes['grads']:.0%}")
+    assert {"cpu: 0%", "visit: 100%"} <= seen <= {"cpu: 0%", "visit: 100%", "cpu: 100%"}, "the last has no gradient yet"
 
 
 @contextmanager
