@@ -290,6 +290,22 @@ def test_where_gradients_have_no_room_all_layers_visit_at_first(driver: Driver) 
     assert set(tight.placements) == {VISIT.name}
 
 
+def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> None:
+    """All visit, and the host has room for the gradients of one: the GPU takes two over before the CPU gets others."""
+    whole, grads = layout(TABLE.layers[0]).nbytes, layout(TABLE.layers[0]).plane_nbytes["grads"]
+    first = driver.start(
+        policy="deadline", visit=None, device="cuda", gpu_bytes=1 << 40, host_bytes=LAYERS * (whole - grads) + grads
+    )
+    assert set(first.placements) == {VISIT.name}
+    found = []
+    for step in (4, 8):
+        _, to_trainer, _ = driver.planning._propose(frozenset({0, 1}), (0.0, 0.0), step, "so", 1.0)
+        assert isinstance(to_trainer, Send) and isinstance(plan := to_trainer.message, m.Plan)
+        driver.hold(plan)
+        found.append(plan.placements)
+    assert found == [(GPU.name, GPU.name, *[other] * (LAYERS - 2)) for other in (VISIT.name, CPU.name)]
+
+
 def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     """So what leaves the GPU makes room there, although the peak of all steps stays."""
     driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40)

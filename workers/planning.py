@@ -358,10 +358,11 @@ class Planning:
         placements, streamed = self._without_room_for_both(*whole)
         if (placements, streamed) == self._left_first:  # what was to leave has not left
             placements, streamed = whole
+        placements = self._without_host_room_for_both(placements, streamed)
         self._left_first = None if (placements, streamed) == whole else (placements, streamed)
         if (placements, streamed) != whole:
             gpu_lids, predicted_s = _gpu_lids(placements), None
-            reason = f"first what leaves the GPU, since there is no room yet for what comes; {reason}"
+            reason = f"first what leaves, since there is no room yet for what comes; {reason}"
         is_as_wanted = self.policy != "random" and (placements, streamed) == whole
         self._planned = shares if is_as_wanted else self._shares_of(placements, streamed)
         plan = self._plan = self._ledger.propose(
@@ -422,6 +423,23 @@ class Planning:
             return placements, streamed
         names |= {lid: self.placements[lid] for lid in then - now}
         return tuple(names.values()), self._streamed | streamed
+
+    def _without_host_room_for_both(self, placements: tuple[str, ...], streamed: Set[int]) -> tuple[str, ...]:
+        """The placements, or only those for which layers need less host memory than now, if it cannot hold both.
+
+        Layers get their new memory before others give up theirs. If the GPU has no room either, all change at once.
+        """
+        if self._limits.host_bytes is None or self._plan is None:
+            return placements
+        moves = list(zip(self._facts, self.placements, placements, strict=True))
+        both_bytes = sum(max(_host_bytes(fact, now), _host_bytes(fact, then)) for fact, now, then in moves)
+        if both_bytes <= self._limits.host_bytes:
+            return placements
+        less = tuple(now if _host_bytes(fact, then) > _host_bytes(fact, now) else then for fact, now, then in moves)
+        room = self._limits.gpu_state_bytes
+        on_gpu_bytes = self._on_gpu_bytes(_gpu_lids(less), _visiting_lids(less), streamed)
+        is_possible = less != self.placements and (room is None or on_gpu_bytes <= room)
+        return less if is_possible else placements
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)
@@ -555,6 +573,13 @@ def _gpu_lids(placements: Iterable[str]) -> frozenset[int]:
 
 def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
     return frozenset(lid for lid, name in enumerate(placements) if name == VISIT.name)
+
+
+def _host_bytes(fact: planner.LayerFacts, name: str) -> int:
+    """What the layer takes of host memory in this placement."""
+    if PLACEMENTS[name].state == "gpu":
+        return 0
+    return fact.host_bytes - (fact.grads_bytes if name == VISIT.name else 0)
 
 
 def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
