@@ -70,7 +70,10 @@ class ArenaPlanes:
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
         if not self._holds_gradients:
-            self._transfers.pin(*self._grads_range(), gently=gently)
+            assert self._shared is not None, "not closed"
+            start, nbytes = self._grads_range()
+            self._shared.populate(nbytes)
+            self._transfers.pin(start, nbytes, gently=gently)
             self._holds_gradients = True
 
     def drop_gradients(self) -> None:
