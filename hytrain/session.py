@@ -290,7 +290,7 @@ class Session:
             self._load_first(plan)
             engine.start(plan)
             for blueprint in blueprints_of(self._model):
-                blueprint.make(self._give)
+                blueprint.make(self._give, self._device)
             if self._blocks:
                 memory.begin_anew()
         except BaseException:

@@ -28,12 +28,13 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def llama(dtype: torch.dtype) -> nn.Module:
+def llama(dtype: torch.dtype, device: str = "cuda") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**shape, vocab_size=1024, attn_implementation="eager", use_cache=False)
-    model: nn.Module = transformers.LlamaForCausalLM(config).to("cuda", dtype).train()
+    with torch.device(device):
+        model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype=dtype).train()
     return model
 
 
@@ -379,14 +380,10 @@ def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weight
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("options", [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}], ids=str)
 def test_a_deferred_model_trains_as_one_built_at_once(options: dict[str, Any], device: str, tmp_path: Path) -> None:
-    """On the device for which it was built; it is never there as a whole."""
-
-    def make() -> nn.Module:
-        with torch.device(device):
-            return llama(torch.bfloat16)
-
-    expected, _ = train(make(), tmp_path, **options)
-    found, _ = train(hytrain.deferred_init(make), tmp_path, **options)
+    """With the values of the device for which it was built."""
+    expected, _ = train(llama(torch.bfloat16, device).cuda(), tmp_path, **options)
+    deferred = hytrain.deferred_init(lambda: llama(torch.bfloat16, device))
+    found, _ = train(deferred, tmp_path, **options, device="cuda")
     assert_same([expected, found])
 
 

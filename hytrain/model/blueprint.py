@@ -44,6 +44,10 @@ Model = TypeVar("Model", bound=nn.Module)
 #: The part of a value that slices cut out, one for each dimension.
 Read = Callable[[tuple[slice, ...]], Tensor]
 
+#: Names of methods that write a tensor without an underscore at the end, and of some that have one and write none.
+_WRITES: Final = {f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()}
+_NO_WRITES: Final = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
 #: Of models that wait for their values.
 _waiting: Final[weakref.WeakKeyDictionary[nn.Module, Blueprint]] = weakref.WeakKeyDictionary()
 
@@ -77,6 +81,27 @@ def deferred_init(make: Callable[[], Model], weights: str | os.PathLike[str] | N
 def blueprints_of(model: nn.Module) -> list[Blueprint]:
     """Those of models within this one that wait for their values."""
     return [_waiting[module] for module in model.modules() if module in _waiting]
+
+
+class Unmade(Tensor):
+    """A tensor on the meta device that waits for its values, or a view of it. Writes would be lost: it refuses them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        in_place = name.endswith("_") and not name.endswith("__")
+        if name in _WRITES or (in_place and name not in _NO_WRITES) or kwargs.get("out") is not None:
+            raise UsageError(
+                f"{name} would be lost, since the tensor has no values yet: do that in the function that "
+                "hytrain.deferred_init is given, or after hytrain.AdamW is made"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result.as_subclass(Unmade) if type(result) is Tensor and result.is_meta else result
+
+
+class UnmadeParameter(Unmade, nn.Parameter):
+    """Becomes an ordinary parameter when `AdamW` gives it memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,7 @@ class Blueprint:
         self, model: Any, calls: list[Call], folder: Path | None, whole: Callable[[], nn.Module] | None = None
     ) -> None:
         self._model, self._calls, self._folder, self._whole = weakref.ref(model), calls, folder, whole
+        self._waits = False
         self._pieces: dict[Storage, Piece] = {}
         self._planned: dict[Storage, Planned] = {}
         self._others: dict[Storage, list[tuple[nn.Module, str]]] = {}  # buffers, and tensors that are plain attributes
@@ -130,12 +156,12 @@ class Blueprint:
             for name, value in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(value, FakeTensor):
                     self._others.setdefault(self._noted(value), []).append((module, name))
+                    setattr(module, name, _meta(value))
 
     def _plan(self, fake: FakeTensor) -> Planned:
         storage = self._noted(fake)
         if storage not in self._planned:
-            empty = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-            parameter = nn.Parameter(empty, requires_grad=fake.requires_grad)
+            parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
             self._planned[storage] = Planned(parameter, self._pieces[storage])
         return self._planned[storage]
 
@@ -151,6 +177,11 @@ class Blueprint:
         """Let the model wait for `AdamW`. Raises `UsageError` if the folder lacks a parameter."""
         if self._folder is not None:
             self._find(self._folder)
+        for planned in self.planned:
+            planned.parameter.__class__ = UnmadeParameter
+        for module, name in (place for places in self._others.values() for place in places):
+            getattr(module, name).__class__ = Unmade
+        self._waits = True
         if (model := self._model()) is not None:
             _waiting[model] = self
 
@@ -163,12 +194,16 @@ class Blueprint:
             raise UsageError(f"no tensor {missing[0]!r} in {folder}, nor {len(missing) - 1} others of the model")
         return None if missing else {storage: (files[name], name) for storage, name in found.items() if name}
 
-    def make(self, deliver: Callable[[Planned, Read], None]) -> None:
-        """Make all values, in the order in which the construction completes them. Buffers are set in the model."""
+    def make(self, deliver: Callable[[Planned, Read], None], device: torch.device | None = None) -> None:
+        """Make all values, in the order in which the construction completes them.
+
+        Buffers are set in the model, on the `device`, or where the construction has them.
+        """
 
         def made(storage: Storage, value: Tensor) -> None:
             for module, name in self._others.get(storage, ()):
-                _set(module, name, value)
+                if not self._waits or isinstance(getattr(module, name, None), Unmade):  # or else it has another by now
+                    _set(module, name, value, device)
             if self._folder is None and storage in self._planned:
                 deliver(self._planned[storage], value.__getitem__)
 
@@ -198,11 +233,16 @@ class Blueprint:
                 deliver(self._planned[storage], file.get_slice(name).__getitem__)
 
 
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module its tensor, in the dtype that it was converted to since, unless it has another one by now."""
-    present = getattr(module, name, None)
-    if isinstance(present, FakeTensor):
-        setattr(module, name, value.to(present.dtype))
+def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | None) -> None:
+    """Give a module its tensor, in the dtype that it was converted to since.
+
+    Like `to`, this moves buffers to the device, and no other tensors.
+    """
+    setattr(module, name, value.to(device if name in module._buffers else None, getattr(module, name).dtype))
+
+
+def _meta(fake: FakeTensor) -> Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from hytrain.model.blueprint import Planned
+from hytrain.model.blueprint import Planned, Unmade
 from hytrain.model.trained import Gate, StreamedBlock
 from hytrain.tensors import allocate, free, has_own_storage, is_distributed
 
@@ -95,5 +94,5 @@ def take_back(model: nn.Module, device: torch.device, values: dict[nn.Parameter,
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not isinstance(buffer, FakeTensor):  # or else it comes with the values
+            if not isinstance(buffer, Unmade):  # or else it comes with the values
                 setattr(module, name, buffer.to(device))

@@ -165,3 +165,28 @@ def depends_on_values() -> nn.Module:
 def test_a_construction_that_reads_values_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(UnsupportedError, match="the construction reads a tensor's value"):
         hytrain.deferred_init(make)
+
+
+WRITES: dict[str, Callable[[Odd], Any]] = {
+    "an initialisation": lambda model: nn.init.normal_(model.last.weight),
+    "as Transformers writes it": lambda model: model.last.weight.data.normal_(),
+    "a view": lambda model: model.last.weight.detach()[0].fill_(1),
+    "elements": lambda model: model.last.bias.data.__setitem__(0, 1.0),
+    "an operation with a result": lambda model: torch.add(model.turned, 1, out=model.turned.data),
+    "a buffer": lambda model: model.noise.zero_(),
+    "a converted buffer": lambda model: model.double().noise.__iadd__(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_would_be_lost_is_refused(write: str) -> None:
+    """Values are made later, so nothing can be written into them now."""
+    model = hytrain.deferred_init(Odd)
+    with torch.no_grad(), pytest.raises(UsageError, match="hytrain.deferred_init is given"):
+        WRITES[write](model)
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter:UserWarning")
+def test_a_state_cannot_be_loaded_before_there_are_values() -> None:
+    with pytest.raises(RuntimeError, match="copy_ would be lost"):
+        hytrain.deferred_init(perceptron).load_state_dict(perceptron().state_dict())
