@@ -313,6 +313,8 @@ class Session:
 
     def _give(self, planned: Planned, read: Read) -> None:
         """A blueprint has made a parameter's first values."""
+        if planned.parameter.is_meta:
+            return  # the model does not have it any more
         known = next((known for known in self.parameters if known.parameter is planned.parameter), None)
         values = read(tuple(slice(0, size) for size in planned.parameter.shape))
         if known is None:

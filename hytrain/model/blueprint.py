@@ -29,11 +29,9 @@ from hytrain.model.deferred import (
     Piece,
     Storage,
     calls_for,
-    generator_state,
     last_states,
     recording,
     replay,
-    set_generator_state,
 )
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -146,28 +144,32 @@ class Blueprint:
         self._waits = False
         self._pieces: dict[Storage, Piece] = {}
         self._planned: dict[Storage, Planned] = {}
-        self._others: dict[Storage, list[tuple[nn.Module, str]]] = {}  # buffers, and tensors that are plain attributes
+        # Buffers, and tensors that are plain attributes. Several may be pieces of one storage.
+        self._others: dict[Storage, list[tuple[nn.Module, str, Piece]]] = {}
         for prefix, module in model.named_modules():
             for name, parameter in list(module._parameters.items()):
                 if isinstance(parameter, FakeTensor):
-                    planned = self._plan(parameter)
-                    planned.names.append(f"{prefix}.{name}" if prefix else name)
+                    full = f"{prefix}.{name}" if prefix else name
+                    planned = self._plan(parameter, full)
+                    planned.names.append(full)
                     module._parameters[name] = planned.parameter
             for name, value in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(value, FakeTensor):
-                    self._others.setdefault(self._noted(value), []).append((module, name))
+                    piece = Piece.of(value)
+                    self._pieces.setdefault(piece.storage, piece)
+                    self._others.setdefault(piece.storage, []).append((module, name, piece))
                     setattr(module, name, _meta(value))
 
-    def _plan(self, fake: FakeTensor) -> Planned:
-        storage = self._noted(fake)
-        if storage not in self._planned:
-            parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
-            self._planned[storage] = Planned(parameter, self._pieces[storage])
-        return self._planned[storage]
-
-    def _noted(self, fake: FakeTensor) -> Storage:
+    def _plan(self, fake: FakeTensor, name: str) -> Planned:
         piece = Piece.of(fake)
-        return self._pieces.setdefault(piece.storage, piece).storage
+        if piece.storage not in self._planned:
+            parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
+            self._planned[piece.storage] = Planned(parameter, piece)
+            self._pieces.setdefault(piece.storage, piece)
+        planned = self._planned[piece.storage]
+        if not planned.piece.is_same(piece):
+            raise UnsupportedError(f"{planned.names[0]} and {name} share memory: tie them as one Parameter")
+        return planned
 
     @property
     def planned(self) -> list[Planned]:
@@ -179,7 +181,7 @@ class Blueprint:
             self._find(self._folder)
         for planned in self.planned:
             planned.parameter.__class__ = UnmadeParameter
-        for module, name in (place for places in self._others.values() for place in places):
+        for module, name, _ in (place for places in self._others.values() for place in places):
             getattr(module, name).__class__ = Unmade
         self._waits = True
         if (model := self._model()) is not None:
@@ -201,11 +203,13 @@ class Blueprint:
         """
 
         def made(storage: Storage, value: Tensor) -> None:
-            for module, name in self._others.get(storage, ()):
+            memory = value.untyped_storage()
+            for module, name, piece in self._others.get(storage, ()):
                 if not self._waits or isinstance(getattr(module, name, None), Unmade):  # or else it has another by now
-                    _set(module, name, value, device)
+                    _set(module, name, piece.within(memory), device)
             if self._folder is None and storage in self._planned:
-                deliver(self._planned[storage], value.__getitem__)
+                planned = self._planned[storage]
+                deliver(planned, planned.piece.within(memory).__getitem__)
 
         buffers = {storage: self._pieces[storage] for storage in self._others}
         with _drawing(self._calls):
@@ -229,8 +233,15 @@ class Blueprint:
                 deliver(planned, state[planned.names[0]].__getitem__)
             return
         for storage, (path, name) in found.items():
+            planned = self._planned[storage]
             with safe_open(path, framework="pt") as file:
-                deliver(self._planned[storage], file.get_slice(name).__getitem__)
+                found_part = file.get_slice(name)
+                if found_part.get_shape() != list(planned.piece.shape):
+                    raise UsageError(
+                        f"{name} has shape {tuple(found_part.get_shape())} in {path}, but {tuple(planned.piece.shape)} "
+                        "in the model"
+                    )
+                deliver(planned, found_part.__getitem__)
 
 
 def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | None) -> None:
@@ -248,11 +259,11 @@ def _meta(fake: FakeTensor) -> Tensor:
 @contextmanager
 def _drawing(calls: Sequence[Call]) -> Iterator[None]:
     """Draw as recorded. Generators that were used since then go on from where they are now."""
-    before = {device: (generator_state(device), state) for device, state in last_states(calls).items()}
+    before = {generator: (generator.get_state(), state) for generator, state in last_states(calls).items()}
     yield
-    for device, (now, recorded) in before.items():
+    for generator, (now, recorded) in before.items():
         if not torch.equal(now, recorded):
-            set_generator_state(device, now)
+            generator.set_state(now)
 
 
 def _files(folder: Path) -> dict[str, Path]:

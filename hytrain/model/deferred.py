@@ -50,6 +50,11 @@ class Piece:
     def is_whole(self) -> bool:
         return self.shape.numel() * self.dtype.itemsize == self.memory.nbytes()
 
+    def is_same(self, other: Piece) -> bool:
+        """Whether it has the same elements of its storage, in the same order."""
+        ours, theirs = ((one.dtype, one.offset, one.shape, one.stride) for one in (self, other))
+        return self.storage == other.storage and ours == theirs
+
     def within(self, memory: torch.UntypedStorage) -> Tensor:
         view = torch.empty(0, dtype=self.dtype, device=self.device)
         return view.set_(memory, self.offset, self.shape, self.stride)
@@ -59,7 +64,7 @@ class Piece:
 class Call:
     """An operator, its arguments and results with pieces in place of tensors, and torch's default dtype at that time.
 
-    `state` is that of its device's generator, if it draws from that for the first time, or after others have set it.
+    `state` is that of its generator, if it draws from that for the first time, or after others have used it.
     """
 
     operator: Any
@@ -74,8 +79,15 @@ class Call:
         return torch.Tag.nondeterministic_seeded in self.operator.tags
 
     @property
-    def device(self) -> torch.device:
-        return next(iter((*self.results, *self.arguments))).device
+    def generator(self) -> torch.Generator:
+        """The one that was given, or its device's."""
+        given: torch.Generator | None = self.kwargs.get("generator")
+        if given is not None:
+            return given
+        device = next(iter((*self.results, *self.arguments))).device
+        if device.type == "cuda":
+            return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        return torch.default_generator
 
     @property
     def writes(self) -> bool:
@@ -127,53 +139,41 @@ class _Recorder(TorchDispatchMode):
         call = Call(func, args, kwargs, tuple(_pieces(found)), torch.get_default_dtype())
         if call.draws:
             with untraced():
-                call = replace(call, state=self.generators.draw(call.device))
+                call = replace(call, state=self.generators.draw(call.generator))
         self.calls.append(call)
         return results
 
 
 class _Generators:
-    """The states of torch's generators during a recording, in which nothing is drawn.
+    """The states of generators during a recording, in which nothing is drawn.
 
-    A number is drawn for each call that would draw. So it shows if somebody else has set the state between two calls.
+    A number is drawn for each call that would draw. So it shows if somebody else has used the generator between two.
     """
 
     def __init__(self) -> None:
-        self._found: dict[torch.device, Tensor] = {}
-        self._left: dict[torch.device, Tensor] = {}
+        self._found: dict[torch.Generator, Tensor] = {}
+        self._left: dict[torch.Generator, Tensor] = {}
 
-    def draw(self, device: torch.device) -> Tensor | None:
+    def draw(self, generator: torch.Generator) -> Tensor | None:
         """The state from which the call would draw, unless it is the one that the last call left."""
-        found = generator_state(device)
-        is_expected = device in self._left and torch.equal(found, self._left[device])
-        torch.rand(1, device=device)
-        self._left[device] = generator_state(device)
+        found = generator.get_state()
+        is_expected = generator in self._left and torch.equal(found, self._left[generator])
+        torch.rand(1, device=generator.device, generator=generator)
+        self._left[generator] = generator.get_state()
         if is_expected:
             return None
-        self._found[device] = found
+        self._found[generator] = found
         return found
 
     def take_back(self) -> None:
-        for device, left in self._left.items():
-            if torch.equal(generator_state(device), left):
-                set_generator_state(device, self._found[device])
+        for generator, left in self._left.items():
+            if torch.equal(generator.get_state(), left):
+                generator.set_state(self._found[generator])
 
 
-def last_states(calls: Iterable[Call]) -> dict[torch.device, Tensor]:
+def last_states(calls: Iterable[Call]) -> dict[torch.Generator, Tensor]:
     """The states in which the recording has left the generators."""
-    return {call.device: call.state for call in calls if call.state is not None}
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """The state of torch's default generator for the device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    return {call.generator: call.state for call in calls if call.state is not None}
 
 
 def calls_for(calls: Sequence[Call], wanted: Iterable[Storage]) -> list[Call]:
@@ -206,7 +206,7 @@ def replay(calls: Sequence[Call], wanted: Mapping[Storage, Piece], deliver: Call
             if call.writes or any(piece.storage not in known for piece in call.results):
                 args, kwargs = tree_map_only(Piece, realized, (call.args, call.kwargs))
                 if call.state is not None:
-                    set_generator_state(call.device, call.state)
+                    call.generator.set_state(call.state)
                 with _default_dtype(call.default):
                     made = [leaf for leaf in tree_leaves(call.operator(*args, **kwargs)) if isinstance(leaf, Tensor)]
                 for piece, tensor in zip(call.results, made, strict=True):

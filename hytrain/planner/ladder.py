@@ -72,17 +72,18 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
             gpu_bytes += layer.gpu_state_bytes
             weights_bytes = there
             of_block.pop(layer.block, None)
-    lowest = 0
-    all_bytes = host_bytes = profile.host_bytes(frozenset())
-    while limits.host_bytes is not None and host_bytes > limits.host_bytes:
-        if lowest == len(taken):
-            raise Infeasible(
-                f"the layers need {gb(all_bytes)} of host memory, where {gb(limits.host_bytes)} is allowed; "
-                f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
-                f"({gb(gpu_bytes)}) still leaves {gb(host_bytes)} on the host"
-            )
-        lowest += 1
-        host_bytes = profile.host_bytes(frozenset(layer.lid for layer in taken[:lowest]))
+
+    def on_host_bytes(j: int) -> int:
+        return profile.host_bytes(frozenset(layer.lid for layer in taken[:j]))
+
+    bound = limits.host_bytes
+    lowest = 0 if bound is None else _first(lambda j: on_host_bytes(j) <= bound, 0, len(taken), 0)
+    if bound is not None and on_host_bytes(lowest) > bound:
+        raise Infeasible(
+            f"the layers need {gb(on_host_bytes(0))} of host memory, where {gb(bound)} is allowed; "
+            f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
+            f"({gb(gpu_bytes)}) still leaves {gb(on_host_bytes(lowest))} on the host"
+        )
     return Ladder(layers=tuple(taken), lowest=lowest)
 
 

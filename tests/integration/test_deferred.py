@@ -39,6 +39,9 @@ class Odd(nn.Module):
         self.body = perceptron()
         self.register_buffer("noise", torch.randn(32))
         self.table = torch.arange(32.0)
+        halves = torch.rand(2, 32)
+        self.register_buffer("low", halves[0])
+        self.register_buffer("high", halves[1])
         torch.manual_seed(7)
         self.first, self.last = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
         self.first.weight = self.last.weight
@@ -48,6 +51,7 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         table = self.table.to(x.dtype)
         y: Tensor = self.last(self.first(self.body(x + self.noise)).tanh() @ self.turned) + table / 32
+        y = y * self.low + self.high
         return y
 
 
@@ -67,7 +71,7 @@ def test_a_deferred_model_trains_as_one_built_at_once(options: dict[str, Any], d
             first = {f"first {name}": value for name, value in weights(model).items()}
             assert model.first.weight is model.last.weight
             train(model, opt, range(3), square_loss)
-            results.append(state(opt) | weights(model) | first | {"drawn": drawn})
+            results.append(state(opt) | weights(model) | dict(model.named_buffers()) | first | {"drawn": drawn})
     assert differing(*results) == []
 
 
@@ -84,6 +88,47 @@ def test_values_do_not_depend_on_what_is_drawn_before_they_are_made() -> None:
     assert differing(weights(model), expected) == []
     torch.manual_seed(5)
     assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(4), torch.rand(4)]))
+
+
+def test_a_generator_of_ones_own() -> None:
+    """It may be used in between, too."""
+    results = []
+    for deferred in (False, True):
+        generator = torch.Generator().manual_seed(3)
+
+        def make(generator: torch.Generator = generator) -> nn.Module:
+            model = nn.Linear(32, 32)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, generator=generator)
+            return model
+
+        model = hytrain.deferred_init(make) if deferred else make()
+        generator.manual_seed(4)
+        drawn = [torch.rand(4, generator=generator)]
+        with adamw(model):
+            drawn.append(torch.rand(4, generator=generator))
+            results.append(weights(model) | {"drawn": torch.cat(drawn)})
+    assert differing(*results) == []
+
+
+def test_a_module_that_is_replaced_before_there_are_values() -> None:
+    model = hytrain.deferred_init(perceptron)
+    model[3] = nn.Linear(32, 32)
+    expected = {**weights(perceptron()), **{f"3.{name}": p.detach().clone() for name, p in model[3].named_parameters()}}
+    with adamw(model, k=0.0) as opt:
+        found = weights(model)
+        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+        train(model, opt, range(2), square_loss)
+
+
+def test_parameters_over_one_memory_are_refused() -> None:
+    def make() -> nn.Module:
+        model, memory = nn.Linear(4, 4), torch.rand(8, 4)
+        model.weight, model.other = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+        return model
+
+    with pytest.raises(UnsupportedError, match="weight and other share memory"):
+        hytrain.deferred_init(make)
 
 
 @pytest.mark.parametrize("options", PLACEMENTS[-2:], ids=str)
@@ -133,6 +178,15 @@ def test_a_folder_without_a_parameter_is_refused(tmp_path: Path) -> None:
     save_file({"0.0.weight": torch.zeros(32, 32)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=r"no tensor '0\.0\.bias' in .*, nor 6 others"):
         hytrain.deferred_init(perceptron, weights=tmp_path)
+
+
+def test_a_folder_with_another_shape_is_refused(tmp_path: Path) -> None:
+    """Before more than a part of it would be read."""
+    state = perceptron().state_dict()
+    save_file(state | {"3.0.weight": torch.zeros(33, 32)}, tmp_path / "model.safetensors")
+    model = hytrain.deferred_init(perceptron, weights=tmp_path)
+    with pytest.raises(UsageError, match=r"3\.0\.weight has shape \(33, 32\) in .*, but \(32, 32\)"):
+        hytrain.AdamW(model, k=0.0)
 
 
 def test_a_failed_start_leaves_the_model_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
