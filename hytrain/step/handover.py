@@ -162,6 +162,9 @@ class Handover:
                 except CapacityError as error:
                     self._stays(layer, error)
                     (move.leaving if layer in move.leaving else move.taken).remove(layer)
+                    if (arena := move.arenas.pop(layer.lid, None)) is not None:
+                        arena.close()
+                        self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
 
     def _prepare_visits(self, move: _Move) -> None:
         leaving = [layer for layer in move.leaving if move.plan.placement(layer.lid) is VISIT]
@@ -424,14 +427,16 @@ def _clear_up(
 
 
 def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> list[Copy]:
-    """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights."""
+    """The planes that do not begin as zeros: the weights, which the CPU needs, and the masters of float16 weights.
+
+    Those on the meta device get theirs later, from a blueprint.
+    """
     needs_weights = now.updates == "cpu" or layer.streamed is not None
     first = [segment.weights if segment.first is None else segment.first for segment in layer.segments]
-    if any(weights.is_meta for weights in first):
-        return []  # a blueprint makes them later
-    copies = list(zip(arena.weights, first, strict=True)) if needs_weights else []
+    pairs = zip(arena.weights, first, strict=True) if needs_weights else ()
+    copies = [(into, weights) for into, weights in pairs if not weights.is_meta]
     for index, (segment, weights) in enumerate(zip(layer.segments, first, strict=True)):
-        if segment.spec.dtype == "float16":
+        if segment.spec.dtype == "float16" and not weights.is_meta:
             master = arena.state("remainder")[index]
             assert master is not None, "a float16 segment has a master"
             copies.append((master, weights.float()))

@@ -121,6 +121,28 @@ def test_a_module_that_is_replaced_before_there_are_values() -> None:
         train(model, opt, range(2), square_loss)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", PLACEMENTS, ids=str)
+def test_a_part_of_a_block_that_is_replaced_before_there_are_values(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Its layer has values that are there, and values that are made later."""
+    results = []
+    for deferred in (False, True):
+        model = (hytrain.deferred_init(pairs) if deferred else pairs()).to(dtype)
+        torch.manual_seed(5)
+        model[1][1] = nn.Linear(32, 32).to(dtype)
+        with adamw(model, **options) as opt:
+            train(model, opt, range(3), square_loss)
+            results.append(state(opt) | weights(model))
+    assert differing(*results) == []
+
+
+def pairs() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(4)])
+
+
 def test_parameters_over_one_memory_are_refused() -> None:
     def make() -> nn.Module:
         model, memory = nn.Linear(4, 4), torch.rand(8, 4)

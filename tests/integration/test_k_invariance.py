@@ -96,6 +96,24 @@ def test_only_gradients_that_the_cpu_updates_from_take_host_memory() -> None:
     assert {"cpu: 0%", "visit: 100%"} <= seen <= {"cpu: 0%", "visit: 100%", "cpu: 100%"}, "the last has no gradient yet"
 
 
+def test_layers_without_room_for_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And can move with a later plan."""
+    hold, refused = ArenaPlanes.hold_gradients, list[bool]()
+
+    def hold_seldom(planes: ArenaPlanes, *, gently: bool = True) -> None:
+        if gently and len(refused) < 12:
+            refused.append(True)
+            raise CapacityError("no room")
+        hold(planes, gently=gently)
+
+    monkeypatch.setattr(ArenaPlanes, "hold_gradients", hold_seldom)
+    model = make(torch.bfloat16)
+    with adamw(model, k="auto", policy="random") as opt:
+        train_and_prepare(model, opt, STEPS)
+        assert len(refused) == 12 and opt.statistics().moved
+        assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
+
+
 @contextmanager
 def no_descriptor(pid: int) -> Iterator[None]:
     """The optimizer process cannot make an arena."""
