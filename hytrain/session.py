@@ -34,7 +34,7 @@ from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
 from hytrain.model import fsdp, hooks
-from hytrain.model.blueprint import Planned, Read, blueprints_of
+from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import find_blocks, split_layers
 from hytrain.model.sharing import counted_here
 from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
@@ -117,12 +117,14 @@ class Session:
             deferred = [planned for each in blueprints_of(model) for planned in each.planned]
             if moves := bool(deferred) or self._device != came_from:
                 blocks = find_blocks(model) if options.stream != 0.0 else ()
-                self._first = take_to(model, self._device, blocks, deferred)
+                take_to(model, self._device, blocks, deferred, self._first)
             self._build()
         except BaseException:
-            if moves:
-                take_back(model, came_from, self._first)
-            self._place.close()
+            try:
+                if moves:
+                    take_back(model, came_from, self._first)
+            finally:
+                self._place.close()
             raise
         self._first = {}
         for segment in (segment for layer in self.layers for segment in layer.segments):
@@ -316,7 +318,7 @@ class Session:
         if planned.parameter.is_meta:
             return  # the model does not have it any more
         known = next((known for known in self.parameters if known.parameter is planned.parameter), None)
-        values = read(tuple(slice(0, size) for size in planned.parameter.shape))
+        values = converted(read(tuple(slice(0, size) for size in planned.parameter.shape)), planned.through)
         if known is None:
             planned.parameter.data.copy_(values)
         else:

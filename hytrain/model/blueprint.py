@@ -16,12 +16,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model.deferred import (
@@ -29,6 +36,7 @@ from hytrain.model.deferred import (
     Piece,
     Storage,
     calls_for,
+    first_states,
     last_states,
     recording,
     replay,
@@ -42,9 +50,18 @@ Model = TypeVar("Model", bound=nn.Module)
 #: The part of a value that slices cut out, one for each dimension.
 Read = Callable[[tuple[slice, ...]], Tensor]
 
-#: Names of methods that write a tensor without an underscore at the end, and of some that have one and write none.
-_WRITES: Final = {f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()}
+_SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
+#: Names of methods that write a tensor, or attach something to it, without an underscore at the end; and of some that
+#: have one and write none.
+_WRITES: Final = {
+    *(f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()),
+    *("register_hook", "register_post_accumulate_grad_hook"),
+}
 _NO_WRITES: Final = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+with FakeTensorMode():
+    #: Attributes that each fake parameter has, and each module.
+    _OF_FAKES: Final = {*vars(nn.Parameter(torch.empty(0)))}
+_OF_MODULES: Final = {*vars(nn.Module())}
 
 #: Of models that wait for their values.
 _waiting: Final[weakref.WeakKeyDictionary[nn.Module, Blueprint]] = weakref.WeakKeyDictionary()
@@ -60,11 +77,12 @@ def deferred_init(make: Callable[[], Model], weights: str | os.PathLike[str] | N
     Args:
         make: Returns the model, as in `lambda: LlamaForCausalLM(config)`. It cannot read a tensor's value.
         weights: A folder with `model.safetensors`, or with several files and their index, as Transformers writes it.
-            The parameters' values are read from there, by their names, in place of being made.
+            The values of parameters, and those of persistent buffers that are there, are read by their names.
 
     Raises:
-        UnsupportedError: `make` reads a tensor's value.
-        UsageError: The folder lacks a parameter.
+        UnsupportedError: `make` reads a tensor's value, or does what could not be repeated exactly; the message says
+            what.
+        UsageError: The folder lacks a parameter or has it in another shape, or another model waits for its draws.
     """
     try:
         with recording() as calls:
@@ -82,7 +100,12 @@ def blueprints_of(model: nn.Module) -> list[Blueprint]:
 
 
 class Unmade(Tensor):
-    """A tensor on the meta device that waits for its values, or a view of it. Writes would be lost: it refuses them."""
+    """A tensor on the meta device that waits for its values, or a view of it. Writes would be lost: it refuses them.
+
+    `through`: the dtypes to which it was converted since it was built, each of which may round its values.
+    """
+
+    through: tuple[torch.dtype, ...] = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,8 +117,27 @@ class Unmade(Tensor):
                 "hytrain.deferred_init is given, or after hytrain.AdamW is made"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        return result.as_subclass(Unmade) if type(result) is Tensor and result.is_meta else result
+            results = func(*args, **kwargs)
+            source = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unmade)), None)
+            if func == _SET_DATA and isinstance(args[1], Unmade):
+                args[0].through = args[1].through
+            return tree_map_only(Tensor, partial(_waiting_too, source), results)
+
+
+def _waiting_too(source: Unmade | None, result: Tensor) -> Tensor:
+    """A result of `source` that waits for values, too."""
+    if type(result) is not Tensor or not result.is_meta:
+        return result
+    made = result.as_subclass(Unmade)
+    if source is not None:
+        made.through = source.through if made.dtype is source.dtype else (*source.through, made.dtype)
+    return made
+
+
+def converted(values: Tensor, through: Sequence[torch.dtype]) -> Tensor:
+    for dtype in through:
+        values = values.to(dtype)
+    return values
 
 
 class UnmadeParameter(Unmade, nn.Parameter):
@@ -104,11 +146,15 @@ class UnmadeParameter(Unmade, nn.Parameter):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A parameter on the meta device, made of `piece`. Tied ones have several names."""
+    """A parameter on the meta device, made of `piece`. Tied ones have several names.
+
+    `through`: the dtypes to which it was converted before it had memory.
+    """
 
     parameter: nn.Parameter
     piece: Piece
     names: list[str] = field(default_factory=list)
+    through: list[torch.dtype] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -124,6 +170,7 @@ class Planned:
             self.parameter.data = self._empty(device)
             return
         other = nn.Parameter(self._empty(device), self.parameter.requires_grad)
+        self.through[:] = self.parameter.__dict__.pop("through", ())
         other.__dict__.update(self.parameter.__dict__)
         torch.utils.swap_tensors(self.parameter, other)
 
@@ -159,11 +206,18 @@ class Blueprint:
                     self._pieces.setdefault(piece.storage, piece)
                     self._others.setdefault(piece.storage, []).append((module, name, piece))
                     setattr(module, name, _meta(value))
+            self._require_none_inside(module, prefix)
+        for storage in self._planned.keys() & self._others.keys():
+            name = self._planned[storage].names[0]
+            raise UnsupportedError(f"{name} shares memory with {self._others[storage][0][1]}, which is no parameter")
 
     def _plan(self, fake: FakeTensor, name: str) -> Planned:
         piece = Piece.of(fake)
         if piece.storage not in self._planned:
+            if fake._backward_hooks or getattr(fake, "_post_accumulate_grad_hooks", None):
+                raise UnsupportedError(f"{name} has hooks: register them when hytrain.AdamW is made")
             parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
+            parameter.__dict__.update((key, value) for key, value in vars(fake).items() if key not in _OF_FAKES)
             self._planned[piece.storage] = Planned(parameter, piece)
             self._pieces.setdefault(piece.storage, piece)
         planned = self._planned[piece.storage]
@@ -171,12 +225,29 @@ class Blueprint:
             raise UnsupportedError(f"{planned.names[0]} and {name} share memory: tie them as one Parameter")
         return planned
 
+    def _require_none_inside(self, module: nn.Module, prefix: str) -> None:
+        """Raise `UnsupportedError` for tensors in the module's lists and dictionaries, which no value would reach."""
+        for name, value in vars(module).items():
+            if name not in _OF_MODULES and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
+                raise UnsupportedError(f"{prefix or type(module).__name__} has tensors in {name}: make them buffers")
+
     @property
     def planned(self) -> list[Planned]:
         return list(self._planned.values())
 
     def wait(self) -> None:
-        """Let the model wait for `AdamW`. Raises `UsageError` if the folder lacks a parameter."""
+        """Let the model wait for `AdamW`.
+
+        Raises `UsageError` if the folder lacks a parameter, or if another model waits to draw before this one does.
+        """
+        first = first_states(self._calls)
+        for other in _waiting.values():
+            for generator, left in last_states(other._calls).items():
+                if generator in first and torch.equal(first[generator], left):
+                    raise UsageError(
+                        "another model without memory draws its random values before this one, but has not drawn them: "
+                        "build both in one deferred_init (nn.ModuleList), or call torch.manual_seed in between"
+                    )
         if self._folder is not None:
             self._find(self._folder)
         for planned in self.planned:
@@ -191,6 +262,9 @@ class Blueprint:
         """The folder's file of each parameter, and its name there. None if a name is missing, and `whole` has it."""
         files = _files(folder)
         found = {s: next((name for name in one.names if name in files), None) for s, one in self._planned.items()}
+        for storage, name in found.items():
+            if name is not None:
+                _require_shape(files[name], name, self._planned[storage].piece.shape)
         missing = [self._planned[storage].names[0] for storage, name in found.items() if name is None]
         if missing and self._whole is None:
             raise UsageError(f"no tensor {missing[0]!r} in {folder}, nor {len(missing) - 1} others of the model")
@@ -233,15 +307,22 @@ class Blueprint:
                 deliver(planned, state[planned.names[0]].__getitem__)
             return
         for storage, (path, name) in found.items():
-            planned = self._planned[storage]
             with safe_open(path, framework="pt") as file:
-                found_part = file.get_slice(name)
-                if found_part.get_shape() != list(planned.piece.shape):
-                    raise UsageError(
-                        f"{name} has shape {tuple(found_part.get_shape())} in {path}, but {tuple(planned.piece.shape)} "
-                        "in the model"
-                    )
-                deliver(planned, found_part.__getitem__)
+                deliver(self._planned[storage], file.get_slice(name).__getitem__)
+        self._read_buffers(_files(folder))
+
+    def _read_buffers(self, files: Mapping[str, Path]) -> None:
+        """Read the persistent buffers that are in the folder, as `load_state_dict` does."""
+        from safetensors import safe_open
+
+        model = self._model()
+        for prefix, module in () if model is None else model.named_modules():
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and name not in module._non_persistent_buffers_set and full in files:
+                    _require_shape(files[full], full, buffer.shape)
+                    with safe_open(files[full], framework="pt") as file:
+                        buffer.data.copy_(file.get_tensor(full))
 
 
 def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | None) -> None:
@@ -249,7 +330,18 @@ def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | Non
 
     Like `to`, this moves buffers to the device, and no other tensors.
     """
-    setattr(module, name, value.to(device if name in module._buffers else None, getattr(module, name).dtype))
+    present = getattr(module, name)
+    value = converted(value, present.through if isinstance(present, Unmade) else ())
+    setattr(module, name, value.to(device if name in module._buffers else None, present.dtype))
+
+
+def _require_shape(file: Path, name: str, shape: torch.Size) -> None:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        found = opened.get_slice(name).get_shape()
+    if found != list(shape):
+        raise UsageError(f"{name} has shape {tuple(found)} in {file}, but {tuple(shape)} in the model")
 
 
 def _meta(fake: FakeTensor) -> Tensor:
@@ -258,12 +350,18 @@ def _meta(fake: FakeTensor) -> Tensor:
 
 @contextmanager
 def _drawing(calls: Sequence[Call]) -> Iterator[None]:
-    """Draw as recorded. Generators that were used since then go on from where they are now."""
-    before = {generator: (generator.get_state(), state) for generator, state in last_states(calls).items()}
-    yield
-    for generator, (now, recorded) in before.items():
-        if not torch.equal(now, recorded):
-            generator.set_state(now)
+    """Draw as recorded. Generators that were used since then go on from where they are now, and all after an error."""
+    left = last_states(calls)
+    now = {generator: generator.get_state() for generator in left}
+    try:
+        yield
+    except BaseException:
+        left.clear()
+        raise
+    finally:
+        for generator, state in now.items():
+            if generator not in left or not torch.equal(state, left[generator]):
+                generator.set_state(state)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ So values are those of a model that is built at once, bit for bit. `blueprint` g
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hytrain.errors import UnsupportedError
 from hytrain.tensors import untraced
 
 Storage = int  # the address of a fake tensor's storage, which is the same for all its views
@@ -64,7 +66,8 @@ class Piece:
 class Call:
     """An operator, its arguments and results with pieces in place of tensors, and torch's default dtype at that time.
 
-    `state` is that of its generator, if it draws from that for the first time, or after others have used it.
+    `state` is that of its generator, if it draws from that for the first time, or after others have used it. `left` is
+    the state that the recording has left there, which is not the one that a real draw leaves.
     """
 
     operator: Any
@@ -73,6 +76,7 @@ class Call:
     results: tuple[Piece, ...]
     default: torch.dtype
     state: Tensor | None = None
+    left: Tensor | None = None
 
     @property
     def draws(self) -> bool:
@@ -114,15 +118,17 @@ class Call:
 def recording() -> Iterator[list[Call]]:
     """Tensors that are made in this context have shapes, dtypes and devices, but no memory. Yields their calls.
 
-    Generators are afterwards as they would be if nothing had been drawn from them.
+    Generators that would draw go on from other states afterwards, so that nobody draws the same numbers.
     """
     mode = FakeTensorMode()
     recorder = _Recorder(mode)
     try:
         with mode, recorder:
             yield recorder.calls
-    finally:
+        recorder.generators.check()
+    except BaseException:
         recorder.generators.take_back()
+        raise
 
 
 class _Recorder(TorchDispatchMode):
@@ -135,45 +141,74 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         self._memo.clear()  # it has weak references to parameters
-        args, kwargs, found = tree_map_only(FakeTensor, Piece.of, (args, kwargs or {}, results))
+        with untraced():  # constants, which others may write
+            args, kwargs = tree_map_only(Tensor, _constant, (args, kwargs or {}))
+        args, kwargs, found = tree_map_only(FakeTensor, Piece.of, (args, kwargs, results))
         call = Call(func, args, kwargs, tuple(_pieces(found)), torch.get_default_dtype())
         if call.draws:
             with untraced():
-                call = replace(call, state=self.generators.draw(call.generator))
+                state, left = self.generators.draw(call.generator)
+                call = replace(call, state=state, left=left)
         self.calls.append(call)
         return results
 
 
 class _Generators:
-    """The states of generators during a recording, in which nothing is drawn.
+    """The states of generators during a recording, in which nothing real is drawn.
 
     A number is drawn for each call that would draw. So it shows if somebody else has used the generator between two.
     """
 
     def __init__(self) -> None:
-        self._found: dict[torch.Generator, Tensor] = {}
-        self._left: dict[torch.Generator, Tensor] = {}
+        self._first: dict[torch.Generator, Tensor] = {}
+        self._left: dict[torch.Generator, list[bytes]] = {}
 
-    def draw(self, generator: torch.Generator) -> Tensor | None:
-        """The state from which the call would draw, unless it is the one that the last call left."""
-        found = generator.get_state()
-        is_expected = generator in self._left and torch.equal(found, self._left[generator])
+    def draw(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
+        """The state from which the call would draw, unless it is the one that the last call left; and what it leaves.
+
+        Raises `UnsupportedError` if the generator was set back to what an earlier call has left.
+        """
+        found, left = generator.get_state(), self._left.setdefault(generator, [])
+        self._first.setdefault(generator, found)
+        self._require_no_return(found, left)
         torch.rand(1, device=generator.device, generator=generator)
-        self._left[generator] = generator.get_state()
-        if is_expected:
-            return None
-        self._found[generator] = found
-        return found
+        after = generator.get_state()
+        is_expected = bool(left) and _bytes(found) == left[-1]
+        left.append(_bytes(after))
+        return None if is_expected else found, after
+
+    def check(self) -> None:
+        for generator, left in self._left.items():
+            self._require_no_return(generator.get_state(), left)
 
     def take_back(self) -> None:
-        for generator, left in self._left.items():
-            if torch.equal(generator.get_state(), left):
-                generator.set_state(self._found[generator])
+        for generator, first in self._first.items():
+            generator.set_state(first)
+
+    def _require_no_return(self, state: Tensor, left: list[bytes]) -> None:
+        if _bytes(state) in left[:-1]:
+            raise UnsupportedError(
+                "the construction sets a random generator back to where it was in between (as fork_rng does), but its "
+                "numbers are drawn later: seed it before and after that in place of this"
+            )
+
+
+def _bytes(state: Tensor) -> bytes:
+    return hashlib.sha256(state.numpy().tobytes()).digest()
+
+
+def first_states(calls: Iterable[Call]) -> dict[torch.Generator, Tensor]:
+    """The states in which the recording has found the generators."""
+    found: dict[torch.Generator, Tensor] = {}
+    for call in calls:
+        if call.state is not None:
+            found.setdefault(call.generator, call.state)
+    return found
 
 
 def last_states(calls: Iterable[Call]) -> dict[torch.Generator, Tensor]:
     """The states in which the recording has left the generators."""
-    return {call.generator: call.state for call in calls if call.state is not None}
+    return {call.generator: call.left for call in calls if call.left is not None}
 
 
 def calls_for(calls: Sequence[Call], wanted: Iterable[Storage]) -> list[Call]:
@@ -184,6 +219,8 @@ def calls_for(calls: Sequence[Call], wanted: Iterable[Storage]) -> list[Call]:
         if any(piece.storage in needed for piece in written):
             needed.update(piece.storage for piece in call.arguments)
             chosen.append(call)
+    if any(call.draws for call in chosen):
+        return list(calls)  # the numbers that others draw come in between
     return chosen[::-1]
 
 
@@ -204,7 +241,8 @@ def replay(calls: Sequence[Call], wanted: Mapping[Storage, Piece], deliver: Call
         for number, call in enumerate(calls):
             known = {piece.storage for piece in call.arguments}
             if call.writes or any(piece.storage not in known for piece in call.results):
-                args, kwargs = tree_map_only(Piece, realized, (call.args, call.kwargs))
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, (call.args, call.kwargs))  # constants
+                args, kwargs = tree_map_only(Piece, realized, (args, kwargs))
                 if call.state is not None:
                     call.generator.set_state(call.state)
                 with _default_dtype(call.default):
@@ -244,6 +282,10 @@ class _Lives:
     def ended(self, number: int) -> list[Storage]:
         """The storages whose content no later call needs."""
         return self._ends.get(number, [])
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, FakeTensor) else tensor.clone()
 
 
 def _pieces(tree: Any) -> list[Piece]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hytrain.model.blueprint import Planned, Unmade
 from hytrain.model.trained import Gate, StreamedBlock
-from hytrain.tensors import allocate, free, has_own_storage, is_distributed
+from hytrain.tensors import allocate, free, has_memory, has_own_storage, is_distributed
 
 
 def streamed_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> list[StreamedBlock]:
@@ -46,21 +46,25 @@ def _streamed(gate: Gate) -> StreamedBlock:
 
 
 def take_to(
-    model: nn.Module, device: torch.device, blocks: Sequence[nn.Module], deferred: Sequence[Planned] = ()
-) -> dict[nn.Parameter, Tensor]:
-    """Bring a model to the device, but for the values of the parameters of `blocks`, which are returned.
+    model: nn.Module,
+    device: torch.device,
+    blocks: Sequence[nn.Module],
+    deferred: Sequence[Planned],
+    values: dict[nn.Parameter, Tensor],
+) -> None:
+    """Bring a model to the device, but for the values of the parameters of `blocks`, which are added to `values`.
 
     Those get storages without memory there, to be filled by `load`. The other parameters and all buffers are moved.
     Those that are `deferred` get storages as well: blueprints make their values later.
     """
     within = {id(parameter) for block in blocks for parameter in block.parameters() if parameter.requires_grad}
     planned_of = {planned.parameter: planned for planned in deferred}
-    values: dict[nn.Parameter, Tensor] = {}
     for parameter in model.parameters():
         planned = planned_of.get(parameter)
         if planned is not None:
-            values[parameter] = planned.meta()
+            empty = planned.meta()
             planned.embody(device)
+            values[parameter] = empty
         elif id(parameter) in within and has_own_storage(parameter):
             values[parameter] = parameter.data
             parameter.data = torch.empty_like(parameter, device=device)
@@ -70,12 +74,12 @@ def take_to(
         if id(parameter) in within:
             free(parameter)
     _move_buffers(model, device)
-    return values
 
 
 def load(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter that `take_to` has left without memory its values, unless a blueprint makes them."""
-    allocate(parameter)
+    if not has_memory(parameter):
+        allocate(parameter)
     if not values.is_meta:
         parameter.data.copy_(values)  # for autograd this is no write
 
@@ -85,7 +89,8 @@ def take_back(model: nn.Module, device: torch.device, values: dict[nn.Parameter,
     for parameter in model.parameters():
         value = values.get(parameter)
         if value is None:
-            parameter.data = parameter.data.to(device)
+            if not parameter.is_meta:  # as deferred ones are that were not reached
+                parameter.data = parameter.data.to(device)
         else:
             parameter.data = parameter.data.new_empty(0) if value.is_meta else value
     _move_buffers(model, device)

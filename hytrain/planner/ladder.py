@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from hytrain.errors import HyTrainError
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
@@ -76,11 +77,17 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
     def on_host_bytes(j: int) -> int:
         return profile.host_bytes(frozenset(layer.lid for layer in taken[:j]))
 
-    bound = limits.host_bytes
-    lowest = 0 if bound is None else _first(lambda j: on_host_bytes(j) <= bound, 0, len(taken), 0)
-    if bound is not None and on_host_bytes(lowest) > bound:
+    bound, lowest = inf if limits.host_bytes is None else limits.host_bytes, 0
+    most_bytes = sum(layer.host_bytes for layer in profile.layers)  # if none visits
+    while lowest < len(taken) and most_bytes > bound:
+        most_bytes -= taken[lowest].host_bytes
+        lowest += 1
+    if on_host_bytes(lowest) <= bound:  # then all above do; which layers visit depends on the rung, so go one by one
+        while lowest and on_host_bytes(lowest - 1) <= bound:
+            lowest -= 1
+    else:
         raise Infeasible(
-            f"the layers need {gb(on_host_bytes(0))} of host memory, where {gb(bound)} is allowed; "
+            f"the layers need {gb(on_host_bytes(0))} of host memory, where {gb(limits.host_bytes)} is allowed; "
             f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
             f"({gb(gpu_bytes)}) still leaves {gb(on_host_bytes(lowest))} on the host"
         )

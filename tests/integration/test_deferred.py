@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import CapacityError, UnsupportedError, UsageError
+from hytrain.model.blueprint import Planned
 from hytrain.step import streaming
 from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
@@ -196,6 +197,29 @@ def save(model: nn.Module, folder: Path, files: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
 
 
+class Running(nn.BatchNorm1d):
+    """With a buffer that is drawn, between others, and is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("noise", torch.rand(4), persistent=False)
+
+
+def test_buffers_of_a_folder(tmp_path: Path) -> None:
+    """Those that are saved are read, the others made."""
+    torch.manual_seed(3)
+    expected = Running()
+    assert expected.running_mean is not None
+    expected.running_mean.fill_(5)
+    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    torch.manual_seed(3)
+    model = hytrain.deferred_init(Running, weights=tmp_path)
+    with adamw(model):
+        assert differing(dict(model.named_buffers()), dict(expected.named_buffers())) == []
+        assert differing(weights(model), weights(expected)) == []
+
+
 def test_a_folder_without_a_parameter_is_refused(tmp_path: Path) -> None:
     save_file({"0.0.weight": torch.zeros(32, 32)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=r"no tensor '0\.0\.bias' in .*, nor 6 others"):
@@ -206,22 +230,28 @@ def test_a_folder_with_another_shape_is_refused(tmp_path: Path) -> None:
     """Before more than a part of it would be read."""
     state = perceptron().state_dict()
     save_file(state | {"3.0.weight": torch.zeros(33, 32)}, tmp_path / "model.safetensors")
-    model = hytrain.deferred_init(perceptron, weights=tmp_path)
     with pytest.raises(UsageError, match=r"3\.0\.weight has shape \(33, 32\) in .*, but \(32, 32\)"):
-        hytrain.AdamW(model, k=0.0)
+        hytrain.deferred_init(perceptron, weights=tmp_path)
 
 
-def test_a_failed_start_leaves_the_model_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be tried again."""
-    model = hytrain.deferred_init(perceptron)
-    parameters = list(model.parameters())
+@pytest.mark.parametrize("place", [(Handover, "start"), (Masters, "begin_with"), (Planned, "embody")], ids=str)
+def test_a_failed_start_leaves_the_model_without_memory(
+    place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be tried again, whatever has failed."""
+    torch.manual_seed(3)
+    model = hytrain.deferred_init(lambda: Made(with_gaps))
+    parameters, before = list(model.parameters()), torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(Handover, "start", refuse)
+        patch.setattr(*place, refuse)
         with pytest.raises(CapacityError, match="no room"):
             hytrain.AdamW(model, k=0.0)
-    assert all(not parameter.numel() for parameter in parameters), "so it cannot compute"
+    assert all(parameter.is_meta or not parameter.numel() for parameter in parameters), "so it cannot compute"
+    assert torch.equal(torch.get_rng_state(), before)
     with adamw(model, k=0.0):
-        assert differing(weights(model), weights(perceptron())) == []
+        found = dict(model.named_parameters())
+    torch.manual_seed(3)
+    assert [name for name, value in Made(with_gaps).named_parameters() if not torch.equal(found[name], value)] == []
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
 
 
@@ -229,18 +259,85 @@ def refuse(*_: Any) -> None:
     raise CapacityError("no room")
 
 
-def reads_a_value() -> nn.Module:
-    return nn.Linear(int(torch.rand(3).sum().item()) + 1, 4)
+class Made(nn.Linear):
+    """`then` goes on with the construction."""
+
+    def __init__(self, then: Callable[[Made], Any]) -> None:
+        super().__init__(4, 4)
+        self.then = then(self)
 
 
-def depends_on_values() -> nn.Module:
-    return nn.Linear(len(torch.rand(3).nonzero()), 4)
+def returns_to_a_state(model: nn.Module) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        torch.rand(3)
+    torch.rand(3)
 
 
-@pytest.mark.parametrize("make", [reads_a_value, depends_on_values])
-def test_a_construction_that_reads_values_is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(UnsupportedError, match="the construction reads a tensor's value"):
-        hytrain.deferred_init(make)
+REFUSED: dict[str, tuple[Callable[[Made], Any], str]] = {
+    "reads a value": (lambda _: int(torch.rand(3).sum().item()), "reads a tensor's value"),
+    "depends on values": (lambda _: len(torch.rand(3).nonzero()), "reads a tensor's value"),
+    "goes back to a state": (returns_to_a_state, "sets a random generator back"),
+    "a parameter under another name": (
+        lambda model: vars(model).update(other=model.weight),
+        "shares memory with other",
+    ),
+    "a view of a parameter": (lambda model: model.weight.detach()[0], "weight shares memory with then"),
+    "tensors in a list": (lambda _: [torch.rand(3)], "has tensors in then"),
+    "a hook": (lambda model: model.weight.register_hook(torch.neg) and None, "weight has hooks"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_construction_that_cannot_be_repeated_exactly_is_refused(kind: str) -> None:
+    then, words = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=words):
+        hytrain.deferred_init(lambda: Made(then))
+
+
+def test_two_models_do_not_draw_the_same_numbers() -> None:
+    """Nor does what is drawn while one waits."""
+    torch.manual_seed(3)
+    first = hytrain.deferred_init(lambda: nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="another model without memory draws"):
+        hytrain.deferred_init(lambda: nn.Linear(4, 4))
+    between = nn.Linear(4, 4)
+    torch.manual_seed(4)
+    second = hytrain.deferred_init(lambda: nn.Linear(4, 4))
+    with adamw(nn.ModuleList([first, second])):
+        found = [model.weight.detach().clone() for model in (first, second, between)]
+    assert not any(torch.equal(one, other) for one, other in zip(found, [*found[1:], found[0]], strict=True))
+    for seed, weight in zip((3, 4), found, strict=False):
+        torch.manual_seed(seed)
+        assert torch.equal(nn.Linear(4, 4).weight, weight)
+
+
+def with_gaps(model: Made) -> None:
+    model.gaps = nn.Parameter(torch.rand(64, 64)[:, :4], requires_grad=False)
+    model.weight.has_no_decay = True  # type: ignore[attr-defined]
+    constant = torch.tensor([1.0, 2.0])
+    model.register_buffer("constant", constant.mul_(2))
+
+
+def test_what_else_a_construction_makes() -> None:
+    """A frozen parameter with gaps, an attribute of a parameter, and a constant that is written in place."""
+    torch.manual_seed(3)
+    model = hytrain.deferred_init(lambda: Made(with_gaps))
+    torch.manual_seed(3)
+    expected = Made(with_gaps)
+    assert model.weight.has_no_decay
+    with adamw(model):
+        assert differing(model.state_dict(), expected.state_dict()) == [] and model.weight.has_no_decay
+
+
+def test_a_model_that_is_converted_twice_is_rounded_twice() -> None:
+    models = [make().bfloat16().float() for make in (Odd, lambda: hytrain.deferred_init(Odd))]  # seeded in the middle
+    for model in models:
+        with adamw(model):
+            pass
+    first, second = ({n: t for n, t in m.state_dict().items() if not n.startswith("body.")} for m in models)
+    names = ["first.weight", "last.bias", "turned"]
+    assert [name for name in names if not torch.equal(first[name], second[name])] == []
 
 
 WRITES: dict[str, Callable[[Odd], Any]] = {
@@ -249,6 +346,9 @@ WRITES: dict[str, Callable[[Odd], Any]] = {
     "a view": lambda model: model.last.weight.detach()[0].fill_(1),
     "elements": lambda model: model.last.bias.data.__setitem__(0, 1.0),
     "an operation with a result": lambda model: torch.add(model.turned, 1, out=model.turned.data),
+    "rows": lambda model: [row.zero_() for row in model.last.weight],
+    "chunks": lambda model: [nn.init.ones_(chunk) for chunk in model.last.weight.chunk(2)],
+    "a hook": lambda model: model.last.weight.register_hook(torch.neg),
     "a buffer": lambda model: model.noise.zero_(),
     "a converted buffer": lambda model: model.double().noise.__iadd__(1),
 }
