@@ -326,13 +326,13 @@ class Blueprint:
 
 
 def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | None) -> None:
-    """Give a module its tensor, in the dtype that it was converted to since.
+    """Give a module its tensor, converted as that was since.
 
     Like `to`, this moves buffers to the device, and no other tensors.
     """
     present = getattr(module, name)
     value = converted(value, present.through if isinstance(present, Unmade) else ())
-    setattr(module, name, value.to(device if name in module._buffers else None, present.dtype))
+    setattr(module, name, value.to(device) if name in module._buffers else value)
 
 
 def _require_shape(file: Path, name: str, shape: torch.Size) -> None:

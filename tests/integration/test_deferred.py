@@ -234,29 +234,39 @@ def test_a_folder_with_another_shape_is_refused(tmp_path: Path) -> None:
         hytrain.deferred_init(perceptron, weights=tmp_path)
 
 
-@pytest.mark.parametrize("place", [(Handover, "start"), (Masters, "begin_with"), (Planned, "embody")], ids=str)
+FAILING = [(Handover, "start", 0), (Masters, "begin_with", 0), (Masters, "begin_with", 2), (Planned, "embody", 0)]
+
+
+@pytest.mark.parametrize(("owner", "name", "successes"), FAILING, ids=str)
 def test_a_failed_start_leaves_the_model_without_memory(
-    place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, successes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can be tried again, whatever has failed."""
     torch.manual_seed(3)
     model = hytrain.deferred_init(lambda: Made(with_gaps))
     parameters, before = list(model.parameters()), torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(*place, refuse)
+        patch.setattr(owner, name, then_refuse(getattr(owner, name), successes))
         with pytest.raises(CapacityError, match="no room"):
             hytrain.AdamW(model, k=0.0)
     assert all(parameter.is_meta or not parameter.numel() for parameter in parameters), "so it cannot compute"
     assert torch.equal(torch.get_rng_state(), before)
     with adamw(model, k=0.0):
-        found = dict(model.named_parameters())
+        found = model.state_dict()
     torch.manual_seed(3)
-    assert [name for name, value in Made(with_gaps).named_parameters() if not torch.equal(found[name], value)] == []
+    assert differing(found, Made(with_gaps).state_dict()) == []
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
 
 
-def refuse(*_: Any) -> None:
-    raise CapacityError("no room")
+def then_refuse(function: Callable[..., Any], successes: int) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        nonlocal successes
+        successes -= 1
+        if successes < 0:
+            raise CapacityError("no room")
+        return function(*args)
+
+    return counted
 
 
 class Made(nn.Linear):
@@ -313,10 +323,11 @@ def test_two_models_do_not_draw_the_same_numbers() -> None:
 
 
 def with_gaps(model: Made) -> None:
-    model.gaps = nn.Parameter(torch.rand(64, 64)[:, :4], requires_grad=False)
-    model.weight.has_no_decay = True  # type: ignore[attr-defined]
     constant = torch.tensor([1.0, 2.0])
     model.register_buffer("constant", constant.mul_(2))
+    model.scale = nn.Parameter(torch.rand(4))
+    model.gaps = nn.Parameter(torch.rand(64, 64)[:, :4], requires_grad=False)
+    model.weight.has_no_decay = True  # type: ignore[attr-defined]
 
 
 def test_what_else_a_construction_makes() -> None:
