@@ -491,10 +491,9 @@ class TrainerReport(Message):
 
     `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
     `at_s`: monotonic; `wall_time`: seconds since 1970.
-    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `fetch_s`,
-    `exposed_s`, `middle_s`, `starved` and `gather_s` belong to this step.
+    `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `exposed_s`,
+    `middle_s`, `starved` and `gather_s` belong to this step.
     `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
-    `fetch_s`: the stalls of backward, in which blocks wait for the copies of their streamed weights and nothing else.
     `exposed_s`: how long forward waits for FSDP2's all-gathers and for its copies of what was gathered, without the
     wait for this rank's own updates. On device "cpu", only for the copies.
     `starved`: the share of layers' backwards in which the device ran out of queued work.
@@ -512,7 +511,6 @@ class TrainerReport(Message):
     step_s: float
     measured: int | None
     stall_s: float
-    fetch_s: float
     exposed_s: float
     middle_s: float
     starved: float

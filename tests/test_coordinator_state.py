@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner import Limits, Profile, simulate
+from hytrain.planner import Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError, PlanLedger
 from protocol import messages as m
@@ -186,7 +186,6 @@ STEP: dict[str, Any] = {"step": 0, "number": 1, "measured": 0, "at_s": 100.0, "s
 STEP |= {
     "wall_time": 1e9,
     "middle_s": 0.0,
-    "fetch_s": 0.0,
     "exposed_s": 0.0,
     "starved": 0.0,
     "gather_s": None,
@@ -323,34 +322,6 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     assert [room(step, (0, 1), 22 * state) for step in (4, 5)] == [78, 80]
     assert [room(step, (), 22 * state) for step in (6, 7, 8, 9)] == [80] * 4, "they have left"
     assert room(10, (), 23 * state) == 77, "now steps need more"
-
-
-def test_waits_for_streamed_weights_correct_the_prediction(driver: Driver) -> None:
-    """Fetches take longer than measured when all copies have the link. Slow steps now and then say nothing of them, and
-    late updates, for which forward stalls, neither."""
-    blocks = tuple((lid,) for lid in ALL)
-    plan = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=blocks, window_bytes=2 * SEGMENT.numel)
-    work_s, measured = 3e-3 * LAYERS, tuple(replace(each, h2d_s=1e-3) for each in times())
-
-    def follow(step: int, fetch_s: float, streamed: tuple[int, ...] = plan.streamed, late_s: float = 0.0) -> float:
-        """The wait of a backward that is predicted then."""
-        driver.handle(cpu_report(step, 1e-3, ALL))
-        where = {"streamed": streamed, "layers": measured, "measured": step}
-        stall_s = fetch_s + late_s
-        driver.handle(report(step, **where, fetch_s=fetch_s, stall_s=stall_s, step_s=work_s + stall_s))
-        profile = driver.planning._profile()
-        return 0.0 if profile is None else simulate(profile, frozenset()).fetch_s
-
-    alone_s = [follow(step, 0.0) for step in range(12)][-1]
-    slow_s = 3 * alone_s
-    for step in range(12, 60, 3):
-        assert alone_s == pytest.approx(
-            [follow(step + i, fetch_s, late_s=1.0) for i, fetch_s in enumerate((9 * slow_s, alone_s, 9 * slow_s))][-1]
-        )
-    predicted_s = [follow(step, slow_s) for step in range(60, 110)][-1]
-    assert predicted_s == pytest.approx(slow_s, rel=0.02)
-    learned = driver.profile.fetch_factor
-    assert [follow(step, 0.0, ()) for step in range(110, 510)] and driver.profile.fetch_factor < 1 + 0.2 * (learned - 1)
 
 
 @pytest.mark.parametrize("host_bytes", [None, 3 * layout(TABLE.layers[0]).nbytes])

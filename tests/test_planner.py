@@ -125,8 +125,13 @@ def test_streamed_weights_come_through_a_window() -> None:
     assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, timeline.gpu_busy_s) == (17, 2, {first: 3}, 9)
     visiting = simulate(replace(three, stream=1.0, visit=1.0), NONE)
     assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
-    slowly = simulate(replace(three, stream=1.0, fetch_factor=3.0), NONE)
-    assert (slowly.step_s, slowly.fetch_s) == (27, 6)
+    on_link = sorted((event for event in visiting.events if event[0] in ("visit", "fetch")), key=lambda event: event[2])
+    assert on_link[:4] == [
+        ("visit", third, 2, 9),  # five copies of weights, and the time of two fetches for each layer
+        ("fetch", second, 9, 10),  # its weights have stayed until then
+        ("visit", second, 12, 19),
+        ("fetch", first, 19, 20),
+    ]
 
 
 def streamable(profile: Profile, window: int = 200) -> Profile:
@@ -169,6 +174,17 @@ def test_weights_are_streamed_only_while_memory_is_short_or_wanted() -> None:
     assert (tight.stream, tight.gpu_lids) == (1.0, NONE)
     saved = choose("deadline", now, stream=None, objective="gpu-memory")
     assert saved.stream == 1.0
+
+
+def test_layers_whose_weights_stay_on_the_gpu_visit_first() -> None:
+    """Streamed ones would have to stay until their visit is over."""
+    four = replace(streamable(uniform(4)), stream=0.5)
+    streamed = four.streamed(NONE)
+    assert len(streamed) == 2
+    for visit, count in ((0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)):
+        visiting = replace(four, visit=visit).visiting(NONE)
+        assert len(visiting) == count and len(visiting & streamed) == max(0, count - 2)
+    assert len(replace(four, visit=0.5).visiting(four.lids - streamed)) == 2, "the GPU owns the others"
 
 
 def test_blocks_are_streamed_whole() -> None:

@@ -145,6 +145,22 @@ def test_what_is_not_measured_any_more_goes_with_what_is() -> None:
     assert layers[12].cpu_update_s == pytest.approx(12.0), "and keeps its own proportion"
 
 
+def test_few_layers_say_nothing_of_the_others() -> None:
+    """Neither a tiny one, whether it is the first that is measured or changes alone, nor one that others delay."""
+    book = book_of(100, 100, 100, 100, 1)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
+    book.observe_optimizer(cpu_update_s={14: 0.1})
+    assert profile_from(book)[10].cpu_update_s == 100 * book.rates.cpu_update_s
+    for _ in range(6):
+        book.observe_optimizer(cpu_update_s={10: 1.0, 11: 1.0, 12: 1.0, 13: 1.0, 14: 0.1})
+    for _ in range(6):
+        book.observe_optimizer(cpu_update_s={10: 1.0, 11: 1.0, 12: 40.0})
+    for _ in range(6):
+        book.observe_optimizer(cpu_update_s={14: 0.2})
+    layers = profile_from(book)
+    assert [layers[lid].cpu_update_s for lid in (10, 12, 13, 14)] == [1.0, 40.0, 1.0, 0.2]
+
+
 def test_what_layers_do_not_explain_is_the_loop_s_own_time_but_not_stalls() -> None:
     book = book_of(100, 300)
     book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 2.0, 11: 2.0}, gpu_update_s={10: 0.5})

@@ -216,10 +216,6 @@ class Planning:
             gpu_lids=step.gpu_lids,
             middle_s=report.middle_s,
         )
-        profile = self._profile() if self._same_steps >= WHOLE_STEPS else None
-        if profile is not None:
-            expected = planner.simulate(self._in_mode(profile, self.speculates), step.gpu_lids)
-            self._book.observe_fetches(report.fetch_s - expected.fetch_s if report.streamed else 0.0)
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
@@ -389,14 +385,14 @@ class Planning:
         The GPU owns these layers. The CPU updates the others, except for those that visit the GPU.
         """
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
-        if self.policy == "random":
-            visiting = planner.drawn_visits(facts, gpu_lids, step)
-        else:
-            visiting = planner.visiting_lids(facts, gpu_lids, visit)
         if self.policy == "random" and self.table.stream is None:
             streamed = planner.drawn_streams(facts, gpu_lids, step)
         else:
             streamed = planner.streamed_lids(facts, gpu_lids, stream)
+        if self.policy == "random":
+            visiting = planner.drawn_visits(facts, gpu_lids, step)
+        else:
+            visiting = planner.visiting_lids(facts, gpu_lids, streamed, visit)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
         return tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed
 

@@ -8,8 +8,7 @@ Owns the estimate of each layer's times, and when to give it up.
                                     set aside     measured? scaled │
                                                   like the others  │
     step time, stalls ──▶ what the layers' times do not explain ───┤
-    what the CPU's updates slow down (contention.py) ──────────────┤
-    waits for streamed weights, beyond the simulated ones ─────────┘
+    what the CPU's updates slow down (contention.py) ──────────────┘
     the CPU's times of one step relative to the usual ──▶ how much slower it is at times
     cpu_changed ──▶ the CPU's times scaled, and replaced by the next ones
 """
@@ -38,11 +37,9 @@ SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
+#: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
+ENOUGH_SEEN: Final = 0.1
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
-#: Fetches of streamed weights take at most so many times as long as measured, and so much more after one more step.
-MOST_FETCH_FACTOR, FETCH_STEP = 4.0, 0.2
-#: What is left of that after one more step, since a wait that has another reason may end with that.
-KEPT_FETCHES: Final = 0.995
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +97,10 @@ class Ewma:
 
 @dataclass(slots=True)
 class _Role:
-    """One kind of time, by LID. A round is the reports of about one step. It ends when a layer is reported again."""
+    """One kind of time, by LID. A round is the reports of about one step. It ends when a layer is reported again.
+
+    A round of few layers goes on: there may be several reports of a step.
+    """
 
     means: dict[int, Ewma] = field(default_factory=dict)
     before: dict[int, float] = field(default_factory=dict)  # the values at the start of the round
@@ -120,14 +120,17 @@ class _Role:
     def _end_round(self) -> None:
         """Scale the layers that were not measured like those that were.
 
-        Otherwise layers that the GPU took over while the CPU was slow would look slow on the CPU for ever.
+        Otherwise layers that the GPU took over while the CPU was slow would look slow on the CPU for ever. The middle
+        one of the measured changes counts, since single layers may have waited for others. Few layers say nothing.
         """
-        known = self.seen & self.before.keys()
         values = self.values
-        then_s, now_s = sum(self.before[lid] for lid in known), sum(values[lid] for lid in known)
-        if then_s and now_s:
+        if sum(values[lid] for lid in self.seen) < ENOUGH_SEEN * sum(values.values()):
+            return  # the round goes on
+        known = [lid for lid in self.seen if self.before.get(lid) and values[lid]]
+        if known and sum(self.before[lid] for lid in known) >= ENOUGH_SEEN * sum(self.before.values()):
+            change = median(values[lid] / self.before[lid] for lid in known)
             for lid in self.means.keys() - self.seen:
-                self.means[lid].scale(now_s / then_s)
+                self.means[lid].scale(change)
         self.before, self.seen = self.values, set()
 
     def scale(self, factor: float, *, guessed: bool = False) -> None:
@@ -177,8 +180,6 @@ class MeasurementBook:
         self._drag = 0.0  # the drag that the means are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
-        self._late_s: deque[float] = deque([0.0] * 3, maxlen=3)  # of the last steps
-        self._fetch_factor = 1.0
 
     @property
     def rates(self) -> Rates:
@@ -271,22 +272,6 @@ class MeasurementBook:
         update_s = sum(gpu_update_s[lid] for lid in gpu_lids)
         self._busy_s.add(max(0.0, step_s - stall_s - exposed_s - middle_s - self._lost_s - update_s))
 
-    def observe_fetches(self, late_s: float) -> None:
-        """Backward waited for fetches `late_s` longer than simulated, or less if below 0; 0 without streamed weights.
-
-        The fetches become longer by the least of three steps that agree, as if all weights were streamed: so few
-        streamed layers say little, and a single slow step nothing.
-        """
-        self._late_s.append(late_s)
-        streamable = {layer.lid for layer in self._layers if layer.weights_bytes}
-        h2d_s = self._in_role("h2d_s", self._rates.h2d_s)
-        fetches_s = sum(h2d_s[lid] for lid in streamable)
-        if fetches_s:
-            agreed_s = max(min(self._late_s), 0.0) + min(max(self._late_s), 0.0)
-            change = min(max(agreed_s / fetches_s, -FETCH_STEP), FETCH_STEP)
-            kept = 1.0 + KEPT_FETCHES * (self._fetch_factor - 1.0)
-            self._fetch_factor = min(max(kept + change, 1.0), MOST_FETCH_FACTOR)
-
     def reorder(self, position_of: Mapping[int, int]) -> None:
         """Use a newly learned forward order. ValueError unless it names exactly the layers of the book."""
         if position_of.keys() != self._position_of.keys():
@@ -332,7 +317,6 @@ class MeasurementBook:
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=self.cpu_slack,
-            fetch_factor=self._fetch_factor,
         )
 
     def check(self) -> None:
@@ -352,8 +336,9 @@ class MeasurementBook:
         self._roles[role].observe(times)
 
     def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
-        """Each layer's time. Without one: its size at the others' rate, else at `default_s`; none if that is None."""
+        """Each layer's time. Without one: its size at the others' rate, or at `default_s` if those are few; or none."""
         measured = self._roles[role].values
         numel = sum(layer.numel for layer in self._layers if layer.lid in measured)
-        rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if numel else default_s
+        enough = numel > ENOUGH_SEEN * sum(layer.numel for layer in self._layers)
+        rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if enough else default_s
         return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}

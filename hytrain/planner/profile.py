@@ -60,8 +60,7 @@ class Profile:
     `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
 
     The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. The weights of the
-    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory, and
-    take `fetch_factor` times as long as measured, since visits and others' copies have the link as well.
+    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -78,7 +77,6 @@ class Profile:
     visit: float = 0.0
     stream: float = 0.0
     window_bytes: int = 0
-    fetch_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -156,7 +154,7 @@ class Profile:
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""
-        return visiting_lids(self.layers, gpu_lids, self.visit)
+        return visiting_lids(self.layers, gpu_lids, self.streamed(gpu_lids), self.visit)
 
     def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose weights rest in host memory, if the GPU owns these."""
@@ -169,14 +167,24 @@ class Profile:
         return of_planes - sum(layer.grads_bytes for layer in self.layers if layer.lid in visiting)
 
 
-def visiting_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
-    """The layers whose state visits the GPU, with at least this share of all.
+def visiting_lids(
+    layers: Iterable[LayerFacts], gpu_lids: frozenset[int], streamed: frozenset[int], share: float
+) -> frozenset[int]:
+    """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
 
-    They are spread evenly among those that it does not own, so that link and CPU both work during all of backward.
+    They are spread evenly, so that link and CPU both work during all of backward. Those that are `streamed` come last:
+    their weights stay on the GPU until they are updated, and backward waits for that memory.
     """
     layers = sorted(layers, key=lambda layer: layer.position)
     others = [layer for layer in layers if layer.lid not in gpu_lids]
-    return _spread([[layer] for layer in others], _of(share, layers, others))
+    resident = [layer for layer in others if layer.lid not in streamed]
+    leaving = [layer for layer in others if layer.lid in streamed]
+    more = max(0.0, share - sum(layer.numel for layer in resident) / max(1, sum(layer.numel for layer in layers)))
+    parts = (
+        _spread([[each] for each in some], _of(part, layers, some))
+        for some, part in ((resident, share), (leaving, more))
+    )
+    return frozenset().union(*parts)
 
 
 def streamed_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:

@@ -15,6 +15,7 @@ tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
 Visits take the link in both directions, first in, first out, once a layer's gradients are complete. Gradients and
 weights pass them in small pieces, and make each take longer by its part of the time that these copies take.
+Streamed weights that a visit updates stay on the GPU until then.
 
 Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
@@ -97,7 +98,8 @@ def _play(
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
     window = _Window(profile, events)
-    landed, visits, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, events)
+    visits = _Visits(profile, gpu_lids, visiting, streamed)
+    landed, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, visits, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, events)
@@ -107,8 +109,8 @@ def _play(
     cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
     landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in streamed]
     ready_s = {layer.lid: end_s for layer, end_s in _link("h2d", landing, events)}
-    passing_s = max(sum(layer.d2h_s for layer, _ in landed), sum(copy_s for _, copy_s, _ in landing) + window.fetched_s)
-    ready_s |= {layer.lid: end_s for layer, end_s in _visits(visits, passing_s, events)}
+    ready_s |= visits.ends_s
+    events += visits.events
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
     stalls_s = {}
     fetch_s = window.waited_s
@@ -146,8 +148,7 @@ class _Window:
         largest = max((layer.weights_bytes for layer in profile.layers), default=0)
         self._slots = max(1, profile.window_bytes // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
-        self._factor = profile.fetch_factor
-        self.waited_s = self.fetched_s = 0.0
+        self.waited_s = 0.0
 
     @property
     def has_room(self) -> bool:
@@ -164,8 +165,7 @@ class _Window:
             return now
         room_s = 0.0 if self.has_room else self._left_s[-self._slots]
         begins_s = max(self._free_s, updated_s, room_s)
-        self._free_s = begins_s + self._factor * layer.h2d_s
-        self.fetched_s += layer.h2d_s
+        self._free_s = begins_s + layer.h2d_s
         self._events.append(("fetch", layer.lid, begins_s, self._free_s))
         self.waited_s += max(0.0, self._free_s - now)
         return max(now, self._free_s)
@@ -181,15 +181,15 @@ def _backward(
     streamed: frozenset[int],
     longer: float,
     window: _Window,
+    visits: _Visits,
     events: list[Event],
-) -> tuple[list[tuple[LayerProfile, float]], list[tuple[LayerProfile, float]], float, float]:
-    """When each gradient has arrived, when each visit can begin, when backward is over, and when the GPU is done.
+) -> tuple[list[tuple[LayerProfile, float]], float, float]:
+    """When each gradient has arrived, when backward is over, and when the GPU is done.
 
     If updates await a verdict, the GPU's start when backward is over, in no particular order, and visits in forward
     order.
     """
     now = 0.0
-    visits: list[tuple[LayerProfile, float]] = []
     leaving: list[tuple[LayerProfile, float, float]] = []
     held: list[LayerProfile] = []
 
@@ -204,31 +204,51 @@ def _backward(
         backward_s = longer * layer.backward_s
         events.append(("backward", layer.lid, now, now + backward_s))
         now += backward_s
-        if layer.lid in streamed:
-            window.leave(now)
+        left_s = now
         if layer.lid in visiting:
-            visits.append((layer, now))
+            if profile.awaits_verdict:
+                held.append(layer)
+            else:
+                left_s = visits.add(layer, now)
         elif layer.lid not in gpu_lids:
             leaving.append((layer, layer.d2h_s, now))
         elif profile.awaits_verdict:
             held.append(layer)
         else:
             update(layer)
+        if layer.lid in streamed:
+            window.leave(left_s)
     over_s = now
-    for layer in held:
-        update(layer)
-    if profile.awaits_verdict:
-        visits = [(layer, over_s) for layer, _ in reversed(visits)]
-    return _link("d2h", leaving, events), visits, over_s, now
+    for layer in reversed(held):
+        if layer.lid in visiting:
+            visits.add(layer, over_s)
+        else:
+            update(layer)
+    return _link("d2h", leaving, events), over_s, now
 
 
-def _visits(
-    visits: list[tuple[LayerProfile, float]], passing_s: float, events: list[Event]
-) -> list[tuple[LayerProfile, float]]:
-    """When each layer is updated by a visit that can begin at its time, while others' copies pass."""
-    visits_s = sum(layer.move_s for layer, _ in visits)
-    longer = 1 + passing_s / visits_s if visits_s else 1.0
-    return _link("visit", ((layer, longer * layer.move_s, at) for layer, at in visits), events)
+class _Visits:
+    """State that visits the GPU, first in, first out, while others' copies pass on the link."""
+
+    def __init__(
+        self, profile: Profile, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
+    ) -> None:
+        of_cpu = [layer for layer in profile.layers if layer.lid not in gpu_lids | visiting]
+        out_s = sum(layer.d2h_s for layer in of_cpu)
+        in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
+        in_s += 2 * sum(layer.h2d_s for layer in profile.layers if layer.lid in streamed)
+        visits_s = sum(layer.move_s for layer in profile.layers if layer.lid in visiting)
+        self._longer = 1 + max(out_s, in_s) / visits_s if visits_s else 1.0
+        self._free_s = 0.0
+        self.ends_s: dict[int, float] = {}
+        self.events: list[Event] = []
+
+    def add(self, layer: LayerProfile, now: float) -> float:
+        """When the layer is updated, whose gradients are there now."""
+        begins_s = max(self._free_s, now)
+        self._free_s = self.ends_s[layer.lid] = begins_s + self._longer * layer.move_s
+        self.events.append(("visit", layer.lid, begins_s, self._free_s))
+        return self._free_s
 
 
 def _link(

@@ -85,7 +85,6 @@ class Boundary:
                 step_s=self.statistics.step_s,
                 measured=self._meter.measured,
                 stall_s=self.statistics.stall_s,
-                fetch_s=self._meter.fetch_s,
                 exposed_s=self._meter.exposed_s,
                 middle_s=self._meter.middle_s,
                 starved=self._meter.starved,

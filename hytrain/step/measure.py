@@ -129,7 +129,7 @@ class Meter:
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # another thread reports copies
         self._drawn_until: dict[str, float] = {}
-        self.stall_s = self.fetch_s = self.exposed_s = self.middle_s = self.starved = 0.0
+        self.stall_s = self.exposed_s = self.middle_s = self.starved = 0.0
         self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
         if trace is not None:
@@ -266,7 +266,6 @@ class Meter:
             after_s = updated_s.get(before, whole.began_s)
             found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, waits)
         found += waits
-        self.fetch_s = sum(wait.duration_s for wait in waits)
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
         return found + [interval(kind, lids, *span, step=step) for kind, lids, step, span in marks.spans]
 

@@ -304,7 +304,6 @@ class Honest:
             step_s=self._maker.drawn.uniform(0.01, 0.02),
             measured=step - 1 if step > 1 else None,
             stall_s=0.0,
-            fetch_s=0.0,
             exposed_s=0.0,
             middle_s=0.0,
             starved=0.0,
