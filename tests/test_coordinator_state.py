@@ -324,6 +324,19 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     assert room(10, (), 23 * state) == 77, "now steps need more"
 
 
+def test_copies_that_wait_for_visits_do_not_tell_how_fast_the_link_is(driver: Driver) -> None:
+    driver.start()
+    visits = (VISIT.name, *REPORT.placements[1:])
+    found = []
+    for first, placements, copy_s in ((0, REPORT.placements, 1e-3), (10, visits, 1.0), (20, REPORT.placements, 2e-3)):
+        for step in range(first, first + 10):
+            driver.handle(cpu_report(step, 1e-3, ALL))
+            layers = tuple(replace(each, h2d_s=copy_s, d2h_s=copy_s) for each in times())
+            driver.handle(report(step, placements=placements, layers=layers))
+        found += [(layer.h2d_s, layer.d2h_s) for layer in driver.profile.layers[:1]]
+    assert found == [pytest.approx(2 * (copy_s,)) for copy_s in (1e-3, 1e-3, 2e-3)]
+
+
 @pytest.mark.parametrize("host_bytes", [None, 3 * layout(TABLE.layers[0]).nbytes])
 def test_what_cannot_leave_first_changes_places_at_once(driver: Driver, host_bytes: int | None) -> None:
     """Where the host has no room for both, or refuses to take what is to leave."""

@@ -43,7 +43,8 @@ WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
-TIMES: Final = ("forward_s", "backward_s", "d2h_s", "h2d_s", "gpu_update_s")
+OF_LINK: Final = ("d2h_s", "h2d_s")
+TIMES: Final = ("forward_s", "backward_s", *OF_LINK, "gpu_update_s")
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class _Step:
 
     duration_s: float | None = None
     gpu_lids: frozenset[int] = frozenset()
+    visited: bool = False
     cpu_busy_s: float = 0.0
     moved: bool = False  # layers moved, or their memory was prepared or freed
     threads_changed: bool = False
@@ -157,6 +159,7 @@ class Planning:
         self._step = report.step
         gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
         step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving
+        step.visited = VISIT.name in report.placements
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
@@ -194,9 +197,14 @@ class Planning:
         return placed + (self.table.window_bytes if streamed else 0)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
-        """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too."""
+        """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too.
+
+        The simulation knows how visits and other copies share the link. So copies beside visits, which wait their turn,
+        do not tell how fast it is.
+        """
+        names = [name for name in TIMES if not (step.visited and name in OF_LINK)]
         times = {
-            name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in TIMES
+            name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }
         if step.duration_s is None or step.threads_changed:
             self._book.observe_trainer(**times)
