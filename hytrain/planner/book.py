@@ -38,7 +38,7 @@ LEAST_SLACK, MOST_SLACK = 0.03, 1.0
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
-ENOUGH_SEEN: Final = 0.1
+ENOUGH_SEEN: Final = 0.05
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
 
 
