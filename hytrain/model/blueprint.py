@@ -260,11 +260,15 @@ class Blueprint:
 
     def _find(self, folder: Path) -> dict[Storage, tuple[Path, str]] | None:
         """The folder's file of each parameter, and its name there. None if a name is missing, and `whole` has it."""
+        from safetensors import safe_open
+
         files = _files(folder)
         found = {s: next((name for name in one.names if name in files), None) for s, one in self._planned.items()}
         for storage, name in found.items():
             if name is not None:
-                _require_shape(files[name], name, self._planned[storage].piece.shape)
+                with safe_open(files[name], framework="pt") as file:
+                    shape = file.get_slice(name).get_shape()
+                _require_shape(name, shape, self._planned[storage].piece.shape, files[name])
         missing = [self._planned[storage].names[0] for storage, name in found.items() if name is None]
         if missing and self._whole is None:
             raise UsageError(f"no tensor {missing[0]!r} in {folder}, nor {len(missing) - 1} others of the model")
@@ -305,24 +309,33 @@ class Blueprint:
             state: Mapping[str, Tensor] = self._whole().state_dict()
             for planned in self.planned:
                 deliver(planned, state[planned.names[0]].__getitem__)
+            self._fill_buffers(state.get)
             return
         for storage, (path, name) in found.items():
             with safe_open(path, framework="pt") as file:
                 deliver(self._planned[storage], file.get_slice(name).__getitem__)
-        self._read_buffers(_files(folder))
+        files = _files(folder)
 
-    def _read_buffers(self, files: Mapping[str, Path]) -> None:
-        """Read the persistent buffers that are in the folder, as `load_state_dict` does."""
-        from safetensors import safe_open
+        def read(name: str) -> Tensor | None:
+            if name not in files:
+                return None
+            with safe_open(files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
 
+        self._fill_buffers(read)
+
+    def _fill_buffers(self, read: Callable[[str], Tensor | None]) -> None:
+        """Give the persistent buffers the values that were saved under their names, as `load_state_dict` does."""
         model = self._model()
         for prefix, module in () if model is None else model.named_modules():
             for name, buffer in module._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if buffer is not None and name not in module._non_persistent_buffers_set and full in files:
-                    _require_shape(files[full], full, buffer.shape)
-                    with safe_open(files[full], framework="pt") as file:
-                        buffer.data.copy_(file.get_tensor(full))
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                if (saved := read(full)) is not None:
+                    _require_shape(full, saved.shape, buffer.shape, self._folder)
+                    buffer.data.copy_(saved)
 
 
 def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | None) -> None:
@@ -335,13 +348,9 @@ def _set(module: nn.Module, name: str, value: Tensor, device: torch.device | Non
     setattr(module, name, value.to(device) if name in module._buffers else value)
 
 
-def _require_shape(file: Path, name: str, shape: torch.Size) -> None:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        found = opened.get_slice(name).get_shape()
-    if found != list(shape):
-        raise UsageError(f"{name} has shape {tuple(found)} in {file}, but {tuple(shape)} in the model")
+def _require_shape(name: str, found: Sequence[int], shape: torch.Size, place: Path | None) -> None:
+    if tuple(found) != tuple(shape):
+        raise UsageError(f"{name} has shape {tuple(found)} in {place}, but {tuple(shape)} in the model")
 
 
 def _meta(fake: FakeTensor) -> Tensor:

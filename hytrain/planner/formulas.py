@@ -56,10 +56,11 @@ def prefix_for(k: float, profile: Profile) -> frozenset[int]:
     """The first layers in forward order with at least the fraction k of the parameters. ValueError outside [0, 1]."""
     if not 0 <= k <= 1:
         raise ValueError(f"k must be a number in [0, 1], got {k!r}")
-    wanted = k * profile.numel
+    numel = profile.numel
+    wanted = k * numel
     lids = set()
     for layer in profile.layers:
-        if wanted <= 1e-9 * profile.numel:  # k = 0.3 of ten layers is three, despite binary rounding
+        if wanted <= 1e-9 * numel:  # k = 0.3 of ten layers is three, despite binary rounding
             break
         lids.add(layer.lid)
         wanted -= layer.numel

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import CapacityError, UnsupportedError, UsageError
-from hytrain.model.blueprint import Planned
+from hytrain.model.blueprint import Blueprint, Planned
+from hytrain.model.deferred import recording
 from hytrain.step import streaming
 from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
@@ -206,15 +207,18 @@ class Running(nn.BatchNorm1d):
         self.register_buffer("noise", torch.rand(4), persistent=False)
 
 
-def test_buffers_of_a_folder(tmp_path: Path) -> None:
-    """Those that are saved are read, the others made."""
+@pytest.mark.parametrize("prefix", ["", "other."], ids=repr)
+def test_buffers_of_a_folder(prefix: str, tmp_path: Path) -> None:
+    """Those that are saved are read, the others made; also where the folder has other names."""
     torch.manual_seed(3)
     expected = Running()
     assert expected.running_mean is not None
     expected.running_mean.fill_(5)
-    save_file(expected.state_dict(), tmp_path / "model.safetensors")
+    save_file({prefix + name: value for name, value in expected.state_dict().items()}, tmp_path / "model.safetensors")
     torch.manual_seed(3)
-    model = hytrain.deferred_init(Running, weights=tmp_path)
+    with recording() as calls:
+        model = Running()
+    Blueprint(model, calls, tmp_path, lambda: expected).wait()
     with adamw(model):
         assert differing(dict(model.named_buffers()), dict(expected.named_buffers())) == []
         assert differing(weights(model), weights(expected)) == []
