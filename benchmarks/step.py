@@ -202,6 +202,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         steps.run()
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    retries = alloc_retries()
     with idle.Profile(segment.measure) if segment.profile else nullcontext() as profile:
         for _ in range(segment.measure + (profile.warm_up if profile else 0)):
             steps.run()
@@ -210,6 +211,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     row = {
         **times_of(steps.times(), segment.measure),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
+        "alloc_retries": alloc_retries() - retries,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),
         **own_account(running, steps, segment),
@@ -224,6 +226,11 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
+
+
+def alloc_retries() -> int:
+    """How often torch's allocator has found no memory, waited for the device, freed what it kept, and tried again."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_initialized() else 0
 
 
 def saved(job: Job, segment: Segment, model: nn.Module, running: Any, run_dir: Path, step_s: float) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from hytrain.kernels.backend import Backend
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
+from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp, hooks
 from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import find_blocks, split_layers
@@ -252,6 +253,7 @@ class Session:
             host=host,
             read_groups=self._read_groups,
             gpu_room=memory.room,
+            hold_bytes=memory.for_waiting_bytes(),
             accumulation=self.accumulation,
             options=options,
             ranks=self.ranks,
@@ -286,6 +288,8 @@ class Session:
                 stream=options.stream if self._blocks else 0.0,
                 blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
                 window_bytes=window_bytes(self._blocks),
+                ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
+                hold_bytes=memory.for_waiting_bytes(),
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

@@ -146,6 +146,7 @@ class LayerTable(Message):
     `k`: None means "auto". `visit`, `stream`: the fractions of the parameters whose state visits the GPU, and whose
     weights rest in host memory; None means "auto".
     `blocks`: the LIDs of each block that can be streamed. `window_bytes`: the GPU memory through which they are.
+    `ring_bytes`: the GPU memory through which state visits. `hold_bytes`: as many gradients may wait for that there.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers and the weights of those blocks; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
@@ -171,6 +172,8 @@ class LayerTable(Message):
     stream: float | None = 0.0
     blocks: tuple[tuple[int, ...], ...] = ()
     window_bytes: int = 0
+    ring_bytes: int = 0
+    hold_bytes: int = 0
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -184,7 +187,9 @@ class LayerTable(Message):
         _require(self.stream is None or 0.0 <= self.stream <= 1.0, f"stream is {self.stream}, not in [0, 1]")
         in_blocks = [lid for block in self.blocks for lid in block]
         _require(all(self.blocks) and len(set(in_blocks)) == len(in_blocks), "a layer is in one block, if any")
-        _require(set(in_blocks) <= set(numbers) and self.window_bytes >= 0, "blocks are of layers in the table")
+        _require(set(in_blocks) <= set(numbers), "blocks are of layers in the table")
+        sizes = self.window_bytes, self.ring_bytes, self.hold_bytes
+        _require(min(sizes) >= 0, "sizes are not negative")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
@@ -501,7 +506,7 @@ class TrainerReport(Message):
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     `streamed`: the LIDs of the layers whose weights rest in host memory.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
-    it has had so far. None without a GPU.
+    it has had so far. None without a GPU. `gpu_waiting_bytes`: in `step`, the most gradients that waited for visits.
     """
 
     step: int
@@ -521,6 +526,7 @@ class TrainerReport(Message):
     streamed: tuple[int, ...]
     gpu_usable_bytes: int | None
     gpu_needed_bytes: int | None
+    gpu_waiting_bytes: int
     layers: tuple[LayerTimes, ...]
 
     def __post_init__(self) -> None:

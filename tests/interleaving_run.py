@@ -20,7 +20,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from interleaving_stand_ins import TOKEN, Device, Health, Host, Inbox, Link, Planner, Queue, Streams, Verdicts
+from interleaving_stand_ins import (
+    TOKEN,
+    Device,
+    Health,
+    Host,
+    Inbox,
+    Link,
+    Planner,
+    Queue,
+    Streams,
+    Verdicts,
+    Visits,
+)
 from interleaving_world import (
     BLANK,
     INITIAL,
@@ -66,6 +78,7 @@ class Run:
         self.layers, self.parameters = random_layers(self.rng, layers)
         self.gates = [Gate([layer]) for layer in self.layers]
         chance = random.Random(seed)
+        self.hold_bytes = random.Random(-seed).choice((0, 1 << 30))  # of gradients that wait for visits
         self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers, chance)
         self.streams, self.book = Streams(self.world, streamed=share > 0), PlanBook("trainer", layers)
@@ -89,6 +102,7 @@ class Run:
         try:
             with (
                 mock.patch.multiple(engine, Verdicts=verdicts, Health=partial(Health, self.scheduler)),
+                mock.patch.object(engine, "Visits", partial(Visits, self.streams)),
                 mock.patch.multiple(optimizer, time=time, UpdateQueue=queues, accept=lambda end: end),
                 mock.patch.object(handover, "threading", threads),
                 mock.patch.object(boundary, "time", time),
@@ -115,6 +129,7 @@ class Run:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
         parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
         parts |= {"read_groups": lambda: (HYPER,), "gpu_room": lambda: None, "blocks": self.blocks}
+        parts |= {"hold_bytes": self.hold_bytes}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts

@@ -34,6 +34,7 @@ from interleaving_world import (
 from torch import Tensor
 
 from hytrain.errors import ClusterError
+from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena
 from hytrain.memory.clock import HostClock
 from hytrain.memory.planes import STATE_PLANES
@@ -188,7 +189,7 @@ class Streams:
         self._pause()
         return self.compute.mark()
 
-    def land(self, transfer: Transfer) -> None:
+    def land(self, transfer: Transfer, stream: None = None) -> None:
         if transfer.done is not None:
             self.current.wait(transfer.done)
         if self.current is self.compute:
@@ -198,6 +199,20 @@ class Streams:
         streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)
         streams += (self.streaming,)
         self._world.scheduler.wait_until(lambda: not any(stream.operations for stream in streams))
+
+
+class Visits(visits.Visits):
+    """Memory of gradients that has been let go is somebody else's now, on the stream that had made them."""
+
+    def __init__(self, streams: Streams, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._compute = streams.compute
+
+    def _let_go(self) -> None:
+        for grads in self._waiting[0][1]:
+            for tile in at(address(grads), grads.numel()):
+                self._compute.run(partial(tile.fill, BLANK))
+        super()._let_go()
 
 
 class Device:

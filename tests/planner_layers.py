@@ -13,10 +13,12 @@ USUAL = {"forward_s": 1.0, "backward_s": 2.0, "d2h_s": 0.0, "h2d_s": 0.0, "cpu_u
 
 
 def made(position: int, **changes: Any) -> LayerProfile:
-    """A layer with its position for a LID, unless told otherwise."""
+    """A layer with its position for a LID, unless told otherwise. Its state takes five copies of weights to visit."""
     numel = changes.get("numel", 100)
     sizes = {"lid": position, "numel": numel, "gpu_state_bytes": 10 * numel, "host_bytes": 14 * numel}
-    return LayerProfile(position=position, **(USUAL | sizes | changes))
+    fields = USUAL | sizes | changes
+    visit_s = 5 * max(fields["d2h_s"], fields["h2d_s"])
+    return LayerProfile(position=position, **({"visit_s": visit_s} | fields))
 
 
 def facts(layers: Iterable[LayerProfile]) -> list[LayerFacts]:

@@ -22,7 +22,7 @@ from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS
-from workers.planning import CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning
+from workers.planning import BESIDE_TRAINING, CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning, _Wanted
 from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
@@ -193,6 +193,7 @@ STEP |= {
     "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
+    "gpu_waiting_bytes": 0,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
@@ -298,7 +299,8 @@ def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> Non
     assert set(first.placements) == {VISIT.name}
     found = []
     for step in (4, 8):
-        _, to_trainer, _ = driver.planning._propose(frozenset({0, 1}), (0.0, 0.0), step, "so", 1.0)
+        wanted = _Wanted(frozenset({0, 1}), (0.0, 0.0), "so", 1.0)
+        _, to_trainer, _ = driver.planning._propose(wanted, step)
         assert isinstance(to_trainer, Send) and isinstance(plan := to_trainer.message, m.Plan)
         driver.hold(plan)
         found.append(plan.placements)
@@ -346,7 +348,7 @@ def test_what_cannot_leave_first_changes_places_at_once(driver: Driver, host_byt
     planning._limits = Limits(gpu_state_bytes=state, host_bytes=host_bytes)
     reasons = []
     for _ in range(2):
-        planning._propose(frozenset({1}), (0.0, 0.0), 9, "asked", None)
+        planning._propose(_Wanted(frozenset({1}), (0.0, 0.0), "asked", None), 9)
         reasons.append(planning.reason)
         planning._ledger = PlanLedger((GPU.name, CPU.name, CPU.name, CPU.name))
     assert [reason.startswith("first what leaves") for reason in reasons] == [host_bytes is None, False]
@@ -377,6 +379,7 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
     if not room_for_both:
         assert (on_gpu(plan.placements), plan.streamed) == ((), (0, 2, 3)) and "first what leaves" in plan.reason
         driver.hold(plan, moved=0)
+        driver.planning.k = 0.0  # the rest of that plan comes, not another one
         plan = asked(12, plan)
     assert (on_gpu(plan.placements), plan.streamed) == ((0, 1), (2, 3))
 
@@ -852,3 +855,48 @@ def test_a_trainer_that_is_gone_without_a_goodbye_leaves_its_place(driver: Drive
     commands = driver.state.lose(TRAINER, "inbox-13")
     assert not any(isinstance(c, Send) for c in commands), "its optimizer does not know it yet"
     assert driver.sent(hello(14)) == [(TRAINER, WELCOME)]
+
+
+def test_visits_and_updates_are_known_as_if_alone(driver: Driver) -> None:
+    """They slow each other down, which the simulation adds for each plan."""
+    driver.start(policy="fixed", k=0.0, visit=0.5, device="cuda", gpu_bytes=1 << 40)
+    placements = driver.status().placements
+    visiting = [lid for lid in ALL if placements[lid] == VISIT.name]
+    others = [lid for lid in ALL if lid not in visiting]
+    layers = tuple(replace(each, visit_s=1e-3 if each.lid in visiting else None) for each in times())
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 40):
+        driver.handle(cpu_report(step, 1e-3, lids=others))
+        driver.handle(report(step, placements=placements, layers=layers))
+    profile = driver.profile
+    crowding = profile.crowding(frozenset(), frozenset(visiting), frozenset())
+    assert min(crowding.cpu, crowding.visits) > 1.05
+    found = {layer.lid: layer for layer in profile.layers}
+    assert found[visiting[0]].visit_s * crowding.visits == pytest.approx(1e-3, rel=0.02)
+    assert found[others[0]].cpu_update_s * crowding.cpu == pytest.approx(1e-3, rel=0.02)
+
+
+def test_a_calibration_of_the_cpu_alone_is_too_fast(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40)
+    driver.handle(report(WARM_UP_STEPS))
+    assert driver.profile.layers[0].cpu_update_s == pytest.approx(BESIDE_TRAINING * 1e-9 * SEGMENT.numel)
+
+
+def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver) -> None:
+    """The ring, and as many gradients as may wait: those that have not yet are still to come."""
+    state, waiting, ring, hold = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel, 1000, 5000
+    start = driver.start(
+        policy="fixed", k=0.0, visit=1.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=ring, hold_bytes=hold
+    )
+    assert set(start.placements) == {VISIT.name}
+
+    def room(step: int, placements: Sequence[str], waiting_bytes: int, needed: int) -> int | None:
+        where = {"placements": tuple(placements), "gpu_waiting_bytes": waiting_bytes}
+        driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
+        return driver.planning._limits.gpu_state_bytes
+
+    others = 20 * state
+    assert room(1, start.placements, 2000, others + ring + 2000) == 80 * state - waiting
+    assert room(2, start.placements, hold, others + ring + hold) == 80 * state - waiting
+    profile = driver.planning._profile()
+    assert profile is not None and profile.held_for_visits_bytes == ring + hold
+    assert Limits(gpu_state_bytes=10_000).beside_visits(profile).gpu_state_bytes == 10_000 - ring - hold

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interleaving_run import Run
-from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams
+from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams, Visits
 from interleaving_world import Violation, World
 
 from hytrain.memory.transfer import Transfer
@@ -102,7 +102,7 @@ def lawless(real: Any, life: LayerLife, event: Event, step: int) -> Command | No
 def lands_all_but(stream: str) -> Callable[..., None]:
     """Compute does not wait for the copies on this stream."""
 
-    def land(real: Any, streams: Streams, transfer: Any) -> None:
+    def land(real: Any, streams: Streams, transfer: Any, on: None = None) -> None:
         if transfer.done.stream is not getattr(streams, stream):
             real(streams, transfer)
 
@@ -226,6 +226,12 @@ def visits_at_once(real: Any, streams: Streams, made: Any) -> Iterator[None]:
     streams.current = streams.compute
 
 
+def lets_go_at_once(real: Any, visits: Any) -> None:
+    """The memory of gradients is used again while their visit may still read it."""
+    while visits.is_full:
+        visits._let_go()
+
+
 def sends_back_at_once(real: Any, streams: Streams, copies: Any) -> Transfer:
     """The update is not waited for."""
     return streams._copy(streams.returning, [(copy, nothing) for copy in copies], host=0)
@@ -290,6 +296,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "gradients without memory": ([(Handover, "_prepare_gradients", nothing)], "I2: a copy touches"),
     "drops gradients early": ([(Handover, "_prepare_visits", drops_early)], "I1|I2"),
     "visits before the gradient": ([(Streams, "visit", visits_at_once)], "I1"),
+    "lets gradients go before their visit": ([(Visits, "make_room", lets_go_at_once)], "I1"),
     "fetches too early": ([(Streams, "fetch", fetches_at_once)], LEFTOVERS),
     "updates what is not fetched": ([(Streams, "land", lands_all_but("fetching"))], LEFTOVERS),
     "sends back too early": ([(Streams, "send_back", sends_back_at_once)], LEFTOVERS),

@@ -386,3 +386,18 @@ def test_copies_are_noted_by_another_thread() -> None:
     thread.join()
     total_s += sum(times.h2d_s or 0.0 for times in meter.end_step(step))
     assert total_s == pytest.approx(2000.0)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_visits_are_measured_one_after_the_other(clock: FakeClock, meter: Meter, held: bool) -> None:
+    """State is fetched before gradients are complete. What awaits a verdict begins when backward is over."""
+    meter_forward(meter, clock, (0,), 0.0, 0.0)
+    meter_forward(meter, clock, (1, 2), 1.0, 1.0)
+    for lid, at_s in ((2, 4.0), (1, 5.0), (0, 6.0)):
+        meter_backward(meter, clock, lid, at_s)
+    late_s = 2.5 if held else 0.0
+    for lid, began_s, ended_s in ((2, 4.0, 7.0), (1, 4.0, 8.0), (0, 9.5, 12.0)):
+        meter.span("visit_s", lid, 0, clock.span(began_s + late_s, ended_s + late_s))
+    times = end(meter, clock, 0, 20.0)
+    first_s = 3.5 if held else 3.0
+    assert [times[lid].visit_s for lid in (2, 1, 0)] == [first_s, 1.0, 4.0]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_layers import NONE, made, with_cpu
 
+import hytrain.planner.contention as contention
 from hytrain.planner import (
     Decision,
     Infeasible,
@@ -85,6 +86,14 @@ def test_two_layers_in_one_tile_each() -> None:
     assert simulate(replace(two, other_s=2.0), NONE).stalls_s == {first: 4}, "the loop's own time hides updates"
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Visits, updates on the CPU and the GPU's work do not slow each other down."""
+    for name in ("CPU_LOSS", "VISIT_LOSS", "WORK_LOSS"):
+        monkeypatch.setattr(contention, name, 0.0)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
     two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
@@ -102,6 +111,7 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
     assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await the verdict"
 
 
+@pytest.mark.usefixtures("alone")
 def test_streamed_weights_come_through_a_window() -> None:
     """Of one layer here: the next ones are fetched when it has left, in forward only once they are updated."""
     three = streamable(uniform(3, h2d_s=1.0))
@@ -132,6 +142,37 @@ def test_streamed_weights_come_through_a_window() -> None:
         ("visit", second, 12, 19),
         ("fetch", first, 19, 20),
     ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they_may() -> None:
+    """Of one layer here, besides the last one's."""
+    grads = [replace(each, grads_bytes=200) for each in uniform(3, d2h_s=1.0, h2d_s=1.0).layers]
+    three = Profile(layers=tuple(grads), visit=1.0)
+    first, second, third = 1000, 999, 998
+    timeline = simulate(replace(three, hold_bytes=200), NONE)
+    assert [event for event in timeline.events if event[0] in ("backward", "visit")] == [
+        ("backward", third, 0, 2),
+        ("backward", second, 2, 4),
+        ("backward", first, 7, 9),  # the third one's visit
+        ("visit", third, 2, 7),
+        ("visit", second, 7, 12),
+        ("visit", first, 12, 17),
+    ]
+    assert (timeline.fetch_s, timeline.gpu_busy_s) == (3 + 3, 9), "and so does forward"
+    assert simulate(replace(three, hold_bytes=600), NONE).fetch_s == simulate(three, NONE).fetch_s == 0
+
+
+def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
+    """Others are assumed to miss as the current ones do, and none to miss less."""
+    profile = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
+    wanted = choose("deadline", profile, visit=None).visit
+    assert wanted > 0
+    slow = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.0}
+    assert choose("deadline", profile, visit=None, residuals=slow).visit not in (wanted, 0.0)
+    everywhere = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.5}
+    assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
+    assert choose("deadline", profile, visit=None, residuals={(0.0, 0.0): 1.5, (1.0, 0.0): 0.1}).visit == wanted
 
 
 def streamable(profile: Profile, window: int = 200) -> Profile:
@@ -222,19 +263,25 @@ def test_visits_save_memory_and_not_time_where_that_is_asked_for() -> None:
     assert choose("deadline", _held(slow), visit=None, objective="gpu-memory").visit == 0, "gradients take memory"
 
 
-@given(st.data(), st.floats(0, 1))
-def test_visits_are_spread_over_the_layers_that_the_gpu_does_not_own(data: st.DataObject, share: float) -> None:
-    profile = replace(data.draw(profiles), visit=share)
+@given(st.data(), st.floats(0, 1), st.floats(0, 1))
+def test_visits_are_of_layers_that_the_gpu_does_not_own(data: st.DataObject, share: float, larger: float) -> None:
+    """As many as are wanted. Those of a larger share are others besides, so few layers move if it changes."""
+    profile = data.draw(profiles)
     gpu_lids = data.draw(subsets(profile))
-    visiting, others = profile.visiting(gpu_lids), [one for one in profile.layers if one.lid not in gpu_lids]
-    assert visiting <= {one.lid for one in others}
-    numel = sum(one.numel for one in others)
-    wanted = min(1.0, share * profile.numel / numel) if numel else 0.0
-    largest = max((one.numel for one in others), default=0)
-    before = visits = 0
-    for one in others:
-        before, visits = before + one.numel, visits + one.numel * (one.lid in visiting)
-        assert -1e-6 * numel <= visits - wanted * before <= largest
+    others = [one for one in profile.layers if one.lid not in gpu_lids]
+    visiting, more = (replace(profile, visit=each).visiting(gpu_lids) for each in sorted((share, larger)))
+    assert visiting <= more <= {one.lid for one in others}
+    wanted = min(min(share, larger) * profile.numel, sum(one.numel for one in others))
+    numels = [one.numel for one in others if one.lid in visiting]
+    assert wanted - 1e-6 * profile.numel <= sum(numels) <= wanted + max(numels, default=0)
+
+
+def test_visits_are_spread_evenly() -> None:
+    """So link and CPU both work all the time."""
+    profile = uniform(16)
+    positions = {layer.lid: layer.position for layer in profile.layers}
+    found = [sorted(positions[lid] for lid in replace(profile, visit=share).visiting(NONE)) for share in (0.25, 0.5)]
+    assert found == [[0, 4, 8, 12], [0, 2, 4, 6, 8, 10, 12, 14]]
 
 
 def test_visits_are_planned_where_they_save_memory_at_the_same_speed() -> None:

@@ -11,12 +11,16 @@ from planner_layers import NONE, facts, made, profile_of
 
 from hytrain.planner import MeasurementBook, Profile, simulate
 from hytrain.planner.contention import (
+    CPU_LOSS,
     ENOUGH_AFTER,
     ENOUGH_SHARES,
     MAX_DRAG,
     OTHER_STEPS,
     TYPICAL_DRAG,
+    VISIT_LOSS,
+    WORK_LOSS,
     Contention,
+    Crowding,
     beside,
 )
 
@@ -152,3 +156,23 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
         contention.observe(NONE, work_s=13.0, stall_s=6.0, beside_s=10.0, starved=0.5)
     observe(contention, SOME, *[(10.0, 4.0)] * ENOUGH_AFTER, starved=0.0)
     assert contention.drag == 0.0
+
+
+@pytest.mark.parametrize(
+    ("times", "cpu", "visits", "work_lost_s"),
+    [
+        ({"cpu_s": 1.0, "visits_s": 0.0, "copies_s": 1.0, "work_s": 4.0}, 1.0, 1.0, 0.0),
+        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1.0, 1.0, WORK_LOSS),
+        ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), None),
+        ({"cpu_s": 1.0, "visits_s": 4.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 1.5 + VISIT_LOSS / 4, None),
+        ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, None),
+    ],
+    ids=["no visits", "visits alone", "copies on half of the step", "longer than the step", "a part of the updates"],
+)
+def test_what_updates_visits_and_copies_cost_each_other(
+    times: dict[str, float], cpu: float, visits: float, work_lost_s: float | None
+) -> None:
+    crowding = Crowding.of(**times)
+    assert (crowding.cpu, crowding.visits) == (pytest.approx(cpu), pytest.approx(visits))
+    assert crowding.work_lost_s == pytest.approx(WORK_LOSS * min(visits * times["visits_s"], times["work_s"]))
+    assert work_lost_s is None or crowding.work_lost_s == pytest.approx(work_lost_s)

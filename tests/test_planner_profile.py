@@ -103,6 +103,16 @@ def test_unmeasured_roles_take_the_rate_of_the_measured_layers() -> None:
     assert layers[12].forward_s == 0.0, "a layer that is not timed has no work of its own"
 
 
+def test_visits_are_measured_and_others_take_as_much_longer_than_the_link() -> None:
+    """Before, state takes the time of its copy one way."""
+    book = book_of(100, 300, 100)
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 2.0}, d2h_s={10: 1.0, 11: 3.0, 12: 1.0})
+    assert all(layer.visit_s == layer.move_s == pytest.approx(5 * layer.d2h_s) for layer in profile_of(book).layers)
+    book.observe_trainer(visit_s={10: 8.0, 12: 12.0})
+    layers = profile_from(book)
+    assert [layers[lid].visit_s for lid in (10, 11, 12)] == [8.0, pytest.approx(30.0), 12.0]
+
+
 def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None:
     book = book_of(100, 300, rates=Rates(d2h_s=1.0, h2d_s=2.0, cpu_update_s=3.0, gpu_update_s=4.0))
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})

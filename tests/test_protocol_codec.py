@@ -137,7 +137,7 @@ def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
-    table |= {"visit": 0.0, "stream": 0.0, "blocks": [], "window_bytes": 0}
+    table |= {"visit": 0.0, "stream": 0.0, "blocks": [], "window_bytes": 0, "ring_bytes": 0, "hold_bytes": 0}
     return list((table | changes).values())
 
 

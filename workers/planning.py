@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hytrain import planner
 from hytrain.planner import Infeasible, Limits, Profile
@@ -41,10 +41,13 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
+#: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
+#: 1.55. Until there are updates to measure, plans should not count on more.
+BESIDE_TRAINING: Final = 1.35
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
 OF_LINK: Final = ("d2h_s", "h2d_s")
-TIMES: Final = ("forward_s", "backward_s", *OF_LINK, "gpu_update_s")
+TIMES: Final = ("forward_s", "backward_s", *OF_LINK, "gpu_update_s", "visit_s")
 
 
 @dataclass(slots=True)
@@ -53,10 +56,20 @@ class _Step:
 
     duration_s: float | None = None
     gpu_lids: frozenset[int] = frozenset()
-    visited: bool = False
+    visiting: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
     cpu_busy_s: float = 0.0
     moved: bool = False  # layers moved, or their memory was prepared or freed
     threads_changed: bool = False
+
+
+class _Wanted(NamedTuple):
+    """What a plan is to bring: the layers that the GPU owns, the shares of visits and of streamed weights."""
+
+    gpu_lids: frozenset[int]
+    shares: tuple[float, float]
+    reason: str
+    predicted_step_s: float | None
 
 
 class Planning:
@@ -69,12 +82,15 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
+        # By shares that were in effect: measured steps, relative to what the simulation now says of them.
+        self._residuals: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
         self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
         self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
+        self._rest: _Wanted | None = None  # what was planned with it, and has no room before
         self._same_steps = WHOLE_STEPS
         self.reason = ""
         self.predicted_step_s: float | None = None
@@ -128,6 +144,8 @@ class Planning:
 
     def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
         """Once both have calibrated, propose the first plan, or send the trainer a `Failure` if none fits."""
+        if self.table.device != "cpu" and calibration.cpu_update_s is not None:
+            calibration = replace(calibration, cpu_update_s=BESIDE_TRAINING * calibration.cpu_update_s)
         self._book.calibrate(**asdict(calibration))
         self._uncalibrated.discard(sender)
         if self._uncalibrated or self._ledger.next_id:
@@ -139,12 +157,18 @@ class Planning:
             shares = visit, 1.0 if stream is None else stream  # lean, until steps are measured
             window_bytes = self.table.window_bytes
             lids = planner.first_lids(
-                self._facts, self._limits, self.k, visit=shares[0], stream=shares[1], window_bytes=window_bytes
+                self._facts,
+                self._limits,
+                self.k,
+                visit=shares[0],
+                stream=shares[1],
+                window_bytes=window_bytes,
+                visits_bytes=self.table.ring_bytes + self.table.hold_bytes,
             )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
-        return self._propose(lids, shares, 0, "the first plan, before a step is measured", None)
+        return self._propose(_Wanted(lids, shares, "the first plan, before a step is measured", None), 0)
 
     # ------------------------------------------------------------ measurements
 
@@ -159,7 +183,7 @@ class Planning:
         self._step = report.step
         gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
         step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving
-        step.visited = VISIT.name in report.placements
+        step.visiting, step.streamed = _visiting_lids(report.placements), frozenset(report.streamed)
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
@@ -177,7 +201,8 @@ class Planning:
             return
         self._streamed = frozenset(report.streamed)
         placed = self._on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
-        rest = max(0, report.gpu_needed_bytes - placed)
+        unused = max(0, self.table.hold_bytes - report.gpu_waiting_bytes) if VISIT.name in report.placements else 0
+        rest = max(0, report.gpu_needed_bytes - (placed - unused))
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
         if report.gpu_needed_bytes > self._needed_bytes:
@@ -193,6 +218,7 @@ class Planning:
         there."""
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
         placed += sum(self._facts[lid].held_bytes for lid in visiting)
+        placed += self.table.ring_bytes + self.table.hold_bytes if visiting else 0
         placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - streamed)
         return placed + (self.table.window_bytes if streamed else 0)
 
@@ -202,15 +228,18 @@ class Planning:
         The simulation knows how visits and other copies share the link. So copies beside visits, which wait their turn,
         do not tell how fast it is.
         """
-        names = [name for name in TIMES if not (step.visited and name in OF_LINK)]
+        names = [name for name in TIMES if not (step.visiting and name in OF_LINK)]
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }
+        crowding = self._crowding(step.gpu_lids, step.visiting, step.streamed)
+        times["visit_s"] = {lid: visit_s / crowding.visits for lid, visit_s in times["visit_s"].items()}
         if step.duration_s is None or step.threads_changed:
             self._book.observe_trainer(**times)
             return
         self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
+            lost_to_visits_s=crowding.work_lost_s,
             stall_s=report.stall_s,
             cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
@@ -224,6 +253,17 @@ class Planning:
             gpu_lids=step.gpu_lids,
             middle_s=report.middle_s,
         )
+        self._note_residual(step)
+
+    def _note_residual(self, step: _Step) -> None:
+        """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
+
+        What the simulation does not know makes some shares look better than they are. Each that was tried is judged by
+        its own steps, so plans do not change to and fro.
+        """
+        profile, now = self._profile(), (_gpu_lids(self.placements), _visiting_lids(self.placements))
+        if profile is not None and step.duration_s is not None and (step.gpu_lids, step.visiting) == now:
+            self._residuals[self._shares].add(step.duration_s / self._simulated_s(profile, step.gpu_lids))
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
@@ -235,7 +275,17 @@ class Planning:
         self.threads = report.threads
         self._steps[report.step].cpu_busy_s += report.busy_s
         if self._counts(report.step):
-            self._book.observe_optimizer(cpu_update_s={update.lid: update.update_s for update in report.updates})
+            now = _gpu_lids(self.placements), _visiting_lids(self.placements)
+            longer = self._crowding(*now, self._streamed).cpu  # the trainer's report of this step may come later
+            times_s = {update.lid: update.update_s / longer for update in report.updates}
+            self._book.observe_optimizer(cpu_update_s=times_s)
+
+    def _crowding(
+        self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
+    ) -> planner.Crowding:
+        """What the CPU's updates and visits cost each other, as far as is known of the layers' times."""
+        profile = self._book.profile()
+        return planner.Crowding() if profile is None else profile.crowding(gpu_lids, visiting, streamed)
 
     def on_verdict(self, verdict: m.Verdict) -> None:
         """Count whether the step was clipped or skipped, so that early updates had to be undone."""
@@ -249,13 +299,15 @@ class Planning:
     def _replan(self) -> list[Command]:
         """Decide again, if it is time and no plan is being agreed on."""
         every = 1 if self.policy == "random" else self._replan_every
-        due = self._planned_at is None or self._step - self._planned_at >= every
+        due = self._planned_at is None or self._rest is not None or self._step - self._planned_at >= every
         profile = self._profile() if due and not self._ledger.busy else None
         if profile is None or self._uncalibrated or self._awaits_cpu_times():
             return []
         if self._same_steps < WHOLE_STEPS and self.policy != "random":
             return []  # what steps need beside what has just been placed is not known yet
         self._planned_at = self._step
+        if self._rest is not None:
+            return self._propose(self._rest, self._step + 2)
         current = _gpu_lids(self.placements)
         plan = partial(
             planner.decide,
@@ -268,6 +320,7 @@ class Planning:
             objective=self.objective,
             visit=self._wanted[0],
             stream=self._wanted[1],
+            residuals={shares: residual.value or 1.0 for shares, residual in self._residuals.items()},
             seed=self._step,
         )
         try:
@@ -284,13 +337,9 @@ class Planning:
         self.predicted_step_s = self._simulated_s(profile, current)
         self.reason = decision.reason
         if decision.changed:
-            commands += self._propose(
-                decision.gpu_lids,
-                (decision.visit, decision.stream),
-                self._step + 2,
-                decision.reason,
-                decision.predicted_step_s,
-            )
+            shares = decision.visit, decision.stream
+            wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
+            commands += self._propose(wanted, self._step + 2)
         return commands
 
     @property
@@ -314,7 +363,8 @@ class Planning:
         profile, (visit, stream) = self._book.profile(), self._shares
         if profile is None:
             return None
-        return replace(profile, visit=visit, stream=stream, window_bytes=self.table.window_bytes)
+        memory = {name: getattr(self.table, name) for name in ("window_bytes", "ring_bytes", "hold_bytes")}
+        return replace(profile, visit=visit, stream=stream, **memory)
 
     def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], planner.Decision]) -> tuple[bool, str]:
         """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
@@ -355,16 +405,17 @@ class Planning:
             return False
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
-    def _propose(
-        self, gpu_lids: frozenset[int], shares: tuple[float, float], step: int, reason: str, predicted_s: float | None
-    ) -> list[Command]:
+    def _propose(self, wanted: _Wanted, step: int) -> list[Command]:
+        gpu_lids, shares, reason, predicted_s = wanted
         whole = self._placed(gpu_lids, *shares, step)
         placements, streamed = self._without_room_for_both(*whole)
         if (placements, streamed) == self._left_first:  # what was to leave has not left
             placements, streamed = whole
         placements = self._without_host_room_for_both(placements, streamed)
-        self._left_first = None if (placements, streamed) == whole else (placements, streamed)
+        self._left_first = self._rest = None
         if (placements, streamed) != whole:
+            self._left_first = placements, streamed
+            self._rest = None if self.policy == "random" else wanted
             gpu_lids, predicted_s = _gpu_lids(placements), None
             reason = f"first what leaves, since there is no room yet for what comes; {reason}"
         is_as_wanted = self.policy != "random" and (placements, streamed) == whole
@@ -456,6 +507,7 @@ class Planning:
         as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         streamed = () if self._plan is None else self._plan.streamed
         self._shares = self._planned if as_planned else self._shares_of(applied.placements, streamed)
+        self._rest = self._rest if as_planned else None
         self.moved += applied.moved
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -487,7 +539,7 @@ class Planning:
             commands = COMMANDS[name](self, value)
         except ValueError as error:
             return m.CommandReply(ok=False, text=str(error)), []
-        self._planned_at = None
+        self._planned_at = self._rest = None
         return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
 
     def _set_k(self, value: str) -> list[Command]:

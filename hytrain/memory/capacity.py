@@ -26,6 +26,8 @@ GPU_MARGIN: Final = 0.04
 #: Host memory that is left to the processes themselves and the libraries that they run, and to page tables. Without it
 #: the machine loads code from disk again and again.
 HOST_MARGIN, HOST_MARGIN_BYTES = 0.02, 3 << 30
+#: Of what a process can have of the GPU's memory, for gradients that wait for visits. Without any, backward waits.
+WAITING_SHARE: Final = 0.06
 #: What the driver has is asked for once in so many steps, since its answer takes time.
 DRIVER_EVERY: Final = 16
 
@@ -140,6 +142,13 @@ class GpuMemory:
         self._asked = 0  # training begins anew
         usable, cap = self._limits()
         return max(usable - int(GPU_MARGIN * cap) - torch.cuda.memory_allocated(self._device), 0)
+
+    def for_waiting_bytes(self) -> int:
+        """What gradients may take that wait for the state of their layers to visit the GPU; on a CPU none have to."""
+        if self._device.type != "cuda":
+            return 0
+        usable, _ = self._limits()
+        return int(WAITING_SHARE * usable)
 
     def _limits(self) -> tuple[int, int]:
         """Bytes that this process can have in all, now; and the cap on that.

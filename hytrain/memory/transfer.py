@@ -84,7 +84,7 @@ class HostTransfers:
     def fence(self) -> Fence:
         return None
 
-    def land(self, transfer: Transfer) -> None:
+    def land(self, transfer: Transfer, stream: Stream = None) -> None:
         """The copies have already finished."""
 
     def _move(self, copies: Sequence[Copy], fence: Fence = None, *, after: Transfer | None = None) -> Transfer:
@@ -286,10 +286,10 @@ class CudaTransfers:
             done.record()
         return Transfer(done, (began, ended), keep)
 
-    def land(self, transfer: Transfer) -> None:
-        """Make the current stream wait for the copies. The calling thread does not wait."""
+    def land(self, transfer: Transfer, stream: Stream = None) -> None:
+        """Make the stream, or else the current one, wait for the copies. The calling thread does not wait."""
         if transfer.done is not None:
-            transfer.done.wait(torch.cuda.current_stream(self._device))
+            transfer.done.wait(torch.cuda.current_stream(self._device) if stream is None else stream)
 
     def drain(self) -> None:
         """Wait for all work on the device, before state that any stream wrote is moved."""

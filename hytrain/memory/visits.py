@@ -5,11 +5,13 @@
     return                     slot 0 │ slot 1 │ …      D2H
 
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
-way. On device "cpu" the slots are host memory too, and everything has finished on return.
+way. Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than `hold_bytes` of
+them, backward waits. On device "cpu" the slots are host memory too, and everything has finished on return.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
+from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, update_on
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
@@ -47,16 +50,21 @@ class Visit:
 
 
 class Visits:
-    """The slots of one device. All layers share them, so `segments` are those of all layers."""
+    """The slots of one device. All layers share them, so `segments` are those of all layers.
 
-    def __init__(self, transfers: Transfers, device: torch.device, segments: Sequence[Segment]) -> None:
-        self._transfers, self._device = transfers, device
-        largest = max(segment.numel for segment in segments)
-        self._numel = min(SLOT_NUMEL, -(-largest // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
-        remainders = {plane_dtype("remainder", segment) for segment in segments} - {None}
-        self._remainder_bytes = max((DTYPES[str(dtype)].itemsize for dtype in remainders), default=0)
+    Gradients that wait for their visit take at most `hold_bytes` and those of one layer.
+    """
+
+    def __init__(
+        self, transfers: Transfers, device: torch.device, segments: Sequence[Segment], *, hold_bytes: int
+    ) -> None:
+        self._transfers, self._device, self._hold_bytes = transfers, device, hold_bytes
+        self._numel, self._remainder_bytes = _slot_size(segments)
         self._slots: list[_Slot] = []
         self._turn = 0
+        # Gradients, until their layer is updated, and the stream that has made them.
+        self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
+        self._waiting_bytes = self._most_waiting_bytes = 0
 
     def prepare(self) -> None:
         """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
@@ -75,7 +83,7 @@ class Visits:
         visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
         pieces = [(visit, start, self._next_slot()) for visit in visits for start in self._starts(visit)]
         marks, returned = [], None
-        with transfers.visit([visit.grads for visit in visits] + ([] if verdict is None else [verdict])):
+        with transfers.visit([] if verdict is None else [verdict]):
             for visit, start, slot in pieces:
                 part = slice(start, min(start + self._numel, visit.grads.numel()))
                 away = [None if plane is None else plane[part] for plane in visit.state]
@@ -92,10 +100,43 @@ class Visits:
             updated = transfers.so_far()
         for visit in visits:
             count_write(visit.weights)
+        self._hold([visit.grads for visit in visits], updated)
         assert returned is not None, "a layer has elements"
         span = marks[0], marks[-1]
         transfers.clock.recycle([*marks[1:-1], updated.span[0]])
         return replace(updated, span=span), replace(returned, span=span)
+
+    def _hold(self, grads: list[Tensor], updated: Transfer) -> None:
+        """Keep gradients until their layer is updated."""
+        while self._waiting and self._waiting[0][0].has_ended:
+            self._let_go()
+        self._waiting.append((updated, grads, self._transfers.stream()))
+        self._waiting_bytes += sum(each.nbytes for each in grads)
+        self._most_waiting_bytes = max(self._most_waiting_bytes, self._waiting_bytes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more gradients wait than may."""
+        return self._waiting_bytes > self._hold_bytes and len(self._waiting) > 1
+
+    def make_room(self) -> None:
+        """Let the stream that makes gradients wait for the oldest visits, until no more wait than may.
+
+        So it can use their memory again at once, and this thread need not wait for it.
+        """
+        while self.is_full:
+            updated, _, stream = self._waiting[0]
+            self._transfers.land(updated, stream)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        _, grads, _ = self._waiting.popleft()
+        self._waiting_bytes -= sum(each.nbytes for each in grads)
+
+    def take_most_waiting(self) -> int:
+        """The most bytes of gradients that have waited since the last call."""
+        most, self._most_waiting_bytes = self._most_waiting_bytes, self._waiting_bytes
+        return most
 
     def _starts(self, visit: Visit) -> Iterator[int]:
         return iter(range(0, visit.grads.numel(), self._numel))
@@ -113,6 +154,21 @@ class Visits:
     def close(self) -> None:
         """Free the slots. No copy may be under way."""
         self._slots.clear()
+        self._waiting.clear()
+
+
+def ring_bytes(segments: Sequence[Segment]) -> int:
+    """GPU memory for the slots."""
+    numel, remainder_bytes = _slot_size(segments)
+    return SLOTS * numel * (remainder_bytes + 8)
+
+
+def _slot_size(segments: Sequence[Segment]) -> tuple[int, int]:
+    """The elements of a slot, and the bytes of each one's remainder."""
+    largest = max(segment.numel for segment in segments)
+    remainders = {plane_dtype("remainder", segment) for segment in segments} - {None}
+    widths = (DTYPES[str(dtype)].itemsize for dtype in remainders)
+    return min(SLOT_NUMEL, -(-largest // ALIGN_ELEMENTS) * ALIGN_ELEMENTS), max(widths, default=0)
 
 
 class _Slot:

@@ -12,6 +12,7 @@ verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
+from hytrain.planner.contention import Crowding
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
@@ -21,6 +22,7 @@ from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
     "POLICIES",
+    "Crowding",
     "Decision",
     "Event",
     "Ewma",

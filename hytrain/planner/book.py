@@ -26,7 +26,7 @@ from hytrain.planner.contention import Contention, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 WORK: Final = ("forward_s", "backward_s")
-ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")
+ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s", "visit_s")
 #: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
 #: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
@@ -213,20 +213,29 @@ class MeasurementBook:
             self._observe(role, {lid: time_s * kept for lid, time_s in times.items()})
 
     def observe_contention(
-        self, *, work_s: float, stall_s: float, cpu_busy_s: float, starved: float, gpu_lids: Iterable[int]
+        self,
+        *,
+        work_s: float,
+        stall_s: float,
+        cpu_busy_s: float,
+        starved: float,
+        gpu_lids: Iterable[int],
+        lost_to_visits_s: float = 0.0,
     ) -> None:
         """A step's forward and backward together, its stalls and the CPU's updates; call it before `observe_trainer`.
 
-        `starved` is the share of the step in which the device waited for launches.
+        `starved` is the share of the step in which the device waited for launches. State that visited the GPU made
+        forward and backward longer by `lost_to_visits_s`.
         """
+        whole_s, work_s = work_s, max(0.0, work_s - lost_to_visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         self._contention.observe(
             frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
         )
         if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
             self._correct(self._contention.drag, beside_s)
-        self._lost_s = self._drag * beside_s
-        self._kept = (work_s - self._lost_s) / work_s if work_s else 1.0
+        self._lost_s = whole_s - work_s + self._drag * beside_s
+        self._kept = (whole_s - self._lost_s) / whole_s if whole_s else 1.0
 
     def _correct(self, drag: float, beside_s: float) -> None:
         """Correct earlier measurements for another drag, assuming as many updates beside them as in this step."""
@@ -304,6 +313,7 @@ class MeasurementBook:
         if not self.ready:
             return None
         times = {role: self._in_role(role, getattr(self._rates, role, None)) for role in ROLES}
+        times["visit_s"] = self._visits(times["d2h_s"], times["h2d_s"])
         work_s = sum(times["forward_s"].values()) + sum(times["backward_s"].values())
         facts = [replace(layer, position=self._position_of[layer.lid]) for layer in self._layers]
         layers = (
@@ -334,6 +344,15 @@ class MeasurementBook:
         if unknown := times.keys() - self._position_of.keys():
             raise ValueError(f"{role} was measured for layer {min(unknown)}, which is not in the layer table")
         self._roles[role].observe(times)
+
+    def _visits(self, d2h_s: Mapping[int, float], h2d_s: Mapping[int, float]) -> dict[int, float]:
+        """Each layer's visit. Without one: how long the link moves its state, times what others took of that."""
+        measured = self._roles["visit_s"].values
+        moves_s = {one.lid: one.state_s(max(d2h_s[one.lid], h2d_s[one.lid])) for one in self._layers}
+        of_measured_s = sum(moves_s[lid] for lid in measured)
+        enough = of_measured_s > ENOUGH_SEEN * sum(moves_s.values())
+        longer = sum(measured.values()) / of_measured_s if enough else 1.0
+        return {lid: measured.get(lid, longer * move_s) for lid, move_s in moves_s.items()}
 
     def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
         """Each layer's time. Without one: its size at the others' rate, or at `default_s` if those are few; or none."""

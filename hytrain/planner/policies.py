@@ -12,9 +12,11 @@ decision out as a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any, Final
 
 from hytrain.planner.book import ROLES
@@ -30,7 +32,10 @@ POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
 #: Of the parameters: those that are tried for visits and for streamed weights.
 SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
-LEANEST: Final = {"visit": 0.0, "stream": 1.0}  # what takes the least GPU memory
+CLIMBS: Final = 3  # around so many of the fastest shares, others are tried
+#: Of visits, and of streamed weights.
+Shares = tuple[float, float]
+NO_RESIDUALS: Final[Mapping[Shares, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +61,15 @@ def decide(
     objective: str = "speed",
     visit: float | None = 0.0,
     stream: float | None = 0.0,
+    residuals: Mapping[Shares, float] = NO_RESIDUALS,
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
 
     `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
-    take what needs the least GPU memory.
+    take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
+    relative to the simulated ones. Other shares are assumed to miss as the current ones do, and none to miss less.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -80,13 +87,12 @@ def decide(
         raise ValueError(f"unknown objective {objective!r}, choose one of {', '.join(OBJECTIVES)}")
     if policy == "fixed" and fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
-    now, shares = profile, {"visit": visit, "stream": stream}
-    for name, share in shares.items():
-        if share is not None or policy != "deadline":
-            profile = _with(profile, name, LEANEST[name] if share is None else share)
-    for name, share in shares.items():  # one after the other; the next decision goes on from there
-        if share is None and policy == "deadline":
-            profile = _best_share(name, objective, profile, limits, min_gain)
+    now = profile
+    leanest = 0.0 if visit is None else visit, 1.0 if stream is None else stream
+    profile = _with(profile, leanest)
+    if policy == "deadline" and None in (visit, stream):
+        visits, streams = (SHARES if share is None else (share,) for share in (visit, stream))
+        profile = _best_shares(visits, streams, objective, now, limits, min_gain, residuals)
     limits = limits.beside_visits(profile)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
@@ -118,41 +124,78 @@ def decide(
     )
 
 
-def _best_share(name: str, objective: str, profile: Profile, limits: Limits, min_gain: float) -> Profile:
-    """With the best share of visits or of streamed weights for the objective, each with its best layers.
+def _best_shares(
+    visits: Sequence[float],
+    streams: Sequence[float],
+    objective: str,
+    profile: Profile,
+    limits: Limits,
+    min_gain: float,
+    residuals: Mapping[Shares, float],
+) -> Profile:
+    """The best of these shares of visits and of streamed weights for the objective, each with its best layers.
 
-    For speed that is the one with the least GPU memory among those within 1 % of the fastest; for memory the fastest of
-    those that need the least. A share costs no move of state, but steps in which layers change owners, so a clear gain
-    or saving is needed.
+    For speed those with the least GPU memory among those within 1 % of the fastest; for memory the fastest of those
+    that need the least. Every other share is tried, then what is next to the fastest, until that brings no other: to
+    choose one share after the other would miss what only both together bring. Other shares cost steps in which layers
+    change owners, so a clear gain or saving is needed.
     """
-    now = getattr(profile, name)
-    steps_s, nbytes = dict[float, float](), dict[float, int]()
-    for share in sorted({*SHARES, now}):
-        there = _with(profile, name, share)
-        least = there.gpu_state_bytes(frozenset()) + there.held_for_visits_bytes
-        if limits.gpu_state_bytes is not None and least > limits.gpu_state_bytes:
-            continue
-        try:
-            lids = aim(objective, there, limits.beside_visits(there), few=0).gpu_lids
-        except Infeasible:
-            continue
-        steps_s[share] = simulate(there, lids).step_s
-        on_host = objective == "host-memory"
-        nbytes[share] = there.host_bytes(lids) if on_host else there.gpu_state_bytes(lids) + there.held_for_visits_bytes
-    if not steps_s:
-        return _with(profile, name, LEANEST[name])  # where it says what does not fit
-    enough_s = (1 + SAME_SPEED) * min(steps_s.values()) if objective == "speed" else inf
-    shares = [share for share in steps_s if steps_s[share] <= enough_s]
-    best = min(shares, key=lambda share: (nbytes[share], share if objective == "speed" else steps_s[share]))
-    if now in steps_s:
-        gains = steps_s[now] - steps_s[best] > (min_gain + SAME_SPEED) * steps_s[now]
-        saves = nbytes[now] - nbytes[best] > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
+    now = (profile.visit if len(visits) > 1 else visits[0], profile.stream if len(streams) > 1 else streams[0])
+    tried = dict[Shares, tuple[float, int] | None]()
+    usual = residuals.get(now, 1.0)
+    more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
+    while more:
+        for pair in more:
+            tried[pair] = _tried(profile, pair, objective, limits, max(residuals.get(pair, 0.0), usual))
+        known = {pair: found for pair, found in tried.items() if found is not None}
+        if not known:
+            return _with(profile, (visits[0], streams[-1]))  # the least GPU memory, where it says what does not fit
+        by_speed = sorted(known, key=lambda pair: known[pair][0])
+        enough_s = known[by_speed[0]][0] * (1 + SAME_SPEED) if objective == "speed" else inf
+        good = [pair for pair in by_speed if known[pair][0] <= enough_s]
+        best = min(good, key=lambda pair: (known[pair][1], pair if objective == "speed" else known[pair][0]))
+        around = {
+            (visit, stream)
+            for pair in (best, *by_speed[:CLIMBS])
+            for visit in _beside(pair[0], visits)
+            for stream in _beside(pair[1], streams)
+        }
+        more = around - tried.keys()
+    if now in known:
+        (now_s, now_bytes), (best_s, best_bytes) = known[now], known[best]
+        gains = now_s - best_s > (min_gain + SAME_SPEED) * now_s
+        saves = now_bytes - best_bytes > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
         best = best if gains or saves else now
-    return _with(profile, name, best)
+    return _with(profile, best)
 
 
-def _with(profile: Profile, name: str, share: float) -> Profile:
-    return replace(profile, visit=share) if name == "visit" else replace(profile, stream=share)
+def _tried(
+    profile: Profile, shares: Shares, objective: str, limits: Limits, residual: float
+) -> tuple[float, int] | None:
+    """The step's time with these shares and their best layers, and the memory that the objective is about.
+
+    None if that does not fit.
+    """
+    there = _with(profile, shares)
+    least = there.gpu_state_bytes(frozenset()) + there.held_for_visits_bytes
+    if limits.gpu_state_bytes is not None and least > limits.gpu_state_bytes:
+        return None
+    try:
+        lids = aim(objective, there, limits.beside_visits(there), few=0).gpu_lids
+    except Infeasible:
+        return None
+    on_gpu = there.gpu_state_bytes(lids) + there.held_for_visits_bytes
+    return residual * simulate(there, lids).step_s, there.host_bytes(lids) if objective == "host-memory" else on_gpu
+
+
+def _beside(share: float, shares: Sequence[float]) -> Sequence[float]:
+    """The share, and the next smaller and larger one of `shares`."""
+    at = bisect(shares, share)
+    return sorted({share, *shares[max(0, at - 2) : at + 1]})
+
+
+def _with(profile: Profile, shares: Shares) -> Profile:
+    return replace(profile, visit=shares[0], stream=shares[1])
 
 
 def _shares(profile: Profile) -> str:
@@ -168,6 +211,7 @@ def first_lids(
     visit: float = 0.0,
     stream: float = 0.0,
     window_bytes: int = 0,
+    visits_bytes: int = 0,
 ) -> frozenset[int]:
     """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
 
@@ -177,8 +221,10 @@ def first_lids(
     """
     unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
     layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
-    profile = Profile(layers=tuple(layers), visit=visit, stream=stream, window_bytes=window_bytes)
-    ladder = build_ladder(profile, limits, profile.layers)
+    profile = Profile(
+        layers=tuple(layers), visit=visit, stream=stream, window_bytes=window_bytes, ring_bytes=visits_bytes
+    )
+    ladder = build_ladder(profile, limits.beside_visits(profile), profile.layers)
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import Final
+
+from hytrain.planner.contention import Crowding
 
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
 
@@ -26,6 +28,16 @@ class LayerFacts:
     weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
     block: int = -1  # which streamed layers have in common that are streamed together
 
+    def state_s(self, copy_s: float) -> float:
+        """Seconds in which the link moves the layer's state one way: 10 bytes per bf16 parameter.
+
+        The host planes are gradients, weights and state, so one copy of either, which takes `copy_s`, carries half of
+        what is not state. Training goes on meanwhile, and waits for part of this at most.
+        """
+        state_bytes = self.gpu_state_bytes - self.held_bytes
+        copy_bytes = max(1, (self.host_bytes - self.spare_bytes - state_bytes) / 2)
+        return state_bytes / copy_bytes * copy_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile(LayerFacts):
@@ -37,17 +49,12 @@ class LayerProfile(LayerFacts):
     h2d_s: float  # its weights to the device
     cpu_update_s: float
     gpu_update_s: float
+    visit_s: float  # its state comes to the GPU, is updated and goes back, while that of other layers does so
 
     @property
     def move_s(self) -> float:
-        """Seconds in which the link moves the layer's state one way, as to another owner: 10 bytes per bf16 parameter.
-
-        The host planes are gradients, weights and state, so one copy of `d2h_s` or `h2d_s` carries half of what is
-        not state. The slower direction counts. Training goes on meanwhile, and waits for part of this at most.
-        """
-        state_bytes = self.gpu_state_bytes - self.held_bytes
-        copy_bytes = max(1, (self.host_bytes - self.spare_bytes - state_bytes) / 2)
-        return state_bytes / copy_bytes * max(self.d2h_s, self.h2d_s)
+        """Seconds in which the link moves its state one way, as to another owner, at the pace of the slower copy."""
+        return self.state_s(max(self.d2h_s, self.h2d_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +64,12 @@ class Profile:
     `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
     the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
     which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
-    `drag` of their time is lost (contention.py). The CPU is at times slower by the fraction `cpu_slack`.
+    `drag` of their time is lost (contention.py). Updates on the CPU and visits are as long as those that have host
+    memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`.
 
-    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. The weights of the
-    share `stream` rest in host memory, in those of `streamed_lids`. They come through `window_bytes` of GPU memory.
+    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says, through `ring_bytes` of
+    its memory. Before that, gradients wait there, `hold_bytes` of them at most, or all (None). The weights of the share
+    `stream` rest in host memory, in the layers of `streamed_lids`. They come through `window_bytes` of GPU memory.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -77,6 +86,8 @@ class Profile:
     visit: float = 0.0
     stream: float = 0.0
     window_bytes: int = 0
+    ring_bytes: int = 0
+    hold_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -147,10 +158,17 @@ class Profile:
 
     @property
     def held_for_visits_bytes(self) -> int:
-        """The most GPU memory that gradients of visiting layers take while they await a verdict, whoever visits."""
+        """The most GPU memory that visits take, whichever layers visit: the ring, and gradients that wait.
+
+        If updates await a verdict, the gradients of all visiting layers wait.
+        """
+        if not self.visit:
+            return 0
+        if not self.awaits_verdict:
+            return self.ring_bytes + (self.hold_bytes or 0)
         held = [layer.held_bytes for layer in self.layers]
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
-        return min(sum(held), ceil(self.visit * self.numel * of_one) + max(held)) if self.visit else 0
+        return self.ring_bytes + min(sum(held), ceil(self.visit * self.numel * of_one) + max(held))
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""
@@ -159,6 +177,20 @@ class Profile:
     def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose weights rest in host memory, if the GPU owns these."""
         return streamed_lids(self.layers, gpu_lids, self.stream)
+
+    def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
+        """What updates on the CPU, visits and other copies cost each other, with these placements."""
+        if not visiting:
+            return Crowding()
+        of_cpu = [layer for layer in self.layers if layer.lid not in gpu_lids | visiting]
+        in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
+        in_s += 2 * sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)
+        return Crowding.of(
+            cpu_s=sum(layer.cpu_update_s for layer in of_cpu),
+            visits_s=sum(layer.visit_s for layer in self.layers if layer.lid in visiting),
+            copies_s=max(in_s, sum(layer.d2h_s for layer in of_cpu)),
+            work_s=self.forward_s + self.backward_s + self.other_s,
+        )
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
         """Host memory for the planes of the layers that the GPU does not own."""
@@ -180,8 +212,9 @@ def visiting_lids(
     resident = [layer for layer in others if layer.lid not in streamed]
     leaving = [layer for layer in others if layer.lid in streamed]
     more = max(0.0, share - sum(layer.numel for layer in resident) / max(1, sum(layer.numel for layer in layers)))
+    ranked = {layer.lid: index for index, layer in enumerate(layers)}
     parts = (
-        _spread([[each] for each in some], _of(part, layers, some))
+        _spread({ranked[each.lid]: [each] for each in some}, _of(part, layers, some))
         for some, part in ((resident, share), (leaving, more))
     )
     return frozenset().union(*parts)
@@ -197,8 +230,10 @@ def streamed_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share:
     for layer in layers:
         if layer.weights_bytes:
             blocks.setdefault(layer.block, []).append(layer)
-    others = [block for block in blocks.values() if not any(layer.lid in gpu_lids for layer in block)]
-    return _spread(others, _of(share, layers, [layer for block in others for layer in block]))
+    others = {
+        index: block for index, block in enumerate(blocks.values()) if not any(layer.lid in gpu_lids for layer in block)
+    }
+    return _spread(others, _of(share, layers, [layer for block in others.values() for layer in block]))
 
 
 def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) -> float:
@@ -206,14 +241,18 @@ def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) 
     return min(1.0, share * sum(layer.numel for layer in layers) / max(1, sum(layer.numel for layer in some)))
 
 
-def _spread(groups: Sequence[Sequence[LayerFacts]], share: float) -> frozenset[int]:
-    """The layers of evenly spread groups, with at least this share of all."""
-    owed, lids, numel = 0.0, set[int](), sum(layer.numel for group in groups for layer in group)
-    for group in groups if share else ():
-        owed += share * sum(layer.numel for layer in group)
-        if owed > 1e-9 * numel:
-            lids |= {layer.lid for layer in group}
-            owed -= sum(layer.numel for layer in group)
+def _spread(groups: Mapping[int, Sequence[LayerFacts]], share: float) -> frozenset[int]:
+    """The layers of evenly spread groups, with at least this share of all. A larger share adds layers to a smaller one.
+
+    So few layers move if the share changes. Groups are taken by their index with its bits reversed (van der Corput).
+    """
+    lids, numel = set[int](), sum(layer.numel for group in groups.values() for layer in group)
+    owed = share * numel
+    for index in sorted(groups, key=lambda index: f"{index:032b}"[::-1]):
+        if owed <= 1e-9 * numel:
+            break
+        lids |= {layer.lid for layer in groups[index]}
+        owed -= sum(layer.numel for layer in groups[index])
     return frozenset(lids)
 
 

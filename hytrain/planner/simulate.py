@@ -14,8 +14,8 @@ The CPU checks its queue after each tile, so a layer that is earlier in forward 
 tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
 Visits take the link in both directions, first in, first out, once a layer's gradients are complete. Gradients and
-weights pass them in small pieces, and make each take longer by its part of the time that these copies take.
-Streamed weights that a visit updates stay on the GPU until then.
+weights pass them in small pieces, and make each take longer; so does the CPU, whose updates take longer, too
+(contention.py). Streamed weights that a visit updates stay on the GPU until then.
 
 Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
@@ -24,13 +24,14 @@ fetched after the one before it, once there is room.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
 
-from hytrain.planner.contention import beside
+from hytrain.planner.contention import Crowding, beside
 from hytrain.planner.profile import LayerProfile, Profile
 
 TILE_NUMEL = 16 << 20
@@ -46,8 +47,9 @@ class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
     If the CPU is ahead of the verdict, it is an unclipped step, but `step_s` is the mean of all steps. `stalls_s` has
-    the layers whose forward waited for updates, and `fetch_s` is backward's wait for the copies of streamed weights.
-    `events` are grouped by server, each in order of time; a preempted CPU update has several.
+    the layers whose forward waited for updates. `fetch_s` is backward's wait for copies of streamed weights, and for
+    visits, if waiting gradients take all the memory that they may. `events` are grouped by server, each in order of
+    time; a preempted CPU update has several.
     """
 
     step_s: float
@@ -77,13 +79,17 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
 
 def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
     """The steady state of clipped or of unclipped steps."""
-    play = partial(_play, profile, gpu_lids, profile.visiting(gpu_lids), profile.streamed(gpu_lids), tile_numel)
-    timeline = play(1.0)
-    work_s = undisturbed_s = profile.forward_s + profile.backward_s
-    if profile.drag and undisturbed_s:
-        for _ in range(ROUNDS):
-            work_s = undisturbed_s + profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
-            timeline = play(work_s / undisturbed_s)
+    visiting, streamed = profile.visiting(gpu_lids), profile.streamed(gpu_lids)
+    crowding = profile.crowding(gpu_lids, visiting, streamed)
+    play = partial(_play, profile, gpu_lids, visiting, streamed, crowding, tile_numel)
+    undisturbed_s = profile.forward_s + profile.backward_s
+    if not undisturbed_s:
+        return play(1.0)
+    work_s = beside_visits_s = undisturbed_s + crowding.work_lost_s
+    timeline = play(work_s / undisturbed_s)
+    for _ in range(ROUNDS if profile.drag else 0):
+        work_s = beside_visits_s + profile.drag * beside(work_s, timeline.cpu_busy_s, timeline.stall_s)
+        timeline = play(work_s / undisturbed_s)
     return timeline
 
 
@@ -92,28 +98,28 @@ def _play(
     gpu_lids: frozenset[int],
     visiting: frozenset[int],
     streamed: frozenset[int],
+    crowding: Crowding,
     tile_numel: int,
     longer: float,
 ) -> Timeline:
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    window = _Window(profile, events)
-    visits = _Visits(profile, gpu_lids, visiting, streamed)
+    window, visits = _Window(profile, events), _Visits(crowding.visits, profile.hold_bytes)
     landed, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, visits, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
-    updated = _cpu(landed, tile_numel, events)
+    updated = _cpu(landed, tile_numel, crowding.cpu, events)
     if profile.speculates:  # layers updated before the verdict are sent after it, in forward order
         updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
         updated.sort(key=lambda done: (done[1], done[0].position))
-    cpu_busy_s = sum(layer.cpu_update_s for layer, _ in landed)
+    cpu_busy_s = crowding.cpu * sum(layer.cpu_update_s for layer, _ in landed)
     landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in streamed]
     ready_s = {layer.lid: end_s for layer, end_s in _link("h2d", landing, events)}
     ready_s |= visits.ends_s
     events += visits.events
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
     stalls_s = {}
-    fetch_s = window.waited_s
+    fetch_s = window.waited_s + visits.waited_s
     gpu_busy_s = now - fetch_s
     now += profile.other_s
     window.turn()
@@ -210,6 +216,7 @@ def _backward(
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
+                now = visits.make_room(now)
         elif layer.lid not in gpu_lids:
             leaving.append((layer, layer.d2h_s, now))
         elif profile.awaits_verdict:
@@ -228,27 +235,40 @@ def _backward(
 
 
 class _Visits:
-    """State that visits the GPU, first in, first out, while others' copies pass on the link."""
+    """State that visits the GPU, first in, first out. Each visit takes `longer` than alone, by this factor.
 
-    def __init__(
-        self, profile: Profile, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
-    ) -> None:
-        of_cpu = [layer for layer in profile.layers if layer.lid not in gpu_lids | visiting]
-        out_s = sum(layer.d2h_s for layer in of_cpu)
-        in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
-        in_s += 2 * sum(layer.h2d_s for layer in profile.layers if layer.lid in streamed)
-        visits_s = sum(layer.move_s for layer in profile.layers if layer.lid in visiting)
-        self._longer = 1 + max(out_s, in_s) / visits_s if visits_s else 1.0
-        self._free_s = 0.0
+    Gradients wait for it in memory; with more than `hold_bytes` of them, backward waits.
+    """
+
+    def __init__(self, longer: float, hold_bytes: int | None) -> None:
+        self._longer, self._free_s = longer, 0.0
+        self._hold_bytes, self._waiting, self._waiting_bytes = hold_bytes, deque[tuple[float, int]](), 0
+        self.waited_s = 0.0
         self.ends_s: dict[int, float] = {}
         self.events: list[Event] = []
 
     def add(self, layer: LayerProfile, now: float) -> float:
         """When the layer is updated, whose gradients are there now."""
         begins_s = max(self._free_s, now)
-        self._free_s = self.ends_s[layer.lid] = begins_s + self._longer * layer.move_s
+        self._free_s = self.ends_s[layer.lid] = begins_s + self._longer * layer.visit_s
         self.events.append(("visit", layer.lid, begins_s, self._free_s))
+        self._waiting.append((self._free_s, layer.grads_bytes))
+        self._waiting_bytes += layer.grads_bytes
         return self._free_s
+
+    def make_room(self, now: float) -> float:
+        """When backward goes on, with all but the last layer's gradients in the memory that they may take."""
+        began_s = now
+        while len(self._waiting) > 1:
+            is_full = self._hold_bytes is not None and self._waiting_bytes > self._hold_bytes
+            ends_s, nbytes = self._waiting[0]
+            if ends_s > now and not is_full:
+                break
+            now = max(now, ends_s)
+            self._waiting.popleft()
+            self._waiting_bytes -= nbytes
+        self.waited_s += now - began_s
+        return now
 
 
 def _link(
@@ -266,15 +286,15 @@ def _link(
 
 
 def _cpu(
-    landed: list[tuple[LayerProfile, float]], tile_numel: int, events: list[Event]
+    landed: list[tuple[LayerProfile, float]], tile_numel: int, longer: float, events: list[Event]
 ) -> list[tuple[LayerProfile, float]]:
-    """The optimizer's queue: the layers and their ends, in the order of their ends.
+    """The optimizer's queue: the layers and their ends, in the order of their ends. Updates take `longer` than alone.
 
     Between two arrivals only whole tiles run, so they are simulated together.
     """
     queue: list[tuple[int, int]] = []  # (position, index into landed)
     tiles = [max(1, ceil(layer.numel / tile_numel)) for layer, _ in landed]
-    tile_s = [layer.cpu_update_s / count for (layer, _), count in zip(landed, tiles, strict=True)]
+    tile_s = [longer * layer.cpu_update_s / count for (layer, _), count in zip(landed, tiles, strict=True)]
     done: list[tuple[LayerProfile, float]] = []
     now, arrived = 0.0, 0
     while len(done) < len(landed):

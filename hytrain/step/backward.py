@@ -191,6 +191,10 @@ class Backward:
             updated, returned = self._visits.update(visits, after=layer.returned, host=self._host, verdict=verdict)
             layer.landing, layer.returned = updated, returned
             self._meter.span("visit_s", layer.lid, step, returned.span)
+            if self._visits.is_full and verdict is None:  # those that await a verdict have all waited by now
+                arrived = self._meter.mark()
+                self._visits.make_room()
+                self._meter.fetched(layer.lid, arrived)
         else:
             began = self._transfers.clock.mark()
             for index, gradient in gradients.items():

@@ -63,6 +63,7 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         gpu_room: Callable[[], Room | None],
+        hold_bytes: int,
         accumulation: Accumulation,
         options: Options,
         ranks: Ranks,
@@ -97,7 +98,7 @@ class Engine:
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._streaming.heed(self._masters.import_written, self._masters.sample_freed)
         segments = [segment for layer in layers for segment in layer.spec.segments]
-        self._visits = Visits(transfers, parameters[0].own.device, segments)
+        self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self._handover = Handover(
             layers,
             link=link,
@@ -114,6 +115,7 @@ class Engine:
             meter=self._meter,
             plans=plans,
             gpu_room=gpu_room,
+            waiting=self._visits.take_most_waiting,
             is_stage=is_stage,
         )
         self.backward = Backward(

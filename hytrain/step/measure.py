@@ -172,7 +172,7 @@ class Meter:
         return lambda: gathers.append((lids, (began, self._clock.mark())))
 
     def fetched(self, lid: int, arrived: Mark) -> None:
-        """Backward continues with a block, for whose streamed weights it may have waited since it `arrived`."""
+        """Backward continues after a layer, for whose streamed weights or visit it may have waited since `arrived`."""
         self._now.fetched.append((lid, (arrived, self._clock.mark())))
 
     def turn(self) -> None:
@@ -272,9 +272,8 @@ class Meter:
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for interval in intervals:
-            if interval.kind in ("gather_s", "exposed_s"):
-                continue
+        shared = [interval for interval in intervals if interval.kind not in ("gather_s", "exposed_s", "visit_s")]
+        for interval in [*shared, *_visits(intervals)]:
             total = sum(self._numels[lid] for lid in interval.lids)
             for lid in interval.lids:
                 times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
@@ -320,6 +319,20 @@ def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
             parts.append(whole._replace(began_s=began_s, ended_s=hole.began_s))
         began_s = max(began_s, hole.ended_s)
     return [*parts, whole._replace(began_s=min(began_s, whole.ended_s))]
+
+
+def _visits(intervals: list[Interval]) -> Iterator[Interval]:
+    """Each layer's part of the time in which state visits: one after the other, once gradients are complete.
+
+    The state of several layers is on its way at the same time. What awaits a verdict begins when backward is over.
+    """
+    ready_s = {one.lids[0]: one.ended_s for one in intervals if one.kind == "backward_s"}
+    over_s = max(ready_s.values(), default=0.0)
+    free_s = 0.0
+    for visit in sorted((one for one in intervals if one.kind == "visit_s"), key=lambda one: one.ended_s):
+        begins_s = over_s if visit.began_s >= over_s else ready_s.get(visit.lids[0], visit.began_s)
+        yield visit._replace(began_s=max(free_s, begins_s))
+        free_s = visit.ended_s
 
 
 def _turn(whole: Interval) -> list[Interval]:

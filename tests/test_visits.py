@@ -1,0 +1,85 @@
+"""Gradients that wait for their visit, while the device is late: how many may, and when their memory is let go."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.memory import visits
+from hytrain.memory.transfer import HostTransfers, Transfer
+from hytrain.memory.visits import Visit, Visits, ring_bytes
+from protocol.messages import Segment
+
+NUMEL = 64
+SEGMENT = Segment(name="w", numel=NUMEL, dtype="float32", grads_dtype="float32", group=0)
+SCALARS = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
+
+
+class Late(HostTransfers):
+    """A device that has updated nothing until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates: list[Any] = []
+        self.landed: list[Any] = []
+
+    def so_far(self) -> Transfer:
+        self.updates.append(Mock(query=Mock(return_value=False)))
+        return Transfer(self.updates[-1], (0.0, 0.0))
+
+    def land(self, transfer: Transfer, stream: Any = None) -> None:
+        if transfer.done is not None:
+            self.landed.append(transfer.done)
+
+
+def visit(made: Visits) -> None:
+    """A layer of one segment is updated."""
+    planes = [None, torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
+    made.update([one], after=None, host=Mock(), verdict=None)
+
+
+def test_as_many_gradients_wait_as_may() -> None:
+    transfers = Late()
+    made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=2 * 4 * NUMEL)
+    for _ in range(2):
+        visit(made)
+    assert not made.is_full and made.take_most_waiting() == 2 * 4 * NUMEL
+    for _ in range(2):
+        visit(made)
+    assert made.is_full
+    made.make_room()
+    assert transfers.landed == transfers.updates[:2] and not made.is_full, "the oldest are waited for, in their order"
+    assert made.take_most_waiting() == 4 * 4 * NUMEL
+    assert made.take_most_waiting() == 2 * 4 * NUMEL, "what waits still does"
+
+
+def test_one_layers_gradients_may_always_wait() -> None:
+    made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=0)
+    visit(made)
+    assert not made.is_full
+    visit(made)
+    made.make_room()
+    assert made.take_most_waiting() == 2 * 4 * NUMEL and made.take_most_waiting() == 4 * NUMEL
+
+
+def test_what_is_updated_is_let_go_without_a_wait() -> None:
+    transfers = Late()
+    made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=1 << 30)
+    for _ in range(3):
+        visit(made)
+    transfers.updates[0].query.return_value = True
+    visit(made)
+    made.take_most_waiting()
+    assert made.take_most_waiting() == 3 * 4 * NUMEL and transfers.landed == []
+
+
+def test_the_rings_size_is_known_before_it_is_made() -> None:
+    bf16 = Segment(name="w", numel=1000, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+    made = Visits(HostTransfers(), torch.device("cpu"), [SEGMENT, bf16], hold_bytes=0)
+    made.prepare()
+    slots = [plane.nbytes for slot in made._slots for plane in slot._planes]
+    assert sum(slots) == ring_bytes([SEGMENT, bf16]) and len(slots) == 3 * visits.SLOTS
