@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from benchmarks.rows import Rows
@@ -60,8 +61,17 @@ def host_gb(mine: Rows) -> str:
     return number(mine.median("host_peak_gb") if steady is None else steady, 1)
 
 
+def gb(field: str, mine: Rows) -> str:
+    nbytes = mine.median(field)
+    return number(None if nbytes is None else nbytes / 1e9, 1)
+
+
 HOST: Final = (last("host", "host"), last("commit", "commit"))
 SYSTEM, BATCH = last("system", "system"), last("batch", "batch")
 K, STEP, PREDICTED = median("k", "k", 2), ("s/step", step_s), median("predicted s/step", "predicted_step_s", 4)
 MEMORY: Final = (median("GPU peak GB", "gpu_peak_gb", 1), ("host GB", host_gb))
+PREDICTED_MEMORY: Final = (
+    ("predicted GPU GB", partial(gb, "predicted_gpu_bytes")),
+    ("planes on the host, GB", partial(gb, "predicted_host_bytes")),
+)
 PLAN: Final = (K, STEP, PREDICTED, *MEMORY)

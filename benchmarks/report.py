@@ -369,7 +369,7 @@ def frontier(rows: Rows) -> str:
     faster = computed("times as fast as the fastest peer", of_fastest_peer, lambda value: number(value, 2))
     placed = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
     columns = (last("model", "shape"), ("cap", capped), col.SYSTEM, *placed, col.STEP, col.PREDICTED, faster)
-    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY)
+    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
 def identical(rows: Rows) -> str:

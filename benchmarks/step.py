@@ -313,6 +313,7 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,
         **{field: median(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s")},
+        **{field: median(field) for field in ("predicted_gpu_bytes", "predicted_host_bytes")},
     }
 
 

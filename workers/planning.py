@@ -603,7 +603,17 @@ class Planning:
             "objective": self.objective,
             "mode": self._mode,
             "predicted_step_s": self.predicted_step_s,
+            "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
+            "predicted_host_bytes": sum(map(_host_bytes, self._facts, report.placements)),
         }
+
+    def _predicted_gpu_bytes(self, report: m.TrainerReport) -> int | None:
+        """What steps like this one take at most: what is placed on the GPU, and what else was seen to be needed."""
+        if self._placed_bytes is None:
+            return None
+        visiting = _visiting_lids(report.placements)
+        placed = self._on_gpu_bytes(_gpu_lids(report.placements), visiting, frozenset(report.streamed))
+        return self._for_steps_bytes + placed
 
     def check(self) -> None:
         self._ledger.check()
