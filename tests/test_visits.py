@@ -35,11 +35,11 @@ class Late(HostTransfers):
             self.landed.append(transfer.done)
 
 
-def visit(made: Visits) -> None:
+def visit(made: Visits, *, awaited: bool = False) -> None:
     """A layer of one segment is updated."""
     planes = [None, torch.zeros(NUMEL), torch.zeros(NUMEL)]
     one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
-    made.update([one], after=None, host=Mock(), verdict=None)
+    made.update([one], after=None, host=Mock(), verdict=None, awaited=awaited)
 
 
 def test_as_many_gradients_wait_as_may() -> None:
@@ -74,7 +74,19 @@ def test_what_is_updated_is_let_go_without_a_wait() -> None:
     transfers.updates[0].query.return_value = True
     visit(made)
     made.take_most_waiting()
-    assert made.take_most_waiting() == 3 * 4 * NUMEL and transfers.landed == []
+    assert made.take_most_waiting() == 3 * 4 * NUMEL
+    transfers.updates[1].query.return_value = True
+    made.let_go()
+    made.take_most_waiting()
+    assert made.take_most_waiting() == 2 * 4 * NUMEL and transfers.landed == []
+
+
+def test_what_awaited_a_verdict_does_not_wait_again() -> None:
+    """All of it has waited: nothing else would be let go for it."""
+    made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=0)
+    for _ in range(2):
+        visit(made, awaited=True)
+    assert not made.is_full and made.take_most_waiting() == 0
 
 
 def test_the_rings_size_is_known_before_it_is_made() -> None:

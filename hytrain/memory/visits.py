@@ -72,18 +72,30 @@ class Visits:
             self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
 
     def update(
-        self, visits: Sequence[Visit], *, after: Transfer | None, host: Backend | None, verdict: Tensor | None
+        self,
+        visits: Sequence[Visit],
+        *,
+        after: Transfer | None,
+        host: Backend | None,
+        verdict: Tensor | None,
+        awaited: bool = False,
     ) -> tuple[Transfer, Transfer]:
         """Update a layer, once the current stream has made its gradients. Does not wait.
 
         `after` is the last copy into the layer's state. Returns what ends when its weights are updated, and what ends
         when its state is back. `host` and `verdict` are as in `update_on`.
+
+        If the update was `awaited`, all gradients have waited by now, and torch's allocator finds out when it may use
+        their memory again.
         """
         transfers = self._transfers
         visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
         pieces = [(visit, start, self._next_slot()) for visit in visits for start in self._starts(visit)]
         marks, returned = [], None
-        with transfers.visit([] if verdict is None else [verdict]):
+        read_later = [] if verdict is None else [verdict]
+        if awaited:
+            read_later += (visit.grads for visit in visits)
+        with transfers.visit(read_later):
             for visit, start, slot in pieces:
                 part = slice(start, min(start + self._numel, visit.grads.numel()))
                 away = [None if plane is None else plane[part] for plane in visit.state]
@@ -100,7 +112,8 @@ class Visits:
             updated = transfers.so_far()
         for visit in visits:
             count_write(visit.weights)
-        self._hold([visit.grads for visit in visits], updated)
+        if not awaited:
+            self._hold([visit.grads for visit in visits], updated)
         assert returned is not None, "a layer has elements"
         span = marks[0], marks[-1]
         transfers.clock.recycle([*marks[1:-1], updated.span[0]])
@@ -108,8 +121,7 @@ class Visits:
 
     def _hold(self, grads: list[Tensor], updated: Transfer) -> None:
         """Keep gradients until their layer is updated."""
-        while self._waiting and self._waiting[0][0].has_ended:
-            self._let_go()
+        self.let_go()
         self._waiting.append((updated, grads, self._transfers.stream()))
         self._waiting_bytes += sum(each.nbytes for each in grads)
         self._most_waiting_bytes = max(self._most_waiting_bytes, self._waiting_bytes)
@@ -127,6 +139,11 @@ class Visits:
         while self.is_full:
             updated, _, stream = self._waiting[0]
             self._transfers.land(updated, stream)
+            self._let_go()
+
+    def let_go(self) -> None:
+        """Free the gradients of layers that are updated."""
+        while self._waiting and self._waiting[0][0].has_ended:
             self._let_go()
 
     def _let_go(self) -> None:

@@ -188,10 +188,13 @@ class Backward:
                 Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
                 for i, grads in gradients.items()
             ]
-            updated, returned = self._visits.update(visits, after=layer.returned, host=self._host, verdict=verdict)
+            awaited = self._verdicts.awaited
+            updated, returned = self._visits.update(
+                visits, after=layer.returned, host=self._host, verdict=verdict, awaited=awaited
+            )
             layer.landing, layer.returned = updated, returned
             self._meter.span("visit_s", layer.lid, step, returned.span)
-            if self._visits.is_full and verdict is None:  # those that await a verdict have all waited by now
+            if self._visits.is_full and not awaited:
                 arrived = self._meter.mark()
                 self._visits.make_room()
                 self._meter.fetched(layer.lid, arrived)

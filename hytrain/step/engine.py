@@ -86,6 +86,8 @@ class Engine:
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
         self._streaming = Streaming(blocks, transfers)
+        segments = [segment for layer in layers for segment in layer.spec.segments]
+        self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self.reads = Reads(
             layers,
             parameters,
@@ -93,12 +95,11 @@ class Engine:
             health=self._health,
             meter=self._meter,
             streaming=self._streaming,
+            visits=self._visits,
             overlap=options.overlap,
         )
         self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
         self._streaming.heed(self._masters.import_written, self._masters.sample_freed)
-        segments = [segment for layer in layers for segment in layer.spec.segments]
-        self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self._handover = Handover(
             layers,
             link=link,

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
 from hytrain.memory.transfer import Transfers
+from hytrain.memory.visits import Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
@@ -71,12 +72,14 @@ class Reads:
         health: Health,
         meter: Meter,
         streaming: Streaming,
+        visits: Visits,
         overlap: bool,
     ) -> None:
         self.root = Gate()
         self._layers, self._parameters, self._overlap = layers, parameters, overlap
         self._of = {id(known.parameter): known for known in parameters}
-        self._transfers, self._health, self._meter, self._streaming = transfers, health, meter, streaming
+        self._transfers, self._health, self._meter = transfers, health, meter
+        self._streaming, self._visits = streaming, visits
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward
@@ -84,6 +87,7 @@ class Reads:
 
     def enter(self, gate: Gate) -> None:
         """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
+        self._visits.let_go()  # forward can use the memory
         if not self._measures(gate):
             self._await(gate)
             return
