@@ -36,6 +36,10 @@ class Event:
     def synchronize(self) -> None:
         assert self.at_s is not None, "waits for what was never recorded"
 
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
     def wait(self, stream: Stream) -> None:
         self.synchronize()
         stream.waited_for.add(self)

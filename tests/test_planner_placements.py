@@ -1,0 +1,227 @@
+"""Plans of a coordinator in a closed loop with a made-up GPU: owners, visits and streamed weights, below a cap.
+
+    first plan ─▶ true step of these placements ─ noise ─▶ TrainerReport, OptimizerReport ─▶ plan ─▶ … two steps later
+
+The machine differs from what the planner assumes of it: its CPU is slower than calibrated, and updates, visits and
+copies slow each other down by other amounts. Steps are counted, no time is taken.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pytest
+
+from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
+from protocol import messages as m
+from protocol.address import Address
+from protocol.placement import GPU, VISIT
+from workers.effects import Command, Send
+from workers.planning import Planning, _facts
+
+TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
+BLOCKS, PIECES, NUMEL = 32, 2, 101_000_000
+GB = 10**9
+NOISE = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A GPU with a host. Rates in parameters per second, the link's in bytes."""
+
+    work_s: float  # forward and backward
+    cap: int
+    cpu: float = 4.2e9
+    visits: float = 4.4e9
+    link: float = 52e9
+    cpu_loss: float = 0.2  # beside visits
+    visit_loss: float = 0.4  # beside updates
+    others: int = 6 * GB  # what a step takes besides what is placed
+
+
+class Run:
+    """7 B parameters in 32 blocks of two layers, with all placements to choose from."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self.machine, self.random = machine, random.Random(seed)
+        segment = m.Segment(name="w", numel=NUMEL, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+        count = BLOCKS * PIECES
+        layers = tuple(m.Layer(lid=lid, position=lid, name=f"{lid}", segments=(segment,)) for lid in range(count))
+        wishes: dict[str, Any] = {"policy": "deadline", "objective": "speed", "k": None, "visit": None, "stream": None}
+        wishes |= {"awaits_verdict": False, "speculate": False, "backend": "auto", "continues": False}
+        self.hold = int(0.06 * machine.cap)
+        self.table = m.LayerTable(
+            layers=layers,
+            inbox="trainer",
+            device="cuda",
+            gpu_bytes=machine.cap,
+            host_bytes=125 * GB,
+            blocks=tuple((lid, lid + 1) for lid in range(0, count, PIECES)),
+            window_bytes=3 * PIECES * 2 * NUMEL,
+            ring_bytes=GB // 2,
+            hold_bytes=self.hold,
+            **wishes,
+        )
+        self.planning = Planning(self.table, 0, replan_every=4)
+        self.step = self.moved = self.due = 0
+        self.steps_s: list[float] = []
+        self.plan: m.Plan | None = None
+        self.needed = 0
+        self._follow(self.planning.begin())
+        copies = m.Calibration(d2h_s=2 / machine.link, h2d_s=2 / machine.link, gpu_update_s=1 / 140e9)
+        self._follow(self.planning.on_calibration(TRAINER, copies))
+        self._follow(self.planning.on_calibration(OPTIMIZER, m.Calibration(cpu_update_s=1 / (1.4 * machine.cpu))))
+        assert self.plan is not None
+        self.now = self.plan
+        self._apply()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            moved = self.plan is not None and self.step >= self.due
+            if moved:
+                self._apply()
+            self._measure(moved)
+            self.step += 1
+
+    def _follow(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Send) and command.to == TRAINER and isinstance(command.message, m.Plan):
+                self.plan, self.due = command.message, self.step + 3
+
+    def _apply(self) -> None:
+        plan, self.plan = self.plan, None
+        assert plan is not None
+        moved = sum(a != b for a, b in zip(self.now.placements, plan.placements, strict=True))
+        self.moved, self.now = self.moved + moved, plan
+        for who in (TRAINER, OPTIMIZER):
+            self.planning.on_ack(who, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason=""))
+        where = {"placements": plan.placements, "moved": moved, "handover_s": 0.0}
+        self._follow(self.planning.on_applied(m.PlanApplied(plan_id=plan.plan_id, step=self.step, **where)))
+        self.planning.check()
+
+    @property
+    def placed(self) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        names = self.now.placements
+        of_gpu, visiting = (
+            frozenset(lid for lid, name in enumerate(names) if name == wanted.name) for wanted in (GPU, VISIT)
+        )
+        return of_gpu, visiting, frozenset(self.now.streamed)
+
+    def true(self) -> tuple[Profile, Timeline]:
+        """What a step of the present placements takes."""
+        of_gpu, visiting, streamed = self.placed
+        machine = self.machine
+        part_s = machine.work_s / len(self.table.layers)
+        times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": NUMEL / 140e9}
+        times |= {"d2h_s": 2 * NUMEL / machine.link, "h2d_s": 2 * NUMEL / machine.link}
+        times |= {"cpu_update_s": NUMEL / machine.cpu, "visit_s": NUMEL / machine.visits}
+        layers = tuple(LayerProfile(**asdict(_facts(one, self.table)), **times) for one in self.table.layers)
+        real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
+        real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
+        return real, simulate(real, of_gpu)
+
+    def _measure(self, moved: bool) -> None:
+        real, true = self.true()
+        of_gpu, visiting, streamed = self.placed
+        scale = self.random.gauss(1, NOISE / 2)
+        self.steps_s.append(true.step_s * scale)
+
+        def noisy(time_s: float, *, if_: bool = True) -> float | None:
+            return time_s * scale * max(0.5, self.random.gauss(1, NOISE)) if if_ else None
+
+        of_cpu = real.lids - of_gpu - visiting
+        visits_s = {lid: end_s - start_s for kind, lid, start_s, end_s in true.events if kind == "visit"}
+        slowed = sum(end_s - start_s for kind, _, start_s, end_s in true.events if kind in ("forward", "backward"))
+        slowed /= self.machine.work_s
+        times = tuple(
+            m.LayerTimes(
+                lid=one.lid,
+                forward_s=noisy(one.forward_s * slowed),
+                backward_s=noisy(one.backward_s * slowed),
+                d2h_s=noisy(one.d2h_s, if_=one.lid in of_cpu),
+                h2d_s=noisy(one.h2d_s, if_=one.lid in of_cpu - streamed),
+                gpu_update_s=noisy(one.gpu_update_s, if_=one.lid in of_gpu),
+                visit_s=noisy(visits_s.get(one.lid, 0.0), if_=one.lid in visiting),
+            )
+            for one in real.layers
+        )
+        placed = 10 * NUMEL * len(of_gpu) + 2 * NUMEL * (len(real.lids) - len(streamed))
+        placed += (self.table.window_bytes if streamed else 0) + (GB // 2 + self.hold if visiting else 0)
+        self.needed = max(self.needed, placed + self.machine.others)
+        assert self.needed <= self.machine.cap, "out of memory"
+        longer = real.crowding(of_gpu, visiting, streamed).cpu
+        updates = tuple(
+            m.CpuUpdate(lid=lid, update_s=noisy(longer * NUMEL / self.machine.cpu) or 0.0, queued_s=0.0)
+            for lid in sorted(of_cpu)
+        )
+        busy_s = sum(update.update_s for update in updates)
+        self.planning.on_optimizer(m.OptimizerReport(step=self.step, threads=14, busy_s=busy_s, updates=updates))
+        facts: dict[str, Any] = dict.fromkeys(("exposed_s", "middle_s", "starved", "at_s", "wall_time", "k"), 0.0)
+        report = m.TrainerReport(
+            step=self.step,
+            number=self.step + 1,
+            step_s=self.steps_s[-1],
+            measured=self.step,
+            stall_s=(true.stall_s + true.fetch_s) * scale,
+            gather_s=None,
+            moving=moved,
+            placements=self.now.placements,
+            streamed=tuple(sorted(streamed)),
+            gpu_usable_bytes=self.machine.cap,
+            gpu_needed_bytes=self.needed,
+            gpu_waiting_bytes=self.hold if visiting else 0,
+            layers=times,
+            **facts,
+        )
+        self._follow(self.planning.on_trainer(report))
+        self.planning.check()
+
+
+class Real(Profile):
+    """What is true of the machine, with placements that are given."""
+
+    machine: Machine
+    of_visits: frozenset[int]
+    of_streams: frozenset[int]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
+        return self.of_visits
+
+    def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
+        return self.of_streams
+
+    def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
+        as_assumed = super().crowding(gpu_lids, visiting, streamed)
+        if not visiting:
+            return as_assumed
+        both = bool(self.lids - gpu_lids - visiting)
+        cpu, visits = (1 + both * loss for loss in (self.machine.cpu_loss, self.machine.visit_loss))
+        return replace(as_assumed, cpu=cpu, visits=visits)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(work_s=0.45, cap=24 * GB),
+        Machine(work_s=0.45, cap=24 * GB, cpu=2.8e9),
+        Machine(work_s=0.9, cap=16 * GB),
+        Machine(work_s=0.9, cap=13 * GB, visits=3.5e9),
+        Machine(work_s=0.9, cap=75 * GB),
+    ],
+    ids=["24 GB", "24 GB, slow CPU", "16 GB", "13 GB, slow link", "75 GB"],
+)
+def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
+    run = Run(machine, seed=1)
+    run.steps(60)
+    _, true = run.true()
+    assert run.planning.predicted_step_s == pytest.approx(true.step_s, rel=0.1)
+    assert true.step_s <= 1.08 * min(run.steps_s) / (1 - NOISE), "a better plan was left"
+    assert run.moved <= 2.5 * len(run.table.layers), "layers move to and fro"
+    settled = run.moved
+    run.steps(40)
+    assert run.moved - settled <= len(run.table.layers) / 2
