@@ -900,3 +900,14 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     profile = driver.planning._profile()
     assert profile is not None and profile.held_for_visits_bytes == ring + hold
     assert Limits(gpu_state_bytes=10_000).beside_visits(profile).gpu_state_bytes == 10_000 - ring - hold
+
+
+def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40)
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 30):
+        driver.handle(cpu_report(step, 1e-2, lids=ALL))
+        driver.handle(report(step, step_s=0.5, stall_s=0.3))  # the CPU is late, but not by so much
+    planning = driver.planning
+    assert planning.predicted_step_s is not None
+    assert planning._residuals.keys() == {(0.0, 0.0)}
+    assert planning._residuals[0.0, 0.0].value == pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)
