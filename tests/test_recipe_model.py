@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import yaml
 from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
+from hytrain.memory.visits import ring_bytes
 from hytrain.model.deferred import Piece, recording, replay
 from hytrain.recipe import config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.step.streaming import SLOTS
+from protocol.messages import Segment
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -233,13 +236,35 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     }
     path.write_text(yaml.safe_dump(tree))
     result = estimate(config.load(path))
-    needs = {(n.k, n.streamed): n for n in result.needs}
-    assert result.trainable > 70e9 and needs.keys() == {(0.0, False), (0.0, True), (0.25, False), (1.0, False)}
+    needs = {n.name: n for n in result.needs}
+    lean = ("0, visit=1", "0, stream=1", "0, visit=1, stream=1")
+    assert result.trainable > 70e9 and needs.keys() == {"0", *lean, "0.25", "1"}
     block = 2 * (4 * 8192**2 + 3 * 8192 * 28672 + 2 * 8192)
-    assert needs[0.0, False].trainer - needs[0.0, True].trainer == (80 - SLOTS) * block
+    assert needs["0"].trainer - needs["0, stream=1"].trainer == (80 - SLOTS) * block
+    assert needs["0"].host - needs["0, visit=1"].host == 2 * result.trainable, "no gradients in host memory"
+    ring = needs["0, visit=1"].trainer - needs["0"].trainer
+    assert ring == ring_bytes([Segment(name="w", numel=1 << 26, dtype="bfloat16", grads_dtype="bfloat16", group=0)])
     page = result.render()
     for word in ("remainder", "exp_avg_sq", "trainer (GPU)", "0.25", "Free now", f"{result.trainable:,}"):
         assert word in page
+
+
+def test_estimate_says_what_fits(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    tree = {"model": {"config": LLAMA, "dtype": "bfloat16"}, "data": {"kind": "random"}, "train": {"steps": 1}}
+    path.write_text(yaml.safe_dump(tree))
+    result = estimate(config.load(path))
+    needs = {n.name: n for n in result.needs}
+    between = (needs["0"].host + needs["0, visit=1"].host) // 2
+    short = replace(result, bound_host=between, free_device=needs["1"].trainer - 1)
+    assert [short.fits(needs[name]) for name in ("0", "0, visit=1", "1")] == [
+        "not on the host",
+        "yes",
+        "not on the GPU",
+    ]
+    assert replace(short, free_device=0).fits(needs["0"]) == "not on the host and GPU"
+    bytes_of_one = 12
+    assert short.most == pytest.approx((between + needs["1"].trainer - 1) / bytes_of_one / 1e9)
 
 
 def test_estimate_of_each_rank(tmp_path: Path) -> None:
@@ -249,7 +274,7 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
     data = ["data={kind: random, batch_size: 8}", "data.sequence_length=16", "train.device=cpu"]
     alone = estimate(config.load(recipe, data))
     four = estimate(config.load(recipe, [*data, "parallel.data_replicate=2"]), 4)
-    for one, each in zip((n for n in alone.needs if not n.streamed), four.needs, strict=True):
+    for one, each in zip((n for n in alone.needs if not (n.streamed or n.visits)), four.needs, strict=True):
         assert each.host == pytest.approx(one.host / 2, rel=1e-3) and each.trainer == pytest.approx(
             one.trainer / 2, rel=1e-3
         )

@@ -7,7 +7,8 @@ Bytes per parameter           owned by the CPU                          owned by
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights are also on the GPU, once. Updates that may have to be undone need a second bank of
+With either placement the weights are also on the GPU, once, unless they are streamed. State that visits the GPU needs no
+grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of
 the planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
 """
 
@@ -19,7 +20,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
+from hytrain.memory.visits import SLOT_NUMEL
+from hytrain.memory.visits import SLOTS as RING_SLOTS
 from hytrain.model.layers import find_blocks
 from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
@@ -45,18 +49,24 @@ class Plane:
 class Need:
     """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, memory of the trainer's device.
 
-    `streamed`: the weights of all blocks rest in host memory.
+    `visits`: the state of all that the GPU does not own visits it. `streamed`: the weights of all blocks rest in host
+    memory.
     """
 
     k: float
     optimizer: int
     shared: int
     trainer: int
+    visits: bool = False
     streamed: bool = False
 
     @property
     def host(self) -> int:
         return self.optimizer + self.shared
+
+    @property
+    def name(self) -> str:
+        return f"{self.k:g}" + ", visit=1" * self.visits + ", stream=1" * self.streamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class Estimate:
     needs: tuple[Need, ...]
     ranks: Mapping[str, int]  # the mesh
     free_host: int
+    bound_host: int  # for planes: what is free, less a margin
     free_device: int | None
     flops_per_step: float
     peak_tflops: float | None
@@ -83,8 +94,8 @@ class Estimate:
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
-            (f"{n.k:g}" + ", stream=1" * n.streamed, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)))
-            for n in sorted(self.needs, key=lambda n: (n.k, n.streamed))
+            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n))
+            for n in sorted(self.needs, key=lambda n: (n.k, n.streamed, n.visits))
         ]
         free, floor = ", the trainer's part included", ""
         if self.device == "GPU":
@@ -98,14 +109,32 @@ class Estimate:
             table(heads, rows),
             "(bytes per parameter)",
             "",
-            table(("k", "optimizer", "shared planes", "host planes", trainer), needs),
+            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now"), needs),
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
+            *(
+                [f"With visits, {self.most:,.1f} B parameters of this dtype fit into what is free."]
+                if ranks == 1
+                else []
+            ),
             "",
             f"{tflop:,.3f} TFLOP per step{floor}.",
         ]
         return "\n".join(lines)
+
+    def fits(self, need: Need) -> str:
+        """Whether it fits into what is free, without activations. Ranks on one machine share its host memory."""
+        lacks = ["host"] * (need.host > self.bound_host)
+        lacks += ["GPU"] * (self.free_device is not None and need.trainer > self.free_device)
+        return "not on the " + " and ".join(lacks) if lacks else "yes"
+
+    @property
+    def most(self) -> float:
+        """Billions of parameters, if the GPU owns what it has room for, and the state of all others visits it."""
+        on_host = sum(plane.host_if_cpu for plane in self.planes if plane.name != "grads")
+        on_gpu = sum(plane.trainer_if_gpu for plane in self.planes)
+        return (self.bound_host / on_host + (self.free_device or 0) / on_gpu) / 1e9
 
 
 def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
@@ -136,6 +165,8 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     needs = [need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares]
     if ranks == 1:
         blocks = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in find_blocks(model)]
+        largest = max((p.numel() for p in parameters if p.requires_grad), default=0)
+        needs += [visiting(planes, one, largest) for one in needs if not one.k]
         if len(blocks) > SLOTS:
             needs += [streamed(planes, one, blocks) for one in needs if not one.k]
     return Estimate(
@@ -146,6 +177,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         needs=tuple(needs),
         ranks=mesh,
         free_host=available_bytes(),
+        bound_host=host_bound(None),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
@@ -174,6 +206,15 @@ def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Ne
     host = sum(p.host_if_cpu for p in planes)
     trainer = by_cpu * sum(p.trainer_if_cpu for p in planes) + by_gpu * sum(p.trainer_if_gpu for p in planes)
     return Need(k, by_cpu * (host - shared), by_cpu * shared, trainer + frozen * weight)
+
+
+def visiting(planes: tuple[Plane, ...], resident: Need, largest: int) -> Need:
+    """The same if state visits the GPU. The largest parameter has so many elements."""
+    grads, weight = (next(p.host_if_cpu for p in planes if p.name == name) for name in ("grads", "weights"))
+    of_slot = sum(p.trainer_if_gpu for p in planes) - weight
+    ring = RING_SLOTS * min(SLOT_NUMEL, largest) * of_slot
+    by_cpu = resident.shared // sum(p.host_if_cpu for p in planes if "trainer" in p.mapped_by)
+    return replace(resident, shared=resident.shared - by_cpu * grads, trainer=resident.trainer + ring, visits=True)
 
 
 def streamed(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:
