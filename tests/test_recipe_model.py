@@ -251,11 +251,15 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
 
 def test_estimate_says_what_fits(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
-    tree = {"model": {"config": LLAMA, "dtype": "bfloat16"}, "data": {"kind": "random"}, "train": {"steps": 1}}
+    deep = LLAMA | {"num_hidden_layers": 64}
+    tree: dict[str, Any] = {"model": {"config": deep, "dtype": "bfloat16"}, "train": {"steps": 1, "device": "cuda"}}
+    tree["data"] = {"kind": "random", "sequence_length": 64}
     path.write_text(yaml.safe_dump(tree))
-    result = estimate(config.load(path))
+    result = replace(estimate(config.load(path)), free_device=None)
     needs = {n.name: n for n in result.needs}
     between = (needs["0"].host + needs["0, visit=1"].host) // 2
+    assert result.fits(needs["0"]) == "on the host" and replace(result, device="CPU").fits(needs["0"]) == "yes"
+    assert replace(result, device="CPU", bound_host=needs["0"].host).fits(needs["0"]) == "not on the host"
     short = replace(result, bound_host=between, free_device=needs["1"].trainer - 1)
     assert [short.fits(needs[name]) for name in ("0", "0, visit=1", "1")] == [
         "not on the host",

@@ -7,9 +7,9 @@ Bytes per parameter           owned by the CPU                          owned by
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights are also on the GPU, once, unless they are streamed. State that visits the GPU needs no
-grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of
-the planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
+With either placement the weights are also on the GPU, once, unless they are streamed. State that visits the GPU needs
+no grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of the
+planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Estimate:
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
             *(
-                [f"With visits, {self.most:,.1f} B parameters of this dtype fit into what is free."]
+                [f"At most {self.most:,.1f} B parameters of this dtype fit into that, with visits."]
                 if ranks == 1
                 else []
             ),
@@ -125,9 +125,12 @@ class Estimate:
 
     def fits(self, need: Need) -> str:
         """Whether it fits into what is free, without activations. Ranks on one machine share its host memory."""
-        lacks = ["host"] * (need.host > self.bound_host)
+        on_host = need.host + (need.trainer if self.device == "CPU" else 0)
+        lacks = ["host"] * (on_host > self.bound_host)
         lacks += ["GPU"] * (self.free_device is not None and need.trainer > self.free_device)
-        return "not on the " + " and ".join(lacks) if lacks else "yes"
+        if lacks:
+            return "not on the " + " and ".join(lacks)
+        return "yes" if self.device == "CPU" or self.free_device is not None else "on the host"
 
     @property
     def most(self) -> float:
