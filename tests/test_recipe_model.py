@@ -251,7 +251,7 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
 
 def test_estimate_says_what_fits(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
-    deep = LLAMA | {"num_hidden_layers": 64}
+    deep = LLAMA | {"num_hidden_layers": 64, "vocab_size": 64}
     tree: dict[str, Any] = {"model": {"config": deep, "dtype": "bfloat16"}, "train": {"steps": 1, "device": "cuda"}}
     tree["data"] = {"kind": "random", "sequence_length": 64}
     path.write_text(yaml.safe_dump(tree))
