@@ -241,6 +241,7 @@ class Session:
         if options.backend == "auto" and (reason := choice.why_not_native()):
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         memory, transfers = self.memory, transfers_for(self._device)
+        hold_bytes = memory.for_waiting_bytes()
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
@@ -253,7 +254,7 @@ class Session:
             host=host,
             read_groups=self._read_groups,
             gpu_room=memory.room,
-            hold_bytes=memory.for_waiting_bytes(),
+            hold_bytes=hold_bytes,
             accumulation=self.accumulation,
             options=options,
             ranks=self.ranks,
@@ -289,7 +290,7 @@ class Session:
                 blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
                 window_bytes=window_bytes(self._blocks),
                 ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
-                hold_bytes=memory.for_waiting_bytes(),
+                hold_bytes=hold_bytes,
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

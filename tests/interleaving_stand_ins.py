@@ -195,6 +195,9 @@ class Streams:
         if self.current is self.compute:
             self._pause()
 
+    def keep_for(self, stream: None, tensors: Sequence[Tensor]) -> None:
+        """One stream makes all gradients."""
+
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)
         streams += (self.streaming,)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hytrain import planner
 from hytrain.planner import Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError, PlanLedger
@@ -22,7 +23,7 @@ from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS
-from workers.planning import BESIDE_TRAINING, CPU_PATIENCE_STEPS, WARM_UP_STEPS, Planning, _Wanted
+from workers.planning import BESIDE_TRAINING, CPU_PATIENCE_STEPS, FADING_STEPS, WARM_UP_STEPS, Planning, _Wanted
 from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
@@ -193,7 +194,6 @@ STEP |= {
     "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
-    "gpu_waiting_bytes": 0,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
@@ -382,6 +382,18 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
         driver.planning.k = 0.0  # the rest of that plan comes, not another one
         plan = asked(12, plan)
     assert (on_gpu(plan.placements), plan.streamed) == ((0, 1), (2, 3))
+
+
+def test_the_rest_of_a_plan_is_decided_anew_if_it_has_no_room_any_more(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40)
+    driver.handle(report(WARM_UP_STEPS))
+    planning = driver.planning
+    planning._rest = _Wanted(frozenset({0, 1}), (0.0, 0.0), "the rest", None)
+    usable = 10 * SEGMENT.numel
+    needed = {"gpu_usable_bytes": usable, "gpu_needed_bytes": 0}
+    for step in range(WARM_UP_STEPS + 1, WARM_UP_STEPS + 6):
+        assert driver.sent(report(step, **needed)) == [], "k=0 stays"
+    assert planning._rest is None
 
 
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
@@ -882,24 +894,66 @@ def test_a_calibration_of_the_cpu_alone_is_too_fast(driver: Driver) -> None:
 
 
 def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver) -> None:
-    """The ring, and as many gradients as may wait: those that have not yet are still to come."""
+    """The ring stays once it was made, and is then part of what steps need; gradients do not wait at their peak."""
     state, waiting, ring, hold = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel, 1000, 5000
     start = driver.start(
         policy="fixed", k=0.0, visit=1.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=ring, hold_bytes=hold
     )
     assert set(start.placements) == {VISIT.name}
+    cpu = (CPU.name,) * LAYERS
 
-    def room(step: int, placements: Sequence[str], waiting_bytes: int, needed: int) -> int | None:
-        where = {"placements": tuple(placements), "gpu_waiting_bytes": waiting_bytes}
+    def room(step: int, placements: Sequence[str], needed: int) -> int | None:
+        where: dict[str, Any] = {"placements": tuple(placements)}
         driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
         return driver.planning._limits.gpu_state_bytes
 
-    others = 20 * state
-    assert room(1, start.placements, 2000, others + ring + 2000) == 80 * state - waiting
-    assert room(2, start.placements, hold, others + ring + hold) == 80 * state - waiting
-    profile = driver.planning._profile()
-    assert profile is not None and profile.held_for_visits_bytes == ring + hold
-    assert Limits(gpu_state_bytes=10_000).beside_visits(profile).gpu_state_bytes == 10_000 - ring - hold
+    def for_visits() -> int:
+        profile = driver.planning._profile()
+        assert profile is not None
+        bound = Limits(gpu_state_bytes=10_000).beside_visits(replace(profile, visit=1.0)).gpu_state_bytes
+        assert bound is not None
+        return 10_000 - bound
+
+    assert room(1, cpu, 20 * state) == 80 * state - waiting and for_visits() == ring + hold
+    assert room(2, start.placements, 20 * state + ring) == 80 * state - waiting - ring and for_visits() == hold
+    assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
+
+
+def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> None:
+    state = 10 * SEGMENT.numel
+    driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
+    planning = driver.planning
+    rest = _Wanted(frozenset(ALL), (0.0, 0.0), "so", 1.0)
+    for room, fits in ((LAYERS * state, True), (LAYERS * state - 1, False), (None, True)):
+        planning._limits = Limits(gpu_state_bytes=room, host_bytes=None)
+        assert planning._has_room_for(rest) is fits
+    planning._limits = Limits(gpu_state_bytes=None, host_bytes=0)
+    assert planning._has_room_for(rest) and not planning._has_room_for(rest._replace(gpu_lids=frozenset()))
+
+
+def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: Driver) -> None:
+    """They end long before the copies."""
+    driver.start(policy="fixed", k=0.0, visit=0.25, device="cuda", gpu_bytes=1 << 40)
+    placements = driver.status().placements
+    visiting = placements.index(VISIT.name)
+    copies = {"d2h_s": 1e-2, "h2d_s": 1e-2}
+    known = []
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 200):
+        layers = tuple(replace(each, **copies) for each in times())
+        if step > WARM_UP_STEPS:
+            layers = tuple(replace(each, visit_s=1e-4 if each.lid == visiting else None) for each in layers)
+        where = placements if step > WARM_UP_STEPS else (CPU.name,) * LAYERS
+        driver.handle(cpu_report(step, 1e-3, lids=[lid for lid in ALL if lid != visiting]))
+        driver.handle(report(step, placements=where, layers=layers))
+        known.append(driver.profile.layers[visiting].visit_s)
+    assert 1e-4 / 5 < known[-1] == pytest.approx(known[20], rel=1e-3)
+
+
+def test_visits_need_room_besides_what_is_placed(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=1000, hold_bytes=5000)
+    planning, none = driver.planning, frozenset[int]()
+    assert planning._on_gpu_bytes(none, none, none) == 0
+    assert planning._on_gpu_bytes(none, frozenset({1}), none) == 6000
 
 
 def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:
@@ -911,3 +965,15 @@ def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Drive
     assert planning.predicted_step_s is not None
     assert planning._residuals.keys() == {(0.0, 0.0)}
     assert planning._residuals[0.0, 0.0].value == pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)
+    later = WARM_UP_STEPS + 30 + FADING_STEPS
+    planning._residuals[0.5, 0.0], planning._tried_at[0.5, 0.0] = planner.Ewma(value=3.0, count=5), later - FADING_STEPS
+    planning._step = later
+    usual = planning._residuals[0.0, 0.0].value
+    assert usual is not None
+    assert planning._known_residuals[0.5, 0.0] == pytest.approx(usual + (3.0 - usual) / 2), (
+        "the machine may have changed"
+    )
+    planning._residuals[0.5, 0.0].count = 2
+    assert (0.5, 0.0) not in planning._known_residuals, "too few steps to tell"
+    driver.ask("threads", "2")
+    assert not planning._known_residuals

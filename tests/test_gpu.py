@@ -12,7 +12,6 @@ from torch import nn
 
 import hytrain
 from hytrain import tensor_file
-from hytrain.memory import capacity
 from hytrain.memory.capacity import GpuMemory, gpu_memory
 from hytrain.tensor_file import PIECE_BYTES
 
@@ -119,21 +118,27 @@ def test_large_layers_move_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monke
 def test_gradients_that_wait_for_visits_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward waits on the device for the oldest visit, and then uses that memory again."""
     results: list[dict[str, torch.Tensor]] = []
-    for share, options in ((0.0, {"k": 1.0}), (0.06, {"k": 0.0, "visit": 1.0}), (0.0, {"k": 0.0, "visit": 1.0})):
-        monkeypatch.setattr(capacity, "WAITING_SHARE", share)
+    model = wide(torch.bfloat16)
+    one = sum(parameter.nbytes for parameter in model[0].parameters())
+    for hold_bytes, options in (
+        (0, {"k": 1.0}),
+        (1 << 30, {"visit": 1.0}),
+        (2 * one, {"visit": 1.0}),
+        (0, {"visit": 1.0}),
+    ):
+        monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda _, hold_bytes=hold_bytes: hold_bytes)
         model = wide(torch.bfloat16)
-        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), **options)  # type: ignore[arg-type]
+        optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(tmp_path), **({"k": 0.0} | options))  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(0)
         most = 0
         for _ in range(30):
             x = torch.randn(4096, 3000, generator=generator).to("cuda", torch.bfloat16)
             (model(x) - x.sin()).float().square().mean().backward()
-            most = max(most, optimizer._engine._visits._waiting_bytes)
+            most = max(most, optimizer._engine._visits.waiting_bytes)
             optimizer.step()
             optimizer.zero_grad()
         results.append(state_of(model, optimizer))
-        one = sum(parameter.nbytes for parameter in model[0].parameters())
-        assert most <= (one if share == 0.0 else 5 * one) and (most > 0) is ("visit" in options)
+        assert most <= max(hold_bytes, one) and (most > 0) is ("visit" in options)
         optimizer.close()
     assert_same(results)
 

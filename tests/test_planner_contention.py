@@ -15,6 +15,7 @@ from hytrain.planner.contention import (
     ENOUGH_AFTER,
     ENOUGH_SHARES,
     MAX_DRAG,
+    MOST_PASSING,
     OTHER_STEPS,
     TYPICAL_DRAG,
     VISIT_LOSS,
@@ -22,6 +23,7 @@ from hytrain.planner.contention import (
     Contention,
     Crowding,
     beside,
+    visits_alone_s,
 )
 
 SOME, ALL = frozenset({0}), frozenset({0, 1})
@@ -159,20 +161,45 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "cpu", "visits", "work_lost_s"),
+    ("times", "cpu", "visits", "lost_for_s"),
     [
         ({"cpu_s": 1.0, "visits_s": 0.0, "copies_s": 1.0, "work_s": 4.0}, 1.0, 1.0, 0.0),
-        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1.0, 1.0, WORK_LOSS),
-        ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), None),
-        ({"cpu_s": 1.0, "visits_s": 4.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 1.5 + VISIT_LOSS / 4, None),
-        ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, None),
+        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1.0, 1.0, 1.0),
+        ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), 2.6),
+        ({"cpu_s": 1.0, "visits_s": 4.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 1.5 + VISIT_LOSS / 4, 4.0),
+        ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, 1.3),
+        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 9.0, "work_s": 4.0}, 1.0, MOST_PASSING, 3.0),
+        ({"cpu_s": 0.0, "visits_s": 9.0, "copies_s": 0.0, "work_s": 1.0, "other_s": 9.0}, 1.0, 1.0, 1.0),
     ],
-    ids=["no visits", "visits alone", "copies on half of the step", "longer than the step", "a part of the updates"],
+    ids=[
+        "no visits",
+        "visits alone",
+        "copies on half of the step",
+        "longer than the step",
+        "a part of the updates",
+        "copies that take turns",
+        "beside the loop's own work",
+    ],
 )
 def test_what_updates_visits_and_copies_cost_each_other(
-    times: dict[str, float], cpu: float, visits: float, work_lost_s: float | None
+    times: dict[str, float], cpu: float, visits: float, lost_for_s: float
 ) -> None:
     crowding = Crowding.of(**times)
     assert (crowding.cpu, crowding.visits) == (pytest.approx(cpu), pytest.approx(visits))
-    assert crowding.work_lost_s == pytest.approx(WORK_LOSS * min(visits * times["visits_s"], times["work_s"]))
-    assert work_lost_s is None or crowding.work_lost_s == pytest.approx(work_lost_s)
+    assert crowding.work_lost_s == pytest.approx(WORK_LOSS * lost_for_s)
+
+
+@given(
+    alone_s=st.floats(1e-6, 10),
+    cpu_s=st.floats(0, 10),
+    copies_s=st.floats(0, 10),
+    work_s=st.floats(1e-3, 10),
+    other_s=st.floats(0, 10),
+)
+def test_visits_are_known_from_what_they_take_beside_others(alone_s: float, **others: float) -> None:
+    """However often: what is known of them neither shrinks nor grows by itself."""
+    taken_s = alone_s * Crowding.of(visits_s=alone_s, **others).visits
+    found_s = visits_alone_s(taken_s, **others)
+    assert taken_s / (MOST_PASSING * (1 + VISIT_LOSS)) <= found_s * (1 + 1e-9) and found_s <= taken_s * (1 + 1e-9)
+    if others["copies_s"] < 0.6 * (others["work_s"] + others["other_s"]):
+        assert found_s == pytest.approx(alone_s, rel=1e-6)

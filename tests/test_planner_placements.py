@@ -171,7 +171,6 @@ class Run:
             streamed=tuple(sorted(streamed)),
             gpu_usable_bytes=self.machine.cap,
             gpu_needed_bytes=self.needed,
-            gpu_waiting_bytes=self.hold if visiting else 0,
             layers=times,
             **facts,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +16,7 @@ from hytrain.memory.visits import Visit, Visits, ring_bytes
 from protocol.messages import Segment
 
 NUMEL = 64
+BYTES = 4 * NUMEL
 SEGMENT = Segment(name="w", numel=NUMEL, dtype="float32", grads_dtype="float32", group=0)
 SCALARS = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
 
@@ -44,17 +47,16 @@ def visit(made: Visits, *, awaited: bool = False) -> None:
 
 def test_as_many_gradients_wait_as_may() -> None:
     transfers = Late()
-    made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=2 * 4 * NUMEL)
+    made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=2 * BYTES)
     for _ in range(2):
         visit(made)
-    assert not made.is_full and made.take_most_waiting() == 2 * 4 * NUMEL
+    assert not made.is_full and made.waiting_bytes == 2 * BYTES
     for _ in range(2):
         visit(made)
     assert made.is_full
     made.make_room()
     assert transfers.landed == transfers.updates[:2] and not made.is_full, "the oldest are waited for, in their order"
-    assert made.take_most_waiting() == 4 * 4 * NUMEL
-    assert made.take_most_waiting() == 2 * 4 * NUMEL, "what waits still does"
+    assert made.waiting_bytes == 2 * BYTES
 
 
 def test_one_layers_gradients_may_always_wait() -> None:
@@ -63,7 +65,7 @@ def test_one_layers_gradients_may_always_wait() -> None:
     assert not made.is_full
     visit(made)
     made.make_room()
-    assert made.take_most_waiting() == 2 * 4 * NUMEL and made.take_most_waiting() == 4 * NUMEL
+    assert made.waiting_bytes == BYTES
 
 
 def test_what_is_updated_is_let_go_without_a_wait() -> None:
@@ -73,12 +75,32 @@ def test_what_is_updated_is_let_go_without_a_wait() -> None:
         visit(made)
     transfers.updates[0].query.return_value = True
     visit(made)
-    made.take_most_waiting()
-    assert made.take_most_waiting() == 3 * 4 * NUMEL
+    assert made.waiting_bytes == 3 * BYTES
     transfers.updates[1].query.return_value = True
     made.let_go()
-    made.take_most_waiting()
-    assert made.take_most_waiting() == 2 * 4 * NUMEL and transfers.landed == []
+    assert made.waiting_bytes == 2 * BYTES and transfers.landed == []
+
+
+def test_two_threads_let_go_only_what_is_updated() -> None:
+    """Each sees that the first one is, and torch gives the turn to the other one there."""
+    transfers = Late()
+    made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=1 << 30)
+    for _ in range(2):
+        visit(made)
+    both = threading.Barrier(2, timeout=0.5)
+
+    def query() -> bool:
+        with suppress(threading.BrokenBarrierError):
+            both.wait()
+        return True
+
+    transfers.updates[0].query.side_effect = query
+    threads = [threading.Thread(target=made.let_go) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made.waiting_bytes == BYTES
 
 
 def test_what_awaited_a_verdict_does_not_wait_again() -> None:
@@ -86,7 +108,7 @@ def test_what_awaited_a_verdict_does_not_wait_again() -> None:
     made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=0)
     for _ in range(2):
         visit(made, awaited=True)
-    assert not made.is_full and made.take_most_waiting() == 0
+    assert not made.is_full and made.waiting_bytes == 0
 
 
 def test_the_rings_size_is_known_before_it_is_made() -> None:

@@ -41,6 +41,10 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
+#: What is known of how far shares miss counts after so many steps, at most so much, and half after so many more steps.
+RESIDUAL_STEPS: Final = 3
+MOST_RESIDUAL: Final = 100.0
+FADING_STEPS: Final = 100
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
 #: 1.55. Until there are updates to measure, plans should not count on more.
 BESIDE_TRAINING: Final = 1.35
@@ -82,12 +86,14 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
-        # By shares that were in effect: measured steps, relative to what the simulation now says of them.
+        # By shares that were in effect: measured steps relative to simulated ones, and the last such step.
         self._residuals: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
+        self._tried_at: dict[tuple[float, float], int] = {}
         self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
+        self._has_ring = False  # for visits, on the GPU
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
         self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
@@ -200,9 +206,11 @@ class Planning:
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
         self._streamed = frozenset(report.streamed)
-        placed = self._on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
-        unused = max(0, self.table.hold_bytes - report.gpu_waiting_bytes) if VISIT.name in report.placements else 0
-        rest = max(0, report.gpu_needed_bytes - (placed - unused))
+        if VISIT.name in report.placements and not self._has_ring:  # it stays from now on
+            self._has_ring = True
+            self._for_steps_bytes += self.table.ring_bytes
+        placed = self._placed_on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
+        rest = max(0, report.gpu_needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
         if report.gpu_needed_bytes > self._needed_bytes:
@@ -214,11 +222,23 @@ class Planning:
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
 
     def _on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
+        """What these placements take on the GPU: what is placed there, and what visits will need besides."""
+        for_visits = self._ring_bytes + self.table.hold_bytes if visiting else 0
+        return self._placed_on_gpu_bytes(gpu_lids, visiting, streamed) + for_visits
+
+    @property
+    def _ring_bytes(self) -> int:
+        """What the ring of slots is still to take. Once it was made, it is part of what steps need."""
+        return 0 if self._has_ring else self.table.ring_bytes
+
+    def _placed_on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
         """What we have placed on the GPU, if it owns these layers, these visit it, and the weights of these do not rest
-        there."""
+        there.
+
+        Gradients that wait for visits are not counted: at the peak, when backward begins, they are gone.
+        """
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
         placed += sum(self._facts[lid].held_bytes for lid in visiting)
-        placed += self.table.ring_bytes + self.table.hold_bytes if visiting else 0
         placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - streamed)
         return placed + (self.table.window_bytes if streamed else 0)
 
@@ -232,14 +252,17 @@ class Planning:
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }
-        crowding = self._crowding(step.gpu_lids, step.visiting, step.streamed)
-        times["visit_s"] = {lid: visit_s / crowding.visits for lid, visit_s in times["visit_s"].items()}
+        placed = step.gpu_lids, step.visiting, step.streamed
+        lost_to_visits_s = self._crowding(*placed).work_lost_s
+        if (profile := self._book.profile()) is not None:
+            alone = profile.visits_alone(sum(times["visit_s"].values()), *placed)
+            times["visit_s"] = {lid: alone * visit_s for lid, visit_s in times["visit_s"].items()}
         if step.duration_s is None or step.threads_changed:
             self._book.observe_trainer(**times)
             return
         self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
-            lost_to_visits_s=crowding.work_lost_s,
+            lost_to_visits_s=lost_to_visits_s,
             stall_s=report.stall_s,
             cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
@@ -259,11 +282,30 @@ class Planning:
         """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
 
         What the simulation does not know makes some shares look better than they are. Each that was tried is judged by
-        its own steps, so plans do not change to and fro.
+        its own steps, so that plans do not change to and fro.
         """
-        profile, now = self._profile(), (_gpu_lids(self.placements), _visiting_lids(self.placements))
-        if profile is not None and step.duration_s is not None and (step.gpu_lids, step.visiting) == now:
-            self._residuals[self._shares].add(step.duration_s / self._simulated_s(profile, step.gpu_lids))
+        profile = self._profile()
+        then = step.gpu_lids, step.visiting, step.streamed
+        if profile is None or then != (_gpu_lids(self.placements), _visiting_lids(self.placements), self._streamed):
+            return
+        simulated_s = self._simulated_s(profile, step.gpu_lids)
+        if step.duration_s and simulated_s:
+            self._residuals[self._shares].add(min(step.duration_s / simulated_s, MOST_RESIDUAL))
+            self._tried_at[self._shares] = self._step
+
+    @property
+    def _known_residuals(self) -> dict[tuple[float, float], float]:
+        """Those with enough steps. What was tried long ago counts less: the machine may be another by now."""
+        known = {
+            shares: found.value
+            for shares, found in self._residuals.items()
+            if found.count >= RESIDUAL_STEPS and found.value is not None
+        }
+        usual = known.get(self._shares, 1.0)
+        ages = {shares: self._step - self._tried_at[shares] for shares in known}
+        return {
+            shares: usual + (value - usual) * 0.5 ** (ages[shares] / FADING_STEPS) for shares, value in known.items()
+        }
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
@@ -306,8 +348,9 @@ class Planning:
         if self._same_steps < WHOLE_STEPS and self.policy != "random":
             return []  # what steps need beside what has just been placed is not known yet
         self._planned_at = self._step
-        if self._rest is not None:
-            return self._propose(self._rest, self._step + 2)
+        rest, self._rest = self._rest, None
+        if rest is not None and self._has_room_for(rest):
+            return self._propose(rest, self._step + 2)
         current = _gpu_lids(self.placements)
         plan = partial(
             planner.decide,
@@ -320,7 +363,7 @@ class Planning:
             objective=self.objective,
             visit=self._wanted[0],
             stream=self._wanted[1],
-            residuals={shares: residual.value or 1.0 for shares, residual in self._residuals.items()},
+            residuals=self._known_residuals,
             seed=self._step,
         )
         try:
@@ -363,8 +406,14 @@ class Planning:
         profile, (visit, stream) = self._book.profile(), self._shares
         if profile is None:
             return None
-        memory = {name: getattr(self.table, name) for name in ("window_bytes", "ring_bytes", "hold_bytes")}
-        return replace(profile, visit=visit, stream=stream, **memory)
+        return replace(
+            profile,
+            visit=visit,
+            stream=stream,
+            window_bytes=self.table.window_bytes,
+            ring_bytes=self._ring_bytes,
+            hold_bytes=self.table.hold_bytes,
+        )
 
     def _wanted_mode(self, profile: Profile, plan: Callable[[Profile], planner.Decision]) -> tuple[bool, str]:
         """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
@@ -496,8 +545,20 @@ class Planning:
         is_possible = less != self.placements and (room is None or on_gpu_bytes <= room)
         return less if is_possible else placements
 
+    def _has_room_for(self, wanted: _Wanted) -> bool:
+        """Whether it still fits: what steps need may have changed since it was decided."""
+        placements, streamed = self._placed(wanted.gpu_lids, *wanted.shares, self._step)
+        gpu_bytes = self._on_gpu_bytes(_gpu_lids(placements), _visiting_lids(placements), streamed)
+        host_bytes = sum(map(_host_bytes, self._facts, placements))
+        bounds = self._limits.gpu_state_bytes, self._limits.host_bytes
+        return all(
+            bound is None or nbytes <= bound for nbytes, bound in zip((gpu_bytes, host_bytes), bounds, strict=True)
+        )
+
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)
+        if not ack.accepted:
+            self._rest = None
         if reassign is not None:
             return [Send(self._trainer, reassign)]
         return [] if ack.accepted else [Note(f"{sender} refuses plan {ack.plan_id}: {ack.reason}")]
@@ -577,6 +638,7 @@ class Planning:
         before = self._new_threads[0] if self._new_threads is not None else self.threads
         if before is not None and before != threads:
             self._book.cpu_changed(threads / before)
+            self._residuals.clear()
         self._commanded_threads = threads
         self._new_threads = threads, self._step
         self._steps[self._step + 1].threads_changed = True
@@ -612,7 +674,7 @@ class Planning:
         if self._placed_bytes is None:
             return None
         visiting = _visiting_lids(report.placements)
-        placed = self._on_gpu_bytes(_gpu_lids(report.placements), visiting, frozenset(report.streamed))
+        placed = self._placed_on_gpu_bytes(_gpu_lids(report.placements), visiting, frozenset(report.streamed))
         return self._for_steps_bytes + placed
 
     def check(self) -> None:

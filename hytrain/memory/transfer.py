@@ -115,6 +115,9 @@ class HostTransfers:
         for tensor in tensors:
             free(tensor)
 
+    def keep_for(self, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
+        """Nobody else uses their memory."""
+
     def drain(self) -> None:
         """Nothing is pending."""
 
@@ -290,6 +293,12 @@ class CudaTransfers:
         """Make the stream, or else the current one, wait for the copies. The calling thread does not wait."""
         if transfer.done is not None:
             transfer.done.wait(torch.cuda.current_stream(self._device) if stream is None else stream)
+
+    def keep_for(self, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
+        """Whoever gets their memory next comes after what the stream has so far, if it is another stream's memory."""
+        on = torch.cuda.current_stream(self._device) if stream is None else stream
+        for tensor in tensors:
+            tensor.record_stream(on)
 
     def drain(self) -> None:
         """Wait for all work on the device, before state that any stream wrote is moved."""

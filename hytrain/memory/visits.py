@@ -11,6 +11,7 @@ them, backward waits. On device "cpu" the slots are host memory too, and everyth
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,8 @@ class Visits:
         self._turn = 0
         # Gradients, until their layer is updated, and the stream that has made them.
         self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
-        self._waiting_bytes = self._most_waiting_bytes = 0
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()  # forwards of several threads let go
 
     def prepare(self) -> None:
         """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
@@ -122,9 +124,14 @@ class Visits:
     def _hold(self, grads: list[Tensor], updated: Transfer) -> None:
         """Keep gradients until their layer is updated."""
         self.let_go()
-        self._waiting.append((updated, grads, self._transfers.stream()))
-        self._waiting_bytes += sum(each.nbytes for each in grads)
-        self._most_waiting_bytes = max(self._most_waiting_bytes, self._waiting_bytes)
+        with self._lock:
+            self._waiting.append((updated, grads, self._transfers.stream()))
+            self._waiting_bytes += sum(each.nbytes for each in grads)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of gradients that wait now."""
+        return self._waiting_bytes
 
     @property
     def is_full(self) -> bool:
@@ -136,24 +143,22 @@ class Visits:
 
         So it can use their memory again at once, and this thread need not wait for it.
         """
-        while self.is_full:
-            updated, _, stream = self._waiting[0]
-            self._transfers.land(updated, stream)
-            self._let_go()
+        with self._lock:
+            while self.is_full:
+                updated, grads, stream = self._waiting[0]
+                self._transfers.land(updated, stream)
+                self._transfers.keep_for(stream, grads)
+                self._let_go()
 
     def let_go(self) -> None:
         """Free the gradients of layers that are updated."""
-        while self._waiting and self._waiting[0][0].has_ended:
-            self._let_go()
+        with self._lock:
+            while self._waiting and self._waiting[0][0].has_ended:
+                self._let_go()
 
     def _let_go(self) -> None:
         _, grads, _ = self._waiting.popleft()
         self._waiting_bytes -= sum(each.nbytes for each in grads)
-
-    def take_most_waiting(self) -> int:
-        """The most bytes of gradients that have waited since the last call."""
-        most, self._most_waiting_bytes = self._most_waiting_bytes, self._waiting_bytes
-        return most
 
     def _starts(self, visit: Visit) -> Iterator[int]:
         return iter(range(0, visit.grads.numel(), self._numel))

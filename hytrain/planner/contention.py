@@ -51,6 +51,8 @@ VISIT_LOSS: Final = 0.3
 #: Forward and backward lose this part of the time in which state visits: the GPU's memory and its power are shared.
 #: Measured on H200s: 28 ms of 0.36 s in a step of 0.55 s, and 8 % of matrix products beside visits without a pause.
 WORK_LOSS: Final = 0.08
+#: Copies make visits longer by no more than this factor: they take turns.
+MOST_PASSING: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,32 @@ class Crowding:
     work_lost_s: float = 0.0
 
     @classmethod
-    def of(cls, *, cpu_s: float, visits_s: float, copies_s: float, work_s: float) -> Crowding:
+    def of(cls, *, cpu_s: float, visits_s: float, copies_s: float, work_s: float, other_s: float = 0.0) -> Crowding:
         """Of the time that each takes alone in a step; `copies_s` of others on the link's busier direction.
 
-        Forward and backward take `work_s`. Copies are spread over the step, or over visits that take longer than it.
+        Forward and backward take `work_s`, the rest of the step `other_s`. Copies are spread over all of it, or over
+        visits that take longer.
         """
         if not visits_s:
             return cls()
-        passing = 1 / (1 - copies_s / max(work_s, visits_s + copies_s))
-        alone_s, visits_s = visits_s, passing * visits_s
-        longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / visits_s))
+        whole_s = max(work_s + other_s, visits_s + copies_s)
+        passing = min(whole_s / max(whole_s - copies_s, whole_s / MOST_PASSING), MOST_PASSING)
+        longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / (passing * visits_s)))
         return cls(
-            cpu=1 + CPU_LOSS * min(1.0, visits_s / cpu_s) if cpu_s else 1.0,
+            cpu=1 + CPU_LOSS * min(1.0, passing * visits_s / cpu_s) if cpu_s else 1.0,
             visits=longer,
-            work_lost_s=WORK_LOSS * min(longer * alone_s, work_s),
+            work_lost_s=WORK_LOSS * min(longer * visits_s, work_s),
         )
+
+
+def visits_alone_s(measured_s: float, *, cpu_s: float, copies_s: float, work_s: float, other_s: float) -> float:
+    """How long visits that took `measured_s` beside all that would take alone: `Crowding.of` turned round."""
+    beside_copies_s = measured_s / (1 + VISIT_LOSS)
+    if cpu_s < beside_copies_s:
+        beside_copies_s = measured_s - VISIT_LOSS * cpu_s
+    step_s = work_s + other_s
+    free = 1 - copies_s / step_s if beside_copies_s < step_s else 1 - copies_s / beside_copies_s
+    return beside_copies_s * max(free, 1 / MOST_PASSING)
 
 
 def beside(work_s: float, cpu_busy_s: float, stall_s: float) -> float:

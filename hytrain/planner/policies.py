@@ -69,7 +69,7 @@ def decide(
     `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
-    relative to the simulated ones. Other shares are assumed to miss as the current ones do, and none to miss less.
+    relative to the simulated ones. Other shares are assumed to miss as the current ones do.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -142,12 +142,15 @@ def _best_shares(
     """
     now = (profile.visit if len(visits) > 1 else visits[0], profile.stream if len(streams) > 1 else streams[0])
     tried = dict[Shares, tuple[float, int] | None]()
+    every = {(visit, stream) for visit in visits for stream in streams}
     usual = residuals.get(now, 1.0)
     more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
     while more:
         for pair in more:
-            tried[pair] = _tried(profile, pair, objective, limits, max(residuals.get(pair, 0.0), usual))
+            tried[pair] = _tried(profile, pair, objective, limits, residuals.get(pair, usual))
         known = {pair: found for pair, found in tried.items() if found is not None}
+        if not known and (more := every - tried.keys()):
+            continue
         if not known:
             return _with(profile, (visits[0], streams[-1]))  # the least GPU memory, where it says what does not fit
         by_speed = sorted(known, key=lambda pair: known[pair][0])

@@ -32,12 +32,11 @@ class Boundary:
         meter: Meter,
         plans: PlanBook,
         gpu_room: Callable[[], Room | None],
-        waiting: Callable[[], int],
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
-        self._meter, self._plans, self._gpu_room, self._waiting = meter, plans, gpu_room, waiting
+        self._meter, self._plans, self._gpu_room = meter, plans, gpu_room
         self._is_stage = is_stage
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
@@ -96,7 +95,6 @@ class Boundary:
                 streamed=self.statistics.streamed_layers,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
-                gpu_waiting_bytes=self._waiting(),
                 layers=times,
             ),
         )

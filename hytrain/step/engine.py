@@ -116,7 +116,6 @@ class Engine:
             meter=self._meter,
             plans=plans,
             gpu_room=gpu_room,
-            waiting=self._visits.take_most_waiting,
             is_stage=is_stage,
         )
         self.backward = Backward(

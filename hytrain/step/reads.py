@@ -87,7 +87,6 @@ class Reads:
 
     def enter(self, gate: Gate) -> None:
         """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
-        self._visits.let_go()  # forward can use the memory
         if not self._measures(gate):
             self._await(gate)
             return
@@ -132,6 +131,7 @@ class Reads:
         life = self._health.life
         if (again := self.updated_in_this_backward(gate)) is not None:
             self.refuse_again(again)
+        self._visits.let_go()  # forward can use the memory
         for layer in gate.layers:
             if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))

@@ -314,7 +314,6 @@ class Honest:
             streamed=(),
             gpu_usable_bytes=None,
             gpu_needed_bytes=None,
-            gpu_waiting_bytes=0,
             layers=times,
         )
         return TRAINER, report
