@@ -174,6 +174,7 @@ def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
     assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
     there = replace(profile, visit=wanted)
     assert choose("deadline", there, visit=None, residuals=slow).visit != wanted
+    assert choose("deadline", profile, visit=None, residuals={(1.0, 0.0): 0.1}).visit == wanted, "with another k"
 
 
 def streamable(profile: Profile, window: int = 200) -> Profile:

@@ -69,7 +69,8 @@ def decide(
     `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
-    relative to the simulated ones. Other shares are assumed to miss as the current ones do.
+    relative to the simulated ones. Other shares are assumed to miss as the current ones do. None counts as faster than
+    simulated: it may have been with other layers on the GPU.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -147,7 +148,7 @@ def _best_shares(
     more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
     while more:
         for pair in more:
-            tried[pair] = _tried(profile, pair, objective, limits, residuals.get(pair, usual))
+            tried[pair] = _tried(profile, pair, objective, limits, max(1.0, residuals.get(pair, usual)))
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue
