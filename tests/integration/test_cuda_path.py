@@ -124,6 +124,20 @@ def test_weights_from_outside(k: float) -> None:
     same_as_torch(run, k=k)
 
 
+def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream that made the gradients, which no other may get the memory of before."""
+    monkeypatch.setattr(Event, "query", lambda event: False)  # the device is late
+    kept: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream))
+
+    def run(model: nn.Module, opt: hytrain.AdamW) -> None:
+        train(model, opt, range(6), square_loss)
+        assert not opt._engine._visits.is_full, "no more than may wait, which is one layer's gradients on a CPU"
+
+    same_bits(run, lambda: perceptron(dtype=torch.bfloat16), {"k": 0.0, "visit": 1.0}, {"k": 0.0})
+    assert set(kept) == {current.stream}
+
+
 def test_layers_that_move_all_the_time() -> None:
     moved = []
 
