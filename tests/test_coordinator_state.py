@@ -931,6 +931,18 @@ def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> 
     assert planning._has_room_for(rest) and not planning._has_room_for(rest._replace(gpu_lids=frozenset()))
 
 
+def test_steps_under_other_streamed_weights_say_nothing_of_the_present_ones(driver: Driver) -> None:
+    """A report is of an earlier step. It may be on a CPU, too."""
+    driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
+        driver.handle(cpu_report(step, 1e-3, lids=ALL))
+        driver.handle(report(step, streamed=ALL, measured=step))
+    counted = {shares: found.count for shares, found in driver.planning._residuals.items()}
+    assert list(counted.values()) == [3]
+    driver.handle(report(step + 1, measured=step))
+    assert {shares: found.count for shares, found in driver.planning._residuals.items()} == counted
+
+
 def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: Driver) -> None:
     """They end long before the copies."""
     driver.start(policy="fixed", k=0.0, visit=0.25, device="cuda", gpu_bytes=1 << 40)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planner_layers import NONE, made, with_cpu
 
 import hytrain.planner.contention as contention
+import hytrain.planner.policies as policies
 from hytrain.planner import (
     Decision,
     Infeasible,
@@ -161,6 +162,20 @@ def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they
     ]
     assert (timeline.fetch_s, timeline.gpu_busy_s) == (3 + 3, 9), "and so does forward"
     assert simulate(replace(three, hold_bytes=600), NONE).fetch_s == simulate(three, NONE).fetch_s == 0
+
+
+def test_shares_between_those_that_are_tried_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only they fit: waiting gradients bound visits from above, host memory from below."""
+    tried = set()
+
+    def only_one_fits(profile: Profile, shares: tuple[float, float], *others: Any) -> tuple[float, int] | None:
+        tried.add(shares)
+        return (1.0, 1) if shares == (0.3, 0.0) else None
+
+    monkeypatch.setattr(policies, "_tried", only_one_fits)
+    assert choose("deadline", uniform(28), visit=None).visit == 0.3
+    monkeypatch.setattr(policies, "_tried", lambda *arguments: None)
+    assert choose("deadline", uniform(28), visit=None).visit == 0.0, "nothing fits"
 
 
 def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:

@@ -189,7 +189,8 @@ class Planning:
         self._step = report.step
         gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
         step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving
-        step.visiting, step.streamed = _visiting_lids(report.placements), frozenset(report.streamed)
+        self._streamed = frozenset(report.streamed)
+        step.visiting, step.streamed = _visiting_lids(report.placements), self._streamed
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured):
@@ -205,7 +206,6 @@ class Planning:
         """
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
-        self._streamed = frozenset(report.streamed)
         if VISIT.name in report.placements and not self._has_ring:  # it stays from now on
             self._has_ring = True
             self._for_steps_bytes += self.table.ring_bytes

@@ -177,6 +177,7 @@ class Visits:
         """Free the slots. No copy may be under way."""
         self._slots.clear()
         self._waiting.clear()
+        self._waiting_bytes = 0
 
 
 def ring_bytes(segments: Sequence[Segment]) -> int:
