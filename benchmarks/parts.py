@@ -313,7 +313,15 @@ def saving(template: Job) -> list[Job]:
     return [replace(one, segments=(steps,)) for one, steps in each]
 
 
-def frontier(template: Job, shape: str, caps: Sequence[int], *, start_s: float = 0.0, times: float = 1.0) -> list[Job]:
+def frontier(
+    template: Job,
+    shape: str,
+    caps: Sequence[int],
+    *,
+    peers: Sequence[str] = WEIGHTLESS,
+    start_s: float = 0.0,
+    times: float = 1.0,
+) -> list[Job]:
     """Below caps on GPU memory. `start_s`, `times`: how much longer a start and a step take than with 3.4 B."""
 
     def below(cap_gib: int, system: str, settle: int, measure: int) -> Job:
@@ -322,8 +330,8 @@ def frontier(template: Job, shape: str, caps: Sequence[int], *, start_s: float =
         )
         return replace(found, start_s=found.start_s + start_s, step_s=times * found.step_s)
 
-    ours = [below(cap_gib, ROAMING, settle=24, measure=12) for cap_gib in caps]
-    return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in WEIGHTLESS)]
+    ours = [below(cap_gib, ROAMING, settle=32, measure=8) for cap_gib in caps]
+    return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in peers)]
 
 
 def largest(template: Job) -> list[Job]:
@@ -422,6 +430,8 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "saving": saving,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
+    # Its peers would need more than 128 GiB of host memory.
+    "frontier_10b": partial(frontier, shape="10b", caps=CAPS[1::2], peers=(), start_s=55, times=2.6),
     "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 import hytrain
 from hytrain import tensor_file
 from hytrain.memory.capacity import GpuMemory, gpu_memory
+from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
 from hytrain.tensor_file import PIECE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
@@ -140,6 +141,21 @@ def test_gradients_that_wait_for_visits_take_bounded_memory(tmp_path: Path, monk
         results.append(state_of(model, optimizer))
         assert most <= max(hold_bytes, one) and (most > 0) is ("visit" in options)
         optimizer.close()
+    assert_same(results)
+
+
+def test_weights_that_leave_are_looked_at_before_others_use_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the device looks: a difference is refused as a write that would be lost."""
+
+    def weights_out(transfers: CudaTransfers, copies: Sequence[Copy]) -> Transfer:
+        with torch.cuda.stream(transfers._out):
+            torch.cuda._sleep(20_000_000)
+        return transfers.gradients_out(copies)
+
+    monkeypatch.setattr(CudaTransfers, "weights_out", weights_out)
+    results = [train(llama(torch.bfloat16), tmp_path, k=0.0, stream=stream)[0] for stream in (1.0, 0.0)]
     assert_same(results)
 
 

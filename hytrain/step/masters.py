@@ -174,6 +174,9 @@ class Masters:
                     )
             for known in moved:
                 known.follow()
+                for layer, _ in known.places:
+                    if layer.streamed is not None:
+                        layer.streamed.is_pooled = False
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

@@ -266,9 +266,14 @@ class Streaming:
         for block in blocks:
             if block.may_leave:
                 self._before_free(block)
+                own = [known.own for known in block.parameters]
+                if not block.is_pooled:  # whoever computes next may get its memory: not before what reads it now
+                    for copy in block.copies_out:
+                        self._transfers.land(copy)
+                    self._transfers.keep_for(None, own)
                 self._release(block)
                 block.is_present = False
-                self._transfers.free([known.own for known in block.parameters])
+                self._transfers.free(own)
 
     def _release(self, block: StreamedBlock) -> None:
         """Its memory may be written after what uses it now: the current stream, and copies out of it."""

@@ -20,8 +20,9 @@ from torch import nn
 import hytrain
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
-from hytrain.model.trained import TrainedLayer
+from hytrain.model.trained import StreamedBlock, TrainedLayer
 from hytrain.step.backward import Backward
+from hytrain.step.masters import Masters
 
 
 class Event:
@@ -136,6 +137,50 @@ def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pyt
 
     same_bits(run, lambda: perceptron(dtype=torch.bfloat16), {"k": 0.0, "visit": 1.0}, {"k": 0.0})
     assert set(kept) == {current.stream}
+
+
+def test_what_reads_memory_that_others_get_next_comes_first(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that leave memory which the user has allocated: whoever computes may get it next."""
+    reads, seen = list[Any](), list[Any]()
+    kept, fetched = set[int](), set[int]()
+
+    def weights_out(self: OverHostMemory, copies: Any) -> Any:
+        reads.append(CudaTransfers.weights_out(self, copies))
+        return reads[-1]
+
+    def sample_freed(self: Masters, block: StreamedBlock) -> None:
+        reads.clear()  # the others have ended
+        sample(self, block)
+
+    def stream_in(self: OverHostMemory, tensors: list[torch.Tensor], copies: Any, *, after: Any) -> Any:
+        arrival = CudaTransfers.stream_in(self, tensors, copies, after=after)
+        fetched.update(tensor.data_ptr() for tensor in tensors)
+        return arrival
+
+    def free(self: OverHostMemory, tensors: list[torch.Tensor]) -> None:
+        now = {tensor.data_ptr() for tensor in tensors}
+        if not now <= fetched:
+            assert {read.done for read in reads} <= current.stream.waited_for
+            assert now <= kept
+            seen.append(list(reads))
+        fetched.difference_update(now)
+        kept.clear()
+        CudaTransfers.free(self, tensors)
+
+    sample = Masters.sample_freed
+    monkeypatch.setattr(Masters, "sample_freed", sample_freed)
+    for replacement in (weights_out, stream_in, free):
+        monkeypatch.setattr(OverHostMemory, replacement.__name__, replacement, raising=False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(tensor.data_ptr()))
+    model = perceptron(depth=8)
+    with adamw(model, k=0.0, stream=1.0) as opt:
+        train(model, opt, range(3), square_loss)
+        assert any(seen)
+        seen.clear()
+        for block in model:
+            block[0].weight.data = block[0].weight.detach().clone()
+        train(model, opt, range(3, 6), square_loss)
+        assert any(seen)
 
 
 def test_layers_that_move_all_the_time() -> None:
