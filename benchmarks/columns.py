@@ -72,6 +72,6 @@ K, STEP, PREDICTED = median("k", "k", 2), ("s/step", step_s), median("predicted 
 MEMORY: Final = (median("GPU peak GB", "gpu_peak_gb", 1), ("host GB", host_gb))
 PREDICTED_MEMORY: Final = (
     ("predicted GPU GB", partial(gb, "predicted_gpu_bytes")),
-    ("planes on the host, GB", partial(gb, "predicted_host_bytes")),
+    ("predicted host GB", partial(gb, "predicted_host_bytes")),
 )
 PLAN: Final = (K, STEP, PREDICTED, *MEMORY)

@@ -506,7 +506,7 @@ class TrainerReport(Message):
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     `streamed`: the LIDs of the layers whose weights rest in host memory.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
-    it has had so far. None without a GPU.
+    it has had so far. None without a GPU. `waited_bytes`: of that, the most for gradients that waited for visits.
     """
 
     step: int
@@ -526,6 +526,7 @@ class TrainerReport(Message):
     streamed: tuple[int, ...]
     gpu_usable_bytes: int | None
     gpu_needed_bytes: int | None
+    waited_bytes: int
     layers: tuple[LayerTimes, ...]
 
     def __post_init__(self) -> None:

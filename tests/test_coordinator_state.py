@@ -194,6 +194,7 @@ STEP |= {
     "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
+    "waited_bytes": 0,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 
@@ -894,7 +895,7 @@ def test_a_calibration_of_the_cpu_alone_is_too_fast(driver: Driver) -> None:
 
 
 def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver) -> None:
-    """The ring stays once it was made, and is then part of what steps need; gradients do not wait at their peak."""
+    """The ring stays once it was made, and is then part of what steps need; so are gradients that have waited."""
     state, waiting, ring, hold = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel, 1000, 5000
     start = driver.start(
         policy="fixed", k=0.0, visit=1.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=ring, hold_bytes=hold
@@ -902,8 +903,8 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     assert set(start.placements) == {VISIT.name}
     cpu = (CPU.name,) * LAYERS
 
-    def room(step: int, placements: Sequence[str], needed: int) -> int | None:
-        where: dict[str, Any] = {"placements": tuple(placements)}
+    def room(step: int, placements: Sequence[str], needed: int, waited: int = 0) -> int | None:
+        where: dict[str, Any] = {"placements": tuple(placements), "waited_bytes": waited}
         driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
         return driver.planning._limits.gpu_state_bytes
 
@@ -917,6 +918,14 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     assert room(1, cpu, 20 * state) == 80 * state - waiting and for_visits() == ring + hold
     assert room(2, start.placements, 20 * state + ring) == 80 * state - waiting - ring and for_visits() == hold
     assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
+    for step, waited, more in ((6, 3000, 2000), (7, 6000, 0)):
+        room(step, cpu, 20 * state + ring, waited)
+        assert for_visits() == more == driver.planning._on_gpu_bytes(frozenset(), frozenset({1}), frozenset())
+
+
+def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0, gpu_bytes=1 << 40, ring_bytes=7, hold_bytes=50, **CLIPPED)
+    assert driver.planning._for_visits_bytes == 7
 
 
 def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> None:

@@ -68,7 +68,7 @@ class Run:
         self.step = self.moved = self.due = 0
         self.steps_s: list[float] = []
         self.plan: m.Plan | None = None
-        self.needed = 0
+        self.needed = self.waited = 0
         self._follow(self.planning.begin())
         copies = m.Calibration(d2h_s=2 / machine.link, h2d_s=2 / machine.link, gpu_update_s=1 / 140e9)
         self._follow(self.planning.on_calibration(TRAINER, copies))
@@ -150,6 +150,7 @@ class Run:
         placed = 10 * NUMEL * len(of_gpu) + 2 * NUMEL * (len(real.lids) - len(streamed))
         placed += (self.table.window_bytes if streamed else 0) + (GB // 2 + self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
+        self.waited = max(self.waited, self.hold if visiting else 0)
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(of_gpu, visiting, streamed).cpu
         updates = tuple(
@@ -171,6 +172,7 @@ class Run:
             streamed=tuple(sorted(streamed)),
             gpu_usable_bytes=self.machine.cap,
             gpu_needed_bytes=self.needed,
+            waited_bytes=self.waited,
             layers=times,
             **facts,
         )

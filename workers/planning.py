@@ -41,6 +41,8 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
+#: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on H200 hosts: 1.6 to 2.2 GB.
+PROCESS_BYTES: Final = 1_800_000_000
 #: What is known of how far shares miss counts after so many steps, at most so much, and half after so many more steps.
 RESIDUAL_STEPS: Final = 3
 MOST_RESIDUAL: Final = 100.0
@@ -89,11 +91,13 @@ class Planning:
         # By shares that were in effect: measured steps relative to simulated ones, and the last such step.
         self._residuals: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
         self._tried_at: dict[tuple[float, float], int] = {}
+        self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
         self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
         self._has_ring = False  # for visits, on the GPU
+        self._waited_bytes = 0  # the most gradients that have waited for visits
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
         self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
@@ -169,7 +173,7 @@ class Planning:
                 visit=shares[0],
                 stream=shares[1],
                 window_bytes=window_bytes,
-                visits_bytes=self.table.ring_bytes + self.table.hold_bytes,
+                for_visits_bytes=self._for_visits_bytes,
             )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
@@ -209,6 +213,7 @@ class Planning:
         if VISIT.name in report.placements and not self._has_ring:  # it stays from now on
             self._has_ring = True
             self._for_steps_bytes += self.table.ring_bytes
+        self._waited_bytes = report.waited_bytes
         placed = self._placed_on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
         rest = max(0, report.gpu_needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
@@ -223,13 +228,19 @@ class Planning:
 
     def _on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
         """What these placements take on the GPU: what is placed there, and what visits will need besides."""
-        for_visits = self._ring_bytes + self.table.hold_bytes if visiting else 0
-        return self._placed_on_gpu_bytes(gpu_lids, visiting, streamed) + for_visits
+        placed_bytes = self._placed_on_gpu_bytes(gpu_lids, visiting, streamed)
+        return placed_bytes + (self._for_visits_bytes if visiting else 0)
 
     @property
-    def _ring_bytes(self) -> int:
-        """What the ring of slots is still to take. Once it was made, it is part of what steps need."""
-        return 0 if self._has_ring else self.table.ring_bytes
+    def _for_visits_bytes(self) -> int:
+        """What visits may take besides what steps were seen to need.
+
+        That is the ring of slots, until it was made; and gradients, of which more may wait than ever did. What awaits a
+        verdict is counted layer by layer.
+        """
+        ring_bytes = 0 if self._has_ring else self.table.ring_bytes
+        hold_bytes = 0 if self.table.awaits_verdict else self.table.hold_bytes
+        return ring_bytes + max(0, hold_bytes - self._waited_bytes)
 
     def _placed_on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
         """What we have placed on the GPU, if it owns these layers, these visit it, and the weights of these do not rest
@@ -411,7 +422,7 @@ class Planning:
             visit=visit,
             stream=stream,
             window_bytes=self.table.window_bytes,
-            ring_bytes=self._ring_bytes,
+            for_visits_bytes=self._for_visits_bytes,
             hold_bytes=self.table.hold_bytes,
         )
 
@@ -666,7 +677,7 @@ class Planning:
             "mode": self._mode,
             "predicted_step_s": self.predicted_step_s,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
-            "predicted_host_bytes": sum(map(_host_bytes, self._facts, report.placements)),
+            "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),
         }
 
     def _predicted_gpu_bytes(self, report: m.TrainerReport) -> int | None:

@@ -215,7 +215,7 @@ def first_lids(
     visit: float = 0.0,
     stream: float = 0.0,
     window_bytes: int = 0,
-    visits_bytes: int = 0,
+    for_visits_bytes: int = 0,
 ) -> frozenset[int]:
     """The layers that the GPU owns in the first steps: those for `k`, or as few as host memory allows if k is None.
 
@@ -226,7 +226,11 @@ def first_lids(
     unknown: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
     layers = (LayerProfile(**asdict(fact), **unknown) for fact in sorted(facts, key=lambda fact: fact.position))
     profile = Profile(
-        layers=tuple(layers), visit=visit, stream=stream, window_bytes=window_bytes, ring_bytes=visits_bytes
+        layers=tuple(layers),
+        visit=visit,
+        stream=stream,
+        window_bytes=window_bytes,
+        for_visits_bytes=for_visits_bytes,
     )
     ladder = build_ladder(profile, limits.beside_visits(profile), profile.layers)
     return ladder.rung(ladder.lowest if k is None else ladder.rung_for(k, profile))

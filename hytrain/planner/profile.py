@@ -67,9 +67,10 @@ class Profile:
     `drag` of their time is lost (contention.py). Updates on the CPU and visits are as long as those that have host
     memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`.
 
-    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says, through `ring_bytes` of
-    its memory. Before that, gradients wait there, `hold_bytes` of them at most, or all (None). The weights of the share
-    `stream` rest in host memory, in the layers of `streamed_lids`. They come through `window_bytes` of GPU memory.
+    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. Before that, gradients
+    wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of its memory, besides what
+    steps were seen to take. The weights of the share `stream` rest in host memory, in the layers of `streamed_lids`.
+    They come through `window_bytes` of GPU memory.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -86,7 +87,7 @@ class Profile:
     visit: float = 0.0
     stream: float = 0.0
     window_bytes: int = 0
-    ring_bytes: int = 0
+    for_visits_bytes: int = 0
     hold_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -158,17 +159,17 @@ class Profile:
 
     @property
     def held_for_visits_bytes(self) -> int:
-        """The most GPU memory that visits take, whichever layers visit: the ring, and gradients that wait.
+        """The most GPU memory that visits take besides, whichever layers visit.
 
-        If updates await a verdict, the gradients of all visiting layers wait.
+        If updates await a verdict, the gradients of all visiting layers wait, too.
         """
         if not self.visit:
             return 0
         if not self.awaits_verdict:
-            return self.ring_bytes + (self.hold_bytes or 0)
+            return self.for_visits_bytes
         held = [layer.held_bytes for layer in self.layers]
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
-        return self.ring_bytes + min(sum(held), ceil(self.visit * self.numel * of_one) + max(held))
+        return self.for_visits_bytes + min(sum(held), ceil(self.visit * self.numel * of_one) + max(held))
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from hytrain.memory.capacity import Room
+from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
@@ -32,11 +33,12 @@ class Boundary:
         meter: Meter,
         plans: PlanBook,
         gpu_room: Callable[[], Room | None],
+        visits: Visits,
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
-        self._meter, self._plans, self._gpu_room = meter, plans, gpu_room
+        self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
         self._is_stage = is_stage
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
@@ -95,6 +97,7 @@ class Boundary:
                 streamed=self.statistics.streamed_layers,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
+                waited_bytes=self._visits.waited_bytes,
                 layers=times,
             ),
         )

@@ -116,6 +116,7 @@ class Engine:
             meter=self._meter,
             plans=plans,
             gpu_room=gpu_room,
+            visits=self._visits,
             is_stage=is_stage,
         )
         self.backward = Backward(
