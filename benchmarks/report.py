@@ -355,9 +355,12 @@ def saving(rows: Rows) -> str:
     )
 
 
+FRONTIERS: Final = ("frontier_3b", "frontier_7b", "frontier_10b")
+
+
 def frontier(rows: Rows) -> str:
     """Below caps on GPU memory."""
-    here = Rows(row for part in ("frontier_3b", "frontier_7b") for row in rows.of_part(part))
+    here = Rows(row for part in FRONTIERS for row in rows.of_part(part))
 
     def capped(mine: Rows) -> str:
         return f"{mine.last('cap_gib'):.0f} GiB"
