@@ -151,7 +151,9 @@ def threads(rows: Rows) -> Any:
 def frontier(rows: Rows) -> Any:
     """Seconds per step below caps on GPU memory: a line for each model, and its fastest peer."""
     shapes = [
-        shape for shape in ("3b", "7b", "10b") if rows.of_part(f"frontier_{shape}").where(system=ROAMING).values("step_s")
+        shape
+        for shape in ("3b", "7b", "10b")
+        if rows.of_part(f"frontier_{shape}").where(system=ROAMING).values("step_s")
     ]
     if not shapes:
         return None

@@ -173,10 +173,18 @@ class Masters:
                         f"{known.name} shares memory with another parameter now: tie them as one Parameter"
                     )
             for known in moved:
-                known.follow()
                 for layer, _ in known.places:
                     if layer.streamed is not None:
-                        layer.streamed.is_pooled = False
+                        self._leave_pool(known, layer.streamed)
+                known.follow()
+
+    def _leave_pool(self, known: TrainedParameter, block: StreamedBlock) -> None:
+        """A streamed parameter's storage was replaced: fetched weights get its memory once nobody reads it."""
+        for copy in block.copies_out:
+            self._transfers.land(copy)
+        for stream in {self._transfers.stream(), *block.computed}:
+            self._transfers.keep_for(stream, [known.own])
+        block.is_pooled = False
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

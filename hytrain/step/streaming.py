@@ -224,6 +224,7 @@ class Streaming:
                             known.parameter.data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
             block.streams = False
+            self._transfers.keep_for(None, [known.own for known in block.parameters])  # whoever frees it, and when
         if self._blocks:
             self._transfers.drain()
 

@@ -142,7 +142,7 @@ def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pyt
 def test_what_reads_memory_that_others_get_next_comes_first(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that leave memory which the user has allocated: whoever computes may get it next."""
     reads, seen = list[Any](), list[Any]()
-    kept, fetched = set[int](), set[int]()
+    ever, kept, fetched = set[int](), set[int](), set[int]()
 
     def weights_out(self: OverHostMemory, copies: Any) -> Any:
         reads.append(CudaTransfers.weights_out(self, copies))
@@ -171,16 +171,28 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
     monkeypatch.setattr(Masters, "sample_freed", sample_freed)
     for replacement in (weights_out, stream_in, free):
         monkeypatch.setattr(OverHostMemory, replacement.__name__, replacement, raising=False)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(tensor.data_ptr()))
+
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        kept.add(tensor.data_ptr())
+        ever.add(tensor.data_ptr())
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     model = perceptron(depth=8)
     with adamw(model, k=0.0, stream=1.0) as opt:
         train(model, opt, range(3), square_loss)
         assert any(seen)
         seen.clear()
+        replaced = set()
         for block in model:
-            block[0].weight.data = block[0].weight.detach().clone()
+            values = block[0].weight.detach().clone()
+            replaced.add(block[0].weight.data_ptr())
+            block[0].weight.data = values
+        ever.clear()
         train(model, opt, range(3, 6), square_loss)
         assert any(seen)
+        assert replaced <= ever, "fetched weights may get it next"
+        ever.clear()
+    assert {block[0].weight.data_ptr() for block in model} <= ever, "another optimizer's may, later"
 
 
 def test_layers_that_move_all_the_time() -> None:
