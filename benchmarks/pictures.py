@@ -150,17 +150,14 @@ def threads(rows: Rows) -> Any:
 
 def frontier(rows: Rows) -> Any:
     """Seconds per step below caps on GPU memory: a line for each model, and its fastest peer."""
-    shapes = [
-        shape
-        for shape in ("3b", "7b", "10b")
-        if rows.of_part(f"frontier_{shape}").where(system=ROAMING).values("step_s")
-    ]
+    measured = {shape: rows.of_part(f"frontier_{shape}").where(system=ROAMING) for shape in ("3b", "7b", "10b")}
+    shapes = [shape for shape, ours in measured.items() if ours.values("step_s")]
     if not shapes:
         return None
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(WIDTH_IN, 3.6), squeeze=False)
     for panel, shape in zip(axes[0], shapes, strict=True):
         here = rows.of_part(f"frontier_{shape}")
-        ours = sorted((row["cap_gib"], row["step_s"]) for row in here.where(system=ROAMING) if "error" not in row)
+        ours = sorted((row["cap_gib"], row["step_s"]) for row in measured[shape] if "error" not in row)
         panel.plot(*zip(*ours, strict=True), "o-", color=OURS, label="HyTrain")
         for system, style in zip(WEIGHTLESS, ("--", ":"), strict=True):
             if (step_s := here.where(system=system).median("step_s")) is not None:
