@@ -173,6 +173,11 @@ def test_a_batch_in_parts_gives_the_whole_one_s_losses(runs: Runs) -> None:
     plain = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
     whole, parts = runs.train("whole", *plain), runs.train("parts", *plain, "train.grad_accumulation=2")
     assert parts.training_loss == pytest.approx(whole.training_loss, rel=1e-3) and parts.step == whole.step
+    chunks = runs.train("chunks", *plain, "train.loss_chunks=3", "sample.prompt=the", "sample.temperature=0")
+    assert chunks.training_loss == pytest.approx(whole.training_loss, rel=1e-3)
+    assert whole.validation is not None and chunks.validation is not None
+    assert chunks.validation.nats_per_token == pytest.approx(whole.validation.nats_per_token, rel=1e-3)
+    assert chunks.validation.accuracy == pytest.approx(whole.validation.accuracy, abs=0.02) and chunks.sample
 
 
 @pytest.mark.parametrize("tokenizer", ["{kind: bytes}", "{kind: bpe, vocab_size: 270}"])

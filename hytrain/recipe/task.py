@@ -18,7 +18,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from hytrain.errors import ConfigError
-from hytrain.recipe import adapters, chat, config, packing, tables, text, tokenizer
+from hytrain.recipe import adapters, chat, config, loss, packing, tables, text, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.batches import (
     Batch,
@@ -117,6 +117,8 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
         model = adapters.adapt(model, recipe.lora, checkpoint)
     if recipe.data.packing:
         packing.refuse_leaks(model, device)
+    if recipe.train.loss_chunks > 1:
+        loss.in_chunks(model, recipe.train.loss_chunks)
     cost, peak = models.cost(model, hf, length), models.peak_tflops(device)
     return Task(recipe, device, model, corpus, cost, None if peak is None else peak * job.ranks.world, job)
 

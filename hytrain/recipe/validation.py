@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain.recipe.loss import hits_of
 from hytrain.recipe.sharding import inference
 from hytrain.recipe.task import Task
 
@@ -51,6 +52,6 @@ def evaluate(task: Task) -> Validation | None:
                 output = task.model(**inputs)
             if rank < len(batch.tokens):
                 nats += output.loss.double() * part.learnt
-                hits += (output.logits[:, :-1].argmax(-1) == inputs["labels"][:, 1:]).sum()  # no token is -100
+                hits += hits_of(output, inputs["labels"])
     per_token = float(task.job.total(nats)) / predicted
     return Validation(per_token, per_token / task.corpus.bytes_per_token, int(task.job.total(hits)) / predicted)

@@ -28,12 +28,13 @@ from helpers import (
     wait_for_coordinator,
     weights,
 )
-from small_models import gpt2, in_parts, language_loss, perceptron, square_loss, vectors
+from small_models import gpt2, in_parts, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
+from hytrain.recipe.loss import in_chunks
 
 
 def reference(steps: range = range(20), make: Callable[[], nn.Module] = perceptron) -> nn.Module:
@@ -47,6 +48,29 @@ def trained_alone(model: nn.Module) -> dict[str, Tensor]:
     """The weights after five steps with torch's optimizer, which HyTrain must not notice."""
     train(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), range(5), square_loss)
     return weights(model)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.4, "visit": 0.3, "stream": 0.6}], ids=str)
+def test_a_head_is_called_for_one_chunk_after_the_other(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    """And again for each in backward. gpt2's weight is the embedding's, too."""
+
+    def chunked() -> nn.Module:
+        model = make()
+        in_chunks(model, 3)
+        return model
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        losses = []
+        torch.manual_seed(1)  # of dropout
+        for step in range(6):
+            losses.append(language_loss(model, step))
+            losses[-1].backward()
+            opt.step()
+            opt.zero_grad()
+        return [loss.item() for loss in losses]
+
+    same_as_torch(run, chunked, **options)
 
 
 # ---------------------------------------------------------------- reading

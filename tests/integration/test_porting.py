@@ -15,8 +15,10 @@ from accelerate.state import AcceleratorState, GradientState
 from helpers import LR, differing, weights
 from small_models import llama, tokens
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import hytrain
@@ -100,6 +102,7 @@ def trls_trainer(folder: Path) -> dict[str, Any]:
 
 def plain(folder: Path) -> dict[str, Any]:
     names = {"AveragedModel": AveragedModel, "get_ema_multi_avg_fn": get_ema_multi_avg_fn, "nullcontext": nullcontext}
+    names |= {"checkpoint": checkpoint, "cross_entropy": cross_entropy}
     return {"model": llama(), "loader": BATCHES, "held_out": BATCHES[0], "losses": [], **names}
 
 

@@ -85,8 +85,8 @@ def alike(found: Summary, expected: Summary) -> bool:
 
 
 def test_two_ranks_train_as_one_and_one_goes_on_from_them(two_ranks: RankGroup, recipe: Path) -> None:
-    """In two parts, with the norm clipped. Only rank 0 writes the report."""
-    options = ("train.grad_accumulation=2", "train.max_grad_norm=0.5")
+    """In two parts, with the norm clipped, and the loss in chunks. Only rank 0 writes the report."""
+    options = ("train.grad_accumulation=2", "train.max_grad_norm=0.5", "train.loss_chunks=2")
     whole = train(recipe, "whole", *options)
     both = two_ranks.run(train, recipe, "ranks", *options)
     assert all(alike(summary, whole) for summary in both) and both[0].checkpoint == both[1].checkpoint
