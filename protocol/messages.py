@@ -506,7 +506,8 @@ class TrainerReport(Message):
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     `streamed`: the LIDs of the layers whose weights rest in host memory.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
-    it has had so far. None without a GPU. `waited_bytes`: of that, the most for gradients that waited for visits.
+    it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
+    visits.
     """
 
     step: int

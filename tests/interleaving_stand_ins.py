@@ -71,7 +71,6 @@ class Streams:
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))
         self.fetching, self.visiting, self.returning = (Stream(world.scheduler) for _ in range(3))
         self.streaming = Stream(world.scheduler) if streamed else self.fetching
-        self.freed: list[Tensor] = []
         self.current = self.compute
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
@@ -148,22 +147,22 @@ class Streams:
         return self._copy(self.returning, [(copy, lambda *_: None) for copy in copies], host=0)
 
     def stream_in(self, tensors: Sequence[Tensor], copies: Sequence[Copy], *, after: Sequence[Mark | None]) -> Transfer:
-        """What was freed before is somebody else's now."""
-
         def look(into: Any, source: Any) -> None:
             require(not holds(source, TORN), "I2: weights are fetched while an update writes them")
 
         for mark in after:
             if mark is not None:
                 self.streaming.wait(mark)
-        for tensor in self.freed:
-            for tile in at(address(tensor), tensor.numel()):
-                self.streaming.run(partial(tile.fill, BLANK))
-        self.freed.clear()
         return self._copy(self.streaming, [(copy, look) for copy in copies], host=1)
 
-    def free(self, tensors: Sequence[Tensor]) -> None:
-        self.freed += tensors
+    def free(self, tensors: Sequence[Tensor], *, after: Sequence[Mark | None]) -> None:
+        """Their memory is somebody else's at once, in the order of the stream."""
+        for mark in after:
+            if mark is not None:
+                self.streaming.wait(mark)
+        for tensor in tensors:
+            for tile in at(address(tensor), tensor.numel()):
+                self.streaming.run(partial(tile.fill, BLANK))
 
     def so_far(self) -> Transfer:
         return Transfer(self.current.mark(), (self.clock.mark(), self.clock.mark()))  # type: ignore[arg-type]

@@ -918,9 +918,15 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     assert room(1, cpu, 20 * state) == 80 * state - waiting and for_visits() == ring + hold
     assert room(2, start.placements, 20 * state + ring) == 80 * state - waiting - ring and for_visits() == hold
     assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
-    for step, waited, more in ((6, 3000, 2000), (7, 6000, 0)):
+    for step, waited, more in ((6, 3000, 2000), (7, 6000, 0), (8, 1000, 0)):
         room(step, cpu, 20 * state + ring, waited)
         assert for_visits() == more == driver.planning._on_gpu_bytes(frozenset(), frozenset({1}), frozenset())
+    room(9, cpu, 20 * state + ring + 1, 1000)
+    assert for_visits() == 4000, "another peak, with less of them in it"
+    on_gpu = (GPU.name, *cpu[1:])
+    for step in (10, 11, 12):
+        room(step, on_gpu, 20 * state + ring + 1, 600)
+    assert for_visits() == 4400, "less is needed than at the peak, as these steps show with fewer of them"
 
 
 def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:

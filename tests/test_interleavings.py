@@ -248,18 +248,22 @@ UNASKED: list[Patch] = [(Backward, "on_departure", copies_unasked), (Backward, "
 LEFTOVERS = "I1: an update on another's leftovers"
 
 
-def streams_in_at_once(real: Any, streams: Streams, tensors: Any, copies: Any, *, after: Any) -> Transfer:
-    return cast(Transfer, real(streams, tensors, copies, after=()))
+def waits_for_nobody(real: Any, streams: Streams, *arguments: Any, after: Any) -> Any:
+    return real(streams, *arguments, after=())
 
 
-def streams_in_before(stream: str) -> Callable[..., Transfer]:
+def waits_for_all_but(stream: str) -> Callable[..., Any]:
     """Copies out of the weights, or into their place in host memory, on this stream are not waited for."""
 
-    def stream_in(real: Any, streams: Streams, tensors: Any, copies: Any, *, after: Any) -> Transfer:
+    def call(real: Any, streams: Streams, *arguments: Any, after: Any) -> Any:
         marks = [mark for mark in after if mark is not None and mark.stream is not getattr(streams, stream)]
-        return cast(Transfer, real(streams, tensors, copies, after=marks))
+        return real(streams, *arguments, after=marks)
 
-    return stream_in
+    return call
+
+
+def nobody(real: Any, streaming: Streaming, block: Any) -> list[Any]:
+    return []
 
 
 def keeps_what_is_stale(real: Any, streaming: Streaming, block: Any) -> None:
@@ -304,11 +308,11 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "hands over before the return": ([(Streams, "land", lands_all_but("returning"))], f"{LEFTOVERS}|I2: .* given up"),
     "applies plans early": ([(Boundary, "begin_plan", begins_early)], "I3: a plan holds from its step on"),
     "one acknowledges": ([(PlanLedger, "on_ack", one_is_enough)], "I3: both acknowledge"),
-    STREAMED + "fetches at once": ([(Streams, "stream_in", streams_in_at_once)], "I1"),
-    STREAMED + "fetches before a visit is back": ([(Streams, "stream_in", streams_in_before("returning"))], "I1"),
+    STREAMED + "fetches at once": ([(Streams, "free", waits_for_nobody)], "I1"),
+    STREAMED + "fetches before a visit is back": ([(Streams, "free", waits_for_all_but("returning"))], "I1"),
     STREAMED + "compute does not wait": ([(Streams, "land", lands_all_but("streaming"))], "I1"),
     STREAMED + "keeps what is stale": ([(Streaming, "_bring", keeps_what_is_stale)], "I1"),
-    STREAMED + "frees what is read": ([(Streaming, "_release", nothing)], "I1"),
+    STREAMED + "frees what is read": ([(Streaming, "_users", nobody)], "I1"),
     STREAMED + "closes before the fetch": ([(handover, "_clear_up", closes_before_the_fetch)], "I2: .* given up"),
     STREAMED + "updates what is away": ([(Streaming, "before_update", nothing)], f"I1|{LEFTOVERS}"),
     "the last plan counts": ([(PlanBook, "planned", only_the_last_counts)], "cannot go to"),

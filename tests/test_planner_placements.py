@@ -22,7 +22,7 @@ from workers.effects import Command, Send
 from workers.planning import Planning, _facts
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
-BLOCKS, PIECES, NUMEL = 32, 2, 101_000_000
+PIECES = 2
 GB = 10**9
 NOISE = 0.03
 
@@ -39,15 +39,20 @@ class Machine:
     cpu_loss: float = 0.2  # beside visits
     visit_loss: float = 0.4  # beside updates
     others: int = 6 * GB  # what a step takes besides what is placed
+    gpu: float = 140e9
+    host: int = 125 * GB
+    blocks: int = 32
+    numel: int = 101_000_000  # of a layer; a block has two
 
 
 class Run:
-    """7 B parameters in 32 blocks of two layers, with all placements to choose from."""
+    """Blocks of two layers, with all placements to choose from."""
 
     def __init__(self, machine: Machine, seed: int) -> None:
         self.machine, self.random = machine, random.Random(seed)
-        segment = m.Segment(name="w", numel=NUMEL, dtype="bfloat16", grads_dtype="bfloat16", group=0)
-        count = BLOCKS * PIECES
+        self.numel = machine.numel
+        segment = m.Segment(name="w", numel=self.numel, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+        count = machine.blocks * PIECES
         layers = tuple(m.Layer(lid=lid, position=lid, name=f"{lid}", segments=(segment,)) for lid in range(count))
         wishes: dict[str, Any] = {"policy": "deadline", "objective": "speed", "k": None, "visit": None, "stream": None}
         wishes |= {"awaits_verdict": False, "speculate": False, "backend": "auto", "continues": False}
@@ -57,9 +62,9 @@ class Run:
             inbox="trainer",
             device="cuda",
             gpu_bytes=machine.cap,
-            host_bytes=125 * GB,
+            host_bytes=machine.host,
             blocks=tuple((lid, lid + 1) for lid in range(0, count, PIECES)),
-            window_bytes=3 * PIECES * 2 * NUMEL,
+            window_bytes=3 * PIECES * 2 * self.numel,
             ring_bytes=GB // 2,
             hold_bytes=self.hold,
             **wishes,
@@ -68,9 +73,9 @@ class Run:
         self.step = self.moved = self.due = 0
         self.steps_s: list[float] = []
         self.plan: m.Plan | None = None
-        self.needed = self.waited = 0
+        self.needed = 0
         self._follow(self.planning.begin())
-        copies = m.Calibration(d2h_s=2 / machine.link, h2d_s=2 / machine.link, gpu_update_s=1 / 140e9)
+        copies = m.Calibration(d2h_s=2 / machine.link, h2d_s=2 / machine.link, gpu_update_s=1 / machine.gpu)
         self._follow(self.planning.on_calibration(TRAINER, copies))
         self._follow(self.planning.on_calibration(OPTIMIZER, m.Calibration(cpu_update_s=1 / (1.4 * machine.cpu))))
         assert self.plan is not None
@@ -114,9 +119,9 @@ class Run:
         of_gpu, visiting, streamed = self.placed
         machine = self.machine
         part_s = machine.work_s / len(self.table.layers)
-        times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": NUMEL / 140e9}
-        times |= {"d2h_s": 2 * NUMEL / machine.link, "h2d_s": 2 * NUMEL / machine.link}
-        times |= {"cpu_update_s": NUMEL / machine.cpu, "visit_s": NUMEL / machine.visits}
+        times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": self.numel / machine.gpu}
+        times |= {"d2h_s": 2 * self.numel / machine.link, "h2d_s": 2 * self.numel / machine.link}
+        times |= {"cpu_update_s": self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
         layers = tuple(LayerProfile(**asdict(_facts(one, self.table)), **times) for one in self.table.layers)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
         real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
@@ -147,14 +152,13 @@ class Run:
             )
             for one in real.layers
         )
-        placed = 10 * NUMEL * len(of_gpu) + 2 * NUMEL * (len(real.lids) - len(streamed))
+        placed = 10 * self.numel * len(of_gpu) + 2 * self.numel * (len(real.lids) - len(streamed))
         placed += (self.table.window_bytes if streamed else 0) + (GB // 2 + self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
-        self.waited = max(self.waited, self.hold if visiting else 0)
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(of_gpu, visiting, streamed).cpu
         updates = tuple(
-            m.CpuUpdate(lid=lid, update_s=noisy(longer * NUMEL / self.machine.cpu) or 0.0, queued_s=0.0)
+            m.CpuUpdate(lid=lid, update_s=noisy(longer * self.numel / self.machine.cpu) or 0.0, queued_s=0.0)
             for lid in sorted(of_cpu)
         )
         busy_s = sum(update.update_s for update in updates)
@@ -172,7 +176,7 @@ class Run:
             streamed=tuple(sorted(streamed)),
             gpu_usable_bytes=self.machine.cap,
             gpu_needed_bytes=self.needed,
-            waited_bytes=self.waited,
+            waited_bytes=self.hold if visiting else 0,
             layers=times,
             **facts,
         )

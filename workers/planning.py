@@ -97,7 +97,7 @@ class Planning:
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
         self._has_ring = False  # for visits, on the GPU
-        self._waited_bytes = 0  # the most gradients that have waited for visits
+        self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
         self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
@@ -213,15 +213,15 @@ class Planning:
         if VISIT.name in report.placements and not self._has_ring:  # it stays from now on
             self._has_ring = True
             self._for_steps_bytes += self.table.ring_bytes
-        self._waited_bytes = report.waited_bytes
         placed = self._placed_on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
         rest = max(0, report.gpu_needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
         if report.gpu_needed_bytes > self._needed_bytes:
-            self._for_steps_bytes = rest
-        elif self._same_steps >= WHOLE_STEPS:
-            self._for_steps_bytes = min(rest, self._for_steps_bytes)
+            self._for_steps_bytes, self._waited_bytes = rest, report.waited_bytes
+        elif self._same_steps >= WHOLE_STEPS and rest <= self._for_steps_bytes:
+            before = self._waited_bytes if rest == self._for_steps_bytes else 0
+            self._for_steps_bytes, self._waited_bytes = rest, max(before, report.waited_bytes)
         self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
         room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - self._waiting_bytes)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
@@ -235,7 +235,7 @@ class Planning:
     def _for_visits_bytes(self) -> int:
         """What visits may take besides what steps were seen to need.
 
-        That is the ring of slots, until it was made; and gradients, of which more may wait than ever did. What awaits a
+        That is the ring of slots, until it was made; and gradients, of which more may wait than did then. What awaits a
         verdict is counted layer by layer.
         """
         ring_bytes = 0 if self._has_ring else self.table.ring_bytes

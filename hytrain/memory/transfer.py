@@ -111,7 +111,7 @@ class HostTransfers:
         _allocate(tensors)
         return self._move(copies)
 
-    def free(self, tensors: Iterable[torch.Tensor]) -> None:
+    def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
         for tensor in tensors:
             free(tensor)
 
@@ -260,20 +260,28 @@ class CudaTransfers:
     def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
         """Allocate memory for tensors that were freed, and copy pinned weights into it.
 
-        `after`: whoever has used that memory, or has written those weights. Raises `torch.OutOfMemoryError`; then all
-        of `tensors` are freed.
+        `after`: whoever uses memory that is written again, or has written those weights. Raises
+        `torch.OutOfMemoryError`; then all of `tensors` are freed.
         """
         with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
             _allocate(tensors)
-        for event in after:
-            if event is not None:
-                self._streaming.wait_event(event)
+        self._stream_after(after)
         return self._copy(self._streaming, copies)
 
-    def free(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Free their memory for `stream_in`, which waits for those who use it."""
+    def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
+        """Free their memory for `stream_in`, `after` those who use it.
+
+        Its stream waits from now on: all that the allocator does with the memory, it does in this stream's order. To
+        give it to the driver, it waits for that stream alone.
+        """
+        self._stream_after(after)
         for tensor in tensors:
             free(tensor)
+
+    def _stream_after(self, events: Iterable[Fence]) -> None:
+        for event in events:
+            if event is not None:
+                self._streaming.wait_event(event)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         if not copies:  # torch refuses an empty list

@@ -66,7 +66,7 @@ class Visits:
         # Gradients, until their layer is updated, and the stream that has made them.
         self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
         self._waiting_bytes = 0
-        self.waited_bytes = 0  # the most that have waited at once
+        self._waited_bytes = 0  # the most at once in this step
         self._lock = threading.Lock()  # forwards of several threads let go
 
     def prepare(self) -> None:
@@ -128,12 +128,18 @@ class Visits:
         with self._lock:
             self._waiting.append((updated, grads, self._transfers.stream()))
             self._waiting_bytes += sum(each.nbytes for each in grads)
-            self.waited_bytes = max(self.waited_bytes, self._waiting_bytes)
+            self._waited_bytes = max(self._waited_bytes, self._waiting_bytes)
 
     @property
     def waiting_bytes(self) -> int:
         """Of gradients that wait now."""
         return self._waiting_bytes
+
+    def end_step(self) -> int:
+        """The most bytes that have waited at once in this step."""
+        with self._lock:
+            waited, self._waited_bytes = self._waited_bytes, self._waiting_bytes
+        return waited
 
     @property
     def is_full(self) -> bool:

@@ -97,7 +97,7 @@ class Boundary:
                 streamed=self.statistics.streamed_layers,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
-                waited_bytes=self._visits.waited_bytes,
+                waited_bytes=self._visits.end_step(),
                 layers=times,
             ),
         )

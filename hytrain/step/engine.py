@@ -98,7 +98,9 @@ class Engine:
             visits=self._visits,
             overlap=options.overlap,
         )
-        self._masters = Masters(parameters, transfers=transfers, health=self._health, reads=self.reads)
+        self._masters = Masters(
+            parameters, transfers=transfers, health=self._health, reads=self.reads, streaming=self._streaming
+        )
         self._streaming.heed(self._masters.import_written, self._masters.sample_freed)
         self._handover = Handover(
             layers,

@@ -256,6 +256,8 @@ class Handover:
         if before is not arena:
             copies += _state_copies(arena, before)
         departure = self._transfers.state_out(copies)
+        if not copies and layer.returned is not None:  # its state was on its way here from its last visit
+            departure = layer.returned
         layer.planes = arena
         self._place(layer, move.plan, step, after=departure)
         if layer.streamed is not None:
@@ -320,6 +322,7 @@ class Handover:
         self._transfers.land(moving.arrival)  # whoever gets its memory next comes after that
         if layer.life.placement is not VISIT:
             move.unpinned.append(layer.arena)
+            move.copies.append((layer.arena, moving.arrival))
 
     def await_copies(self) -> None:
         """Return once the planes that were handed over can be read. Call `finish` first."""

@@ -22,6 +22,7 @@ from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
+from hytrain.step.streaming import Streaming
 from hytrain.tensors import address, flat, laid_out, local
 
 SAMPLED: Final = 8
@@ -49,10 +50,16 @@ class Masters:
     """
 
     def __init__(
-        self, parameters: list[TrainedParameter], *, transfers: Transfers, health: Health, reads: Reads
+        self,
+        parameters: list[TrainedParameter],
+        *,
+        transfers: Transfers,
+        health: Health,
+        reads: Reads,
+        streaming: Streaming,
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
-        self._health, self._reads = health, reads
+        self._health, self._reads, self._streaming = health, reads, streaming
         self.state_was_loaded = False
         self._next = 0
         self._samples: list[_Sample] = []
@@ -174,17 +181,10 @@ class Masters:
                     )
             for known in moved:
                 for layer, _ in known.places:
-                    if layer.streamed is not None:
-                        self._leave_pool(known, layer.streamed)
+                    if layer.streamed is not None:  # what it had goes to whoever gets it, and what it has is not ours
+                        self._streaming.leave_to_others(layer.streamed, [known.own])
+                        layer.streamed.is_pooled = False
                 known.follow()
-
-    def _leave_pool(self, known: TrainedParameter, block: StreamedBlock) -> None:
-        """A streamed parameter's storage was replaced: fetched weights get its memory once nobody reads it."""
-        for copy in block.copies_out:
-            self._transfers.land(copy)
-        for stream in {self._transfers.stream(), *block.computed}:
-            self._transfers.keep_for(stream, [known.own])
-        block.is_pooled = False
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

@@ -285,6 +285,7 @@ class Reads:
                 yield
         finally:
             block.users -= 1
+            self._streaming.note_use(block)  # perhaps on a stream of the user's own
 
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""

@@ -48,7 +48,6 @@ class Streaming:
         self._blocks, self._transfers = blocks, transfers
         self._block_of = {id(known): block for block in blocks for known in block.parameters}
         self._window_bytes = window_bytes(blocks)
-        self._released: list[Fence] = []  # events before which memory that was freed may not be written
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
@@ -234,7 +233,7 @@ class Streaming:
         block.is_busy = False
         if block in self._computing:
             self._computing.remove(block)
-        block.computed[self._transfers.stream()] = self._transfers.fence()
+        self.note_use(block)
         self._look_ahead(self._next[block, inside_backward])
 
     def _look_ahead(self, place: Place) -> None:
@@ -268,19 +267,29 @@ class Streaming:
             if block.may_leave:
                 self._before_free(block)
                 own = [known.own for known in block.parameters]
-                if not block.is_pooled:  # whoever computes next may get its memory: not before what reads it now
-                    for copy in block.copies_out:
-                        self._transfers.land(copy)
-                    self._transfers.keep_for(None, own)
-                self._release(block)
+                if not block.is_pooled:
+                    self.leave_to_others(block, own)
                 block.is_present = False
-                self._transfers.free(own)
+                self._transfers.free(own, after=self._users(block))
 
-    def _release(self, block: StreamedBlock) -> None:
-        """Its memory may be written after what uses it now: the current stream, and copies out of it."""
-        self._released += [self._transfers.fence(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
+    def leave_to_others(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
+        """Their memory is about to be freed for anyone, not for fetched weights: not before its users have ended."""
+        for copy in block.copies_out:
+            self._transfers.land(copy)
+        self._land(block)
+        for stream in {self._transfers.stream(), *block.computed}:
+            self._transfers.keep_for(stream, tensors)
+
+    def _users(self, block: StreamedBlock) -> list[Fence]:
+        """Events before which its memory may not be written: what uses it now, and copies out of it."""
+        users = [self._transfers.fence(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
         block.leaving.clear()
         block.computed.clear()
+        return users
+
+    def note_use(self, block: StreamedBlock) -> None:
+        """The current stream has used its weights."""
+        block.computed[self._transfers.stream()] = self._transfers.fence()
 
     def _bring(self, block: StreamedBlock) -> None:
         if block.is_present and not block.is_stale:
@@ -299,12 +308,9 @@ class Streaming:
         if self._ended is not None:
             raise self._ended
         is_current = block.is_current_on_host  # before the copies begin
-        if block.is_present:  # whoever reads the old weights comes first
-            self._release(block)
-        back = [layer.returned.done for layer in block.layers if layer.returned is not None]
+        users = self._users(block) if block.is_present else []  # whoever reads the old weights comes first
         freed = [] if block.is_present else [known.own for known in block.parameters]
-        block.arrival = self._transfers.stream_in(freed, block.incoming(), after=[*self._released, *back])
-        self._released.clear()
+        block.arrival = self._transfers.stream_in(freed, block.incoming(), after=users)
         block.is_pooled = block.is_pooled or bool(freed)
         block.is_present, block.is_stale = True, not is_current
 

@@ -16,6 +16,7 @@ import ctypes
 import mmap
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -83,7 +84,7 @@ class HostSums:
             self._transfers.land(self._leaving.popleft()[1])  # the next user of its memory waits for the copy
         departure = self._transfers.gradients_out([(self._host(parameter), total)])
         self._leaving.append((total.nbytes, departure))
-        self._left[parameter] = departure
+        self._left[parameter] = replace(departure, keep=())
 
     def waiting(self) -> list[TrainedParameter]:
         return [*self._coming, *self._left]

@@ -21,8 +21,10 @@ import hytrain
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer
+from hytrain.run.link import Link
 from hytrain.step.backward import Backward
 from hytrain.step.masters import Masters
+from protocol.messages import TakeOver
 
 
 class Event:
@@ -55,6 +57,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
+        self.waited_for.add(event)
 
 
 class OverHostMemory(CudaTransfers):
@@ -142,7 +145,7 @@ def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pyt
 def test_what_reads_memory_that_others_get_next_comes_first(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that leave memory which the user has allocated: whoever computes may get it next."""
     reads, seen = list[Any](), list[Any]()
-    ever, kept, fetched = set[int](), set[int](), set[int]()
+    ever, kept, fetched, fences = set[int](), set[int](), set[int](), set[Any]()
 
     def weights_out(self: OverHostMemory, copies: Any) -> Any:
         reads.append(CudaTransfers.weights_out(self, copies))
@@ -157,7 +160,7 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
         fetched.update(tensor.data_ptr() for tensor in tensors)
         return arrival
 
-    def free(self: OverHostMemory, tensors: list[torch.Tensor]) -> None:
+    def free(self: OverHostMemory, tensors: list[torch.Tensor], *, after: list[Any]) -> None:
         now = {tensor.data_ptr() for tensor in tensors}
         if not now <= fetched:
             assert {read.done for read in reads} <= current.stream.waited_for
@@ -165,7 +168,9 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
             seen.append(list(reads))
         fetched.difference_update(now)
         kept.clear()
-        CudaTransfers.free(self, tensors)
+        CudaTransfers.free(self, tensors, after=after)
+        fences.add(after[0])
+        assert fences <= self._streaming.waited_for  # type: ignore[operator]
 
     sample = Masters.sample_freed
     monkeypatch.setattr(Masters, "sample_freed", sample_freed)
@@ -193,6 +198,45 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
         assert replaced <= ever, "fetched weights may get it next"
         ever.clear()
     assert {block[0].weight.data_ptr() for block in model} <= ever, "another optimizer's may, later"
+
+
+def test_all_users_of_memory_that_is_left_to_others_are_known(
+    current: Current, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fetch, and all streams that have used it, also the user's own."""
+    kept: list[Stream] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream))
+    model, (first, second) = perceptron(depth=8), current.streams
+    with adamw(model, k=0.0, stream=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        current.stream = second
+        mean = model[0][0].weight.square().mean()
+        streaming = opt._engine._streaming
+        block = streaming._blocks[0]
+        assert second in block.computed and mean > 0
+        current.stream = first
+        kept.clear()
+        first.waited_for.clear()
+        streaming.leave_to_others(block, [known.own for known in block.parameters[:1]])
+        assert block.arrival.done in first.waited_for and set(kept) == {first, second}
+
+
+def test_the_cpu_takes_over_what_is_back_from_its_last_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there is nothing to copy, since its weights rest in host memory: its state may be unpinned then."""
+    sent: list[Any] = []
+
+    def post(self: Link, to: str, what: Any, after: Any = None) -> None:
+        if isinstance(what, TakeOver):
+            sent.append((what.step, after))
+        before(self, to, what, after=after)
+
+    before = Link.post
+    monkeypatch.setattr(Link, "post", post)
+    model = perceptron(depth=8, dtype=torch.bfloat16)
+    with adamw(model, policy="random", stream=1.0) as opt:
+        train(model, opt, range(30), square_loss)
+    assert sum(step > 0 for step, _ in sent) > 10
+    assert all(after is not None and after.done is not None for _, after in sent)
 
 
 def test_layers_that_move_all_the_time() -> None:
