@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 from unittest import mock
 
 import pytest
