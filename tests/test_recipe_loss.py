@@ -106,8 +106,21 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused() -> None:
     model.loss_function = lambda logits, labels, **kwargs: logits.sum()
     with pytest.raises(ConfigError, match="leave loss_chunks out"):
         in_chunks(model, 2)
-    experts = {"num_local_experts": 2, "num_key_value_heads": 2, "output_router_logits": True}
-    model = model_of("mixtral", **experts)
-    in_chunks(model, 2)
     with pytest.raises(ConfigError, match="loss of routers"):
+        in_chunks(model_of("mixtral", num_local_experts=2, num_key_value_heads=2, output_router_logits=True), 2)
+
+
+@pytest.mark.parametrize("kind", ["opt", "bamba"])
+def test_what_only_the_forward_shows_is_refused_there(kind: str) -> None:
+    """Whose body is not the one that is called, and which adds to the loss behind it."""
+    shapes: dict[str, dict[str, Any]] = {
+        "opt": {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+        | {"word_embed_proj_dim": 32, "pad_token_id": 1},
+        "bamba": SIZES
+        | {"z_loss_coefficient": 0.1, "num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 16}
+        | {"mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [0, 1], "pad_token_id": 0},
+    }
+    model = model_of(kind, **shapes[kind])
+    in_chunks(model, 2)
+    with pytest.raises(ConfigError, match="or adds to it"):
         model(**batch())

@@ -44,11 +44,17 @@ def in_chunks(model: Any, chunks: int) -> None:
     model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     takes = inspect.signature(type(model).forward).parameters
     if model.loss_function is not ForCausalLMLoss or "logits_to_keep" not in takes or model.base_model is model:
-        raise ConfigError(
-            f"train.loss_chunks: a {model.config.model_type} does not make the loss of Transformers' causal language "
-            "models from hidden states; leave loss_chunks out."
-        )
+        raise _refusal(model)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ConfigError("train.loss_chunks lacks the loss of routers: leave it out, or output_router_logits.")
     model.forward = _Chunked(model, chunks)
+
+
+def _refusal(model: Any) -> ConfigError:
+    return ConfigError(
+        f"train.loss_chunks: a {model.config.model_type} does not make the loss of Transformers' causal language "
+        "models from hidden states, or adds to it; leave loss_chunks out."
+    )
 
 
 class _Chunked:
@@ -65,9 +71,9 @@ class _Chunked:
         with _hooked(body, lambda _, __, output: found.append(output)):
             none = torch.zeros(0, dtype=torch.int64, device=labels.device)
             self._whole(*args, logits_to_keep=none, **inputs)
-        (output,) = found
-        if output.get("router_logits") is not None:
-            raise ConfigError("train.loss_chunks lacks the loss of routers: leave it out, or output_router_logits.")
+        if len(found) != 1:
+            raise _refusal(self._model)
+        output = found[0]
         following = pad(labels, (0, 1), value=IGNORED)[..., 1:]
         learnt = (following != IGNORED).sum()
         length = -(-labels.shape[1] // self._chunks)
@@ -89,10 +95,11 @@ class _Chunked:
 
         with _replaced(model.base_model, "forward", lambda *args, **kwargs: kind(last_hidden_state=hidden)):
             with _replaced(model, "_loss_function", loss_of):
-                logits = self._whole(input_ids=following, labels=following).logits
-        (loss,) = summed
+                output = self._whole(input_ids=following, labels=following)
+        if len(summed) != 1 or output.loss is not summed[0]:
+            raise _refusal(model)
         with torch.no_grad():
-            return loss, (logits.argmax(-1) == following).sum()  # no token is IGNORED
+            return output.loss, (output.logits.argmax(-1) == following).sum()  # no token is IGNORED
 
 
 def hits_of(output: Any, labels: Tensor) -> Tensor:
