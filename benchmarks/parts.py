@@ -430,7 +430,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "saving": saving,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
-    # Its peers would need more than 128 GiB of host memory.
+    # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.
     "frontier_10b": partial(frontier, shape="10b", caps=CAPS[1::2], peers=(), start_s=55, times=2.6),
     "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),

@@ -209,6 +209,13 @@ class Real(Profile):
         return replace(as_assumed, cpu=cpu, visits=visits)
 
 
+def require_a_good_plan(run: Run) -> None:
+    """The present one takes as long as predicted, and no earlier one was better."""
+    _, true = run.true()
+    assert run.planning.predicted_step_s == pytest.approx(true.step_s, rel=0.1)
+    assert true.step_s <= 1.08 * min(run.steps_s) / (1 - NOISE), "a better plan was left"
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -222,9 +229,7 @@ class Real(Profile):
 def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     run = Run(machine, seed=1)
     run.steps(60)
-    _, true = run.true()
-    assert run.planning.predicted_step_s == pytest.approx(true.step_s, rel=0.1)
-    assert true.step_s <= 1.08 * min(run.steps_s) / (1 - NOISE), "a better plan was left"
+    require_a_good_plan(run)
     assert run.moved <= 2.5 * len(run.table.layers), "layers move to and fro"
     settled = run.moved
     run.steps(40)
@@ -272,10 +277,8 @@ def test_machines_at_home(name: str) -> None:
     numbers, expected = HOME[name]
     run = Run(Machine(**numbers, cpu_loss=0.5, visit_loss=0.5), seed=1)
     run.steps(40)
-    _, true = run.true()
+    require_a_good_plan(run)
     k = len(run.placed[0]) / len(run.table.layers)
-    assert run.planning.predicted_step_s == pytest.approx(true.step_s, rel=0.1)
-    assert true.step_s <= 1.08 * min(run.steps_s) / (1 - NOISE)
     assert run.moved <= len(run.table.layers)
     found = {
         "the CPU has all": k == 0,

@@ -41,7 +41,8 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
-#: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on H200 hosts: 1.6 to 2.2 GB.
+#: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on an H200 host: 1.6 to
+#: 2.2 GB in five of six runs, 0.2 in the other.
 PROCESS_BYTES: Final = 1_800_000_000
 #: What is known of how far shares miss counts after so many steps, at most so much, and half after so many more steps.
 RESIDUAL_STEPS: Final = 3

@@ -260,8 +260,8 @@ class CudaTransfers:
     def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
         """Allocate memory for tensors that were freed, and copy pinned weights into it.
 
-        `after`: whoever uses memory that is written again, or has written those weights. Raises
-        `torch.OutOfMemoryError`; then all of `tensors` are freed.
+        `after`: whoever uses memory that is still there, and is written again. Raises `torch.OutOfMemoryError`; then
+        all of `tensors` are freed.
         """
         with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
             _allocate(tensors)
