@@ -247,7 +247,7 @@ class Planning:
         """What we have placed on the GPU, if it owns these layers, these visit it, and the weights of these do not rest
         there.
 
-        Gradients that wait for visits are not counted: at the peak, when backward begins, they are gone.
+        Gradients that wait for visits are not counted: those at the peak are part of what steps need.
         """
         placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
         placed += sum(self._facts[lid].held_bytes for lid in visiting)
