@@ -404,9 +404,9 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    apart = {"sft": sft, "saving": saving}
-    others = Rows(row for row in alone if row["part"] not in apart)
-    own = ((make, alone.where(part=part)) for part, make in apart.items())
+    apart = {sft: ("sft",), saving: ("saving",), frontier: FRONTIERS}
+    others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
+    own = ((make, alone.where(part=parts)) for make, parts in apart.items())
     made = [(one_host, others), *own, *((make, ranked) for make in several.MEASURED.values())]
     return "\n\n".join(text for make, mine in made if mine and (text := make(mine)) != NOTHING)
 

@@ -530,3 +530,11 @@ def test_a_budget_starts_nothing_that_would_end_late(
     assert "not started" in capsys.readouterr().out
     run_suite(tmp_path, "main")
     assert [job.system for job in watched][2:] == ["hytrain:auto", "hytrain:1", "hytrain:0"]
+
+
+def test_what_was_measured_below_several_caps_is_told_cap_by_cap(
+    tmp_path: Path, watched: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_suite(tmp_path, "frontier_10b")
+    told = capsys.readouterr().out
+    assert [f"| {cap} GiB |" in told for cap in parts.CAPS] == [False, True] * 3

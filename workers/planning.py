@@ -307,9 +307,13 @@ class Planning:
 
     @property
     def _known_residuals(self) -> dict[tuple[float, float], float]:
-        """Those with enough steps. What was tried long ago counts less: the machine may be another by now."""
+        """Those with enough steps. What was tried long ago counts less: the machine may be another by now.
+
+        Steps scatter, so the mean is known to about half of the spread. By that much, shares that were left must have
+        been faster.
+        """
         known = {
-            shares: found.value
+            shares: found.value + (0.0 if shares == self._shares else found.spread / 2)
             for shares, found in self._residuals.items()
             if found.count >= RESIDUAL_STEPS and found.value is not None
         }
