@@ -21,7 +21,7 @@ from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
 from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
-from protocol.messages import OBJECTIVES, GroupHyper
+from protocol.messages import OBJECTIVES, STATE_DTYPES, GroupHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Options:
     objective: str
     backend: str
     gradient_dtype: torch.dtype | None
+    state_dtype: str
     grad_accumulation: int
     accumulate_on: str
     max_grad_norm: float | None
@@ -68,10 +69,16 @@ class Options:
 _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
 
 
-def check_options(*, k: float | str, visit: float | str, stream: float | str, **others: Any) -> Options:
+def check_options(
+    *, k: float | str, visit: float | str, stream: float | str, state_dtype: torch.dtype | str, **others: Any
+) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
     options = Options(
-        k=_fraction("k", k), visit=_fraction("visit", visit), stream=_fraction("stream", stream), **others
+        k=_fraction("k", k),
+        visit=_fraction("visit", visit),
+        stream=_fraction("stream", stream),
+        state_dtype=str(state_dtype).removeprefix("torch."),
+        **others,
     )
     for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
         if is_wrong:
@@ -106,6 +113,8 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     choices = ("auto", *backends.BACKENDS)
     yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
     yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
+    either_dtype = f"state_dtype is {o.state_dtype}: choose {' or '.join(STATE_DTYPES)}"
+    yield o.state_dtype not in STATE_DTYPES, either_dtype
     yield not count_fits, f"grad_accumulation is {backwards!r}: a whole number of backwards, from 1 on"
     either = f'accumulate_on is {o.accumulate_on!r}: "device", "host", or "auto" for either'
     yield o.accumulate_on not in ("auto", "device", "host"), either

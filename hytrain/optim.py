@@ -105,6 +105,8 @@ class AdamW(torch.optim.Optimizer):
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
         backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
         gradient_dtype: The dtype in which gradients of float32 parameters are copied. By default their own.
+        state_dtype: The dtype of both moments. "float32" is exact. "bfloat16" is not: moments take half the memory and
+            are rounded stochastically, with the same bits wherever they are updated; see docs/memory.md.
         overlap: False makes `step()` do every update, layer by layer: the same bits, for comparisons and debugging.
         cores: The optimizer process's cores. This option and those below are for the processes that this call starts
             if none are running.
@@ -148,6 +150,7 @@ class AdamW(torch.optim.Optimizer):
         objective: str = "speed",
         backend: str = "auto",
         gradient_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str = "float32",
         overlap: bool = True,
         cores: str | None = None,
         threads: int | None = None,
@@ -167,6 +170,7 @@ class AdamW(torch.optim.Optimizer):
                 objective=objective,
                 backend=backend,
                 gradient_dtype=gradient_dtype,
+                state_dtype=state_dtype,
                 grad_accumulation=grad_accumulation,
                 accumulate_on=accumulate_on,
                 max_grad_norm=max_grad_norm,

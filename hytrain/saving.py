@@ -6,7 +6,7 @@ The state of a sharded parameter is a DTensor over this rank's planes, with the 
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
-from hytrain.memory.planes import STATE_PLANES
-from hytrain.model.trained import TrainedParameter
+from hytrain.memory.planes import DTYPES, STATE_PLANES
+from hytrain.model.layers import clean
+from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.step.scaling import LossScale
 from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
+
+_log = logging.getLogger(__name__)
 
 AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
     "amsgrad": False,
@@ -32,13 +35,6 @@ AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it 
 NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
 #: Collectives know no int16, the dtype of a `remainder`, so a DTensor of the same numbers has another one.
 SENT_AS: Final = {torch.int16: torch.int32}
-#: What wrappers of modules add to names, and torch's distributed checkpoints remove.
-WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
-
-
-def clean(name: str) -> str:
-    """A parameter's name in checkpoints."""
-    return WRAPPERS.sub("", name)
 
 
 def _step(count: int) -> Tensor:
@@ -69,7 +65,7 @@ def state_dict(
     for known in parameters:
         if not (known.count or is_new):
             continue
-        planes = {plane: gather(known, plane) for plane in plane_dtypes(known.parameter)}
+        planes = {plane: gather(known, plane) for plane in known.plane_dtypes}
         if "remainder" in planes:
             planes["remainder"] = planes["remainder"].clone()
         entries.append((known.parameter, known.count, planes))
@@ -111,6 +107,8 @@ def load_state_dict(
         _check_entry(names.get(id(parameter), "a parameter"), parameter, entries[id(parameter)])
     for other in theirs:
         _check_algorithm(other)
+    found = {moment.dtype for entry in entries.values() if (moment := _tensor(entry, "exp_avg")) is not None}
+    tell_of_conversion("the loaded state", found - {resting.state_dtype}, resting.state_dtype)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(hyper(other))
@@ -118,7 +116,7 @@ def load_state_dict(
         entry = entries[id(known.parameter)]
         known.count = int(entry["step"]) if entry else 0
         for plane in STATE_PLANES:
-            scatter(known, plane, _part(entry, plane, known.parameter))
+            scatter(known, plane, _part(entry, plane, known.parameter, known.plane_dtypes))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
     for parameter in given:
@@ -126,6 +124,13 @@ def load_state_dict(
             resting.load(names[id(parameter)], parameter, entry)
     if loss_scale is not None:
         loss_scale.load(theirs[0].get("loss_scale"))
+
+
+def tell_of_conversion(source: str, theirs: set[torch.dtype], own: torch.dtype) -> None:
+    """Log that moments are read in another dtype than they were saved in."""
+    for dtype in theirs:
+        narrower = ", rounded to nearest" if own.itemsize < dtype.itemsize else ""
+        _log.warning("the moments in %s are %s: they become %s%s", source, dtype, own, narrower)
 
 
 @dataclass(slots=True)
@@ -145,13 +150,14 @@ class Rest:
 class Resting:
     """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, state_dtype: str) -> None:
+        self.state_dtype = DTYPES[state_dtype]
         self._of: dict[int, Rest] = {}  # by the parameter's identity: its name may become another's
 
     def take(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
             if known.count:
-                planes = {plane: gather(known, plane).cpu() for plane in plane_dtypes(known.parameter)}
+                planes = {plane: gather(known, plane).cpu() for plane in known.plane_dtypes}
                 rest = Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
                 self._of[id(known.parameter)] = rest
 
@@ -177,7 +183,9 @@ class Resting:
         return iter(self._of.values())
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        planes = {plane: t.cpu() for plane in STATE_PLANES if (t := _part(entry, plane, parameter)) is not None}
+        dtypes = plane_dtypes(parameter, self.state_dtype)
+        parts = {plane: _part(entry, plane, parameter, dtypes) for plane in STATE_PLANES}
+        planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
         self._of[id(parameter)] = Rest(name, parameter, int(entry["step"]), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
@@ -192,17 +200,11 @@ class Resting:
         self._of.clear()
 
 
-def plane_dtypes(parameter: nn.Parameter) -> dict[str, torch.dtype]:
-    """The planes that a parameter's state has."""
-    remainder = {"remainder": REMAINDERS[parameter.dtype]} if parameter.dtype in REMAINDERS else {}
-    return {**remainder, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
 def gather(known: TrainedParameter, plane: str) -> Tensor:
     """This rank's part of a parameter's state in one plane, in its shape: a view, or a copy of several pieces."""
     parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
     if not parts:  # other ranks have all of it
-        return torch.empty_like(known.own, dtype=plane_dtypes(known.parameter)[plane])
+        return torch.empty_like(known.own, dtype=known.plane_dtypes[plane])
     return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.own)
 
 
@@ -231,7 +233,7 @@ def _tensor(entry: dict[str, Any], plane: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter) -> Tensor | None:
+def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter, dtypes: dict[str, torch.dtype]) -> Tensor | None:
     """This rank's part of a loaded array, which may be distributed in another way or be whole."""
     value = _tensor(entry, plane)
     if value is None:
@@ -240,7 +242,7 @@ def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter) -> Tensor 
         value = local_like(value, parameter) if is_distributed(parameter) else value.full_tensor()
     else:
         value = part_of(value, parameter)
-    return value.to(plane_dtypes(parameter).get(plane, value.dtype))
+    return value.to(dtypes.get(plane, value.dtype))
 
 
 def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:

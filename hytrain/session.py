@@ -99,7 +99,7 @@ class Session:
         self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
-        self.resting = saving.Resting()
+        self.resting = saving.Resting(options.state_dtype)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._blocks: list[StreamedBlock] = []
@@ -197,7 +197,9 @@ class Session:
             )
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
-        layers, parameters = build_layers(parts, groups, options.gradient_dtype, self.parameters, empty)
+        layers, parameters = build_layers(
+            parts, groups, options.gradient_dtype, self.parameters, empty, options.state_dtype
+        )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes = host_bound(limit, ranks)
         require_host_memory(

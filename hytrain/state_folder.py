@@ -36,23 +36,29 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
 from hytrain.errors import ClusterError, ConfigError, SavingError
+from hytrain.memory import planes
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.loan import Loan, borrow
 from hytrain.memory.planes import STATE_PLANES
-from hytrain.model.trained import TrainedParameter
+from hytrain.model.layers import clean
+from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, clean, gather, hyper, plane_dtypes, scatter
+from hytrain.saving import Resting, gather, hyper, scatter, tell_of_conversion
 from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
 from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
+from protocol.messages import STATE_DTYPES
 
 INDEX: Final = "index.json"
 FORMAT: Final = 3
 #: Written by one rank: `exp_avg.NAME`, or `exp_avg.NAME[START]` for a piece of it, has elements in storage order.
 FORMAT_OF_ONE_RANK: Final = 2
 SLOTS: Final = ("state-a", "state-b")
-DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}  # by their names in safetensors
+#: By their names in safetensors, in `FORMAT_OF_ONE_RANK`.
+DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}
+#: The dtypes of moments, which are read as each other.
+MOMENTS: Final = {planes.DTYPES[name] for name in STATE_DTYPES}
 HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
@@ -197,7 +203,7 @@ def load(
     except ConfigError as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
     found = {clean(name): parameter for name, parameter in named.items()}
-    arrays, entries = _trained(parameters), dict[str, dict[str, Any]]()
+    arrays, entries, converted = _trained(parameters), dict[str, dict[str, Any]](), set[torch.dtype]()
     everyones = ranks.gather(({clean(known.name) for known in parameters}, set(found)))
     names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
 
@@ -219,14 +225,18 @@ def load(
             raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
         for name in sorted(index["resting"].keys() & found.keys()):
             entries[name] = {"step": index["resting"][name]}
-            for plane, dtype in plane_dtypes(found[name]).items():
+            for plane, dtype in plane_dtypes(found[name], resting.state_dtype).items():
                 if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
                     room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
                     arrays[f"{plane}.{name}"] = _held(room, found[name])
                     entries[name][plane] = distributed(room, found[name])
         for name, array in arrays.items():
-            if saved.dtype(name, array.like) != array.dtype:
+            theirs = saved.dtype(name, array.like)
+            if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
                 raise ConfigError(f"{name} in {slot} is missing or of another shape")
+            if theirs != array.dtype:
+                converted.add(theirs)
+    tell_of_conversion(str(folder), converted, resting.state_dtype)
     when_checked()
     saved.read(arrays, ranks)
     resting.clear()
@@ -346,7 +356,7 @@ def _trained(parameters: list[TrainedParameter]) -> Arrays:
     arrays = Arrays()
     for known in (known for known in parameters if known.places):
         like = distributed(known.own, known.parameter)
-        for plane, dtype in plane_dtypes(known.parameter).items():
+        for plane, dtype in known.plane_dtypes.items():
             array = Array(like, dtype, partial(gather, known, plane))
             if len(known.places) > 1:  # `gather` copies
                 array = replace(array, write=partial(scatter, known, plane))

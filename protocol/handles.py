@@ -80,7 +80,7 @@ class ArenaLayout:
 def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`, or None if it has no array there (float32 weights need no remainder)."""
     dtypes = {"grads": segment.grads_dtype, "weights": segment.dtype, "remainder": REMAINDER_DTYPES[segment.dtype]}
-    return dtypes.get(plane.removesuffix("'"), "float32")
+    return dtypes.get(plane.removesuffix("'"), segment.state_dtype)
 
 
 def bank_plane(plane: str, bank: int) -> str:

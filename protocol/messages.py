@@ -26,6 +26,8 @@ from protocol.placement import PLACEMENTS, Placement
 
 #: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
+#: The dtypes of the moments. With another one than float32 the update is not exact.
+STATE_DTYPES = ("float32", "bfloat16")
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
@@ -102,13 +104,20 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group."""
+    """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group.
+
+    `key` stands for the parameter, and `start` is the piece's first element in it: they choose the random bits with
+    which moments are rounded, if those are not float32.
+    """
 
     name: str
     numel: int
     dtype: str
     grads_dtype: str
     group: int
+    state_dtype: str = "float32"
+    key: int = 0
+    start: int = 0
 
     def __post_init__(self) -> None:
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
@@ -116,6 +125,8 @@ class Segment:
         known = self.grads_dtype in GRADS_DTYPES[self.dtype]
         _require(known, f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients")
         _require(self.group >= 0, "the index of a parameter group cannot be negative")
+        _require(self.state_dtype in STATE_DTYPES, f"segment {self.name!r} cannot have {self.state_dtype!r} moments")
+        _require(0 <= self.key < 1 << 32 and self.start >= 0, f"segment {self.name!r} has an impossible key or start")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

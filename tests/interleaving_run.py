@@ -274,6 +274,13 @@ def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = (
 def random_options(rng: random.Random) -> Options:
     """Most runs overlap updates with backward."""
     overlap = rng.random() < 0.85
-    wishes: Any = {"k": None, "policy": "random", "objective": "speed", "backend": "auto", "gradient_dtype": None}
+    wishes: Any = {
+        "k": None,
+        "policy": "random",
+        "objective": "speed",
+        "backend": "auto",
+        "gradient_dtype": None,
+        "state_dtype": "float32",
+    }
     sums: Any = {"grad_accumulation": 1, "accumulate_on": "device", "loss_scale": None, "overlap": overlap}
     return Options(**wishes, **sums, max_grad_norm=1.0, clip="global", on_nonfinite="skip", speculate=None)

@@ -66,6 +66,9 @@ def segments(draw: st.DrawFn) -> m.Segment:
         dtype=dtype,
         grads_dtype=draw(st.sampled_from(m.GRADS_DTYPES[dtype])),
         group=draw(st.integers(0, 3)),
+        state_dtype=draw(st.sampled_from(m.STATE_DTYPES)),
+        key=draw(st.integers(0, 2**32 - 1)),
+        start=draw(st.integers(0, 2**40)),
     )
 
 

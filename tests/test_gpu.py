@@ -75,14 +75,18 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
     return state, moved
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [*((dtype, "float32") for dtype in (torch.bfloat16, torch.float16, torch.float32)), (torch.bfloat16, "bfloat16")],
+)
+def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, state_dtype: str, tmp_path: Path) -> None:
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0, "auto")]
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
     choices += [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}]
-    fixed = [train(llama(dtype), tmp_path, **choice)[0] for choice in choices]
+    state = {"state_dtype": state_dtype}
+    fixed = [train(llama(dtype), tmp_path, **choice, **state)[0] for choice in choices]
     for stream in (0.0, 1.0, "auto"):
-        random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream)
+        random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream, **state)
         assert_same([*fixed, random])
         assert moved > 20
 

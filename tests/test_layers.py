@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.kernels.rounding import key_of
 from hytrain.model.layers import ALIGN_ELEMENTS, FALLBACK_LAYERS, ModelLayer, find_blocks, split_layers
 from hytrain.tensors import flat, is_dense
 from protocol.messages import Layer
@@ -53,7 +54,7 @@ def waiting(model: nn.Module, layer: ModelLayer) -> list[str]:
 
 def described(layers: list[ModelLayer]) -> list[Layer]:
     group_of = {id(piece.parameter): 0 for layer in layers for piece in layer.pieces}
-    return [layer.describe(layer.lid, group_of, None) for layer in layers]
+    return [layer.describe(layer.lid, group_of, None, "float32") for layer in layers]
 
 
 # ---------------------------------------------------------------- models people have
@@ -119,6 +120,7 @@ def test_compiled_blocks() -> None:
     layers = split(model)
     check(model, layers)
     assert [waiting(model, layer) for layer in layers] == [["0"], ["1"], ["2"]]
+    assert described(layers)[1].segments[0].key == key_of("1.weight"), "as without torch.compile"
 
 
 def test_the_largest_list_of_blocks_counts() -> None:
@@ -206,6 +208,7 @@ def test_a_large_embedding_is_cut_at_multiples_of_128(rows: int, bound: int) -> 
         assert layers[index].name == f"embed#{index}" and waiting(model, layers[index]) == ["embed"]
         [segment] = specs[index].segments
         assert (segment.name, segment.numel) == (f"embed.weight[{part.start}]", part.numel)
+        assert (segment.key, segment.start) == (key_of("embed.weight"), part.start), "as of the whole parameter"
 
 
 def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
@@ -215,13 +218,14 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
     (layer,) = split(model, 1000)
     group_of = {id(p): int(p.ndim < 2) for p in model.parameters()}
     for grad_dtype, norm_gradients in ((None, "float32"), (torch.bfloat16, "bfloat16")):
-        spec = layer.describe(0, group_of, grad_dtype)
+        spec = layer.describe(0, group_of, grad_dtype, "bfloat16")
         assert [(s.name, s.dtype, s.grads_dtype, s.group) for s in spec.segments] == [
             ("linear.weight", "bfloat16", "bfloat16", 0),
             ("linear.bias", "float16", "float16", 1),
             ("norm.weight", "float32", norm_gradients, 1),
             ("norm.bias", "float32", norm_gradients, 1),
         ]
+        assert {s.state_dtype for s in spec.segments} == {"bfloat16"}
 
 
 # ---------------------------------------------------------------- storage

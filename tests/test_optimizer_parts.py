@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,15 @@ def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
 def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str, banks: int) -> None:
     """With two banks, from the second into the first."""
     layers = [layer(0, 256, 640, dtype=dtype)]
+    numbered = [replace(segment, key=7, start=1 << 20) for segment in layers[0].segments]
+    layers = [replace(layers[0], segments=tuple(numbered))]
     owner.arenas = Arenas(layers, owner.backend, owner.arenas._connection, **OWN, banks=banks)
     owner.arenas.request(0)
     owner.touch_all()
     segment: SegmentPlanes = owner.arenas.segments[0][1]
     segment.update(owner.backend, 128, 640, None, source=banks - 1, target=0)  # type: ignore[arg-type]
     [update] = owner.backend.updated
+    assert (update["state_dtype"], update["elements"]) == ("float32", (7, (1 << 20) + 128))
     assert update["numel"] == 512 and update["weights_dtype"] == update["grads_dtype"] == dtype
     width = 2 if dtype == "bfloat16" else 4
     assert update["grads"] == segment.grads[0] + 128 * width

@@ -141,8 +141,9 @@ def layer_table(**changes: Any) -> list[Any]:
     return list((table | changes).values())
 
 
-def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32", group: int = 0) -> list[Any]:
-    return [["w", numel, dtype, grads_dtype, group]]
+def segment(numel: int = 1, **changed: Any) -> list[Any]:
+    usual = {"dtype": "float32", "grads_dtype": "float32", "group": 0, "state_dtype": "float32", "key": 0, "start": 0}
+    return [["w", numel, *(usual | changed).values()]]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,9 @@ def segment(numel: int = 1, dtype: str = "float32", grads_dtype: str = "float32"
         ({"layers": [[0, 0, "a", segment(dtype="float64")]]}, "has dtype 'float64'"),
         ({"layers": [[0, 0, "a", segment(grads_dtype="int8")]]}, "cannot have 'int8' gradients"),
         ({"layers": [[0, 0, "a", segment(group=-1)]]}, "parameter group cannot be negative"),
+        ({"layers": [[0, 0, "a", segment(state_dtype="int8")]]}, "cannot have 'int8' moments"),
+        ({"layers": [[0, 0, "a", segment(key=1 << 32)]]}, "has an impossible key or start"),
+        ({"layers": [[0, 0, "a", segment(start=-1)]]}, "has an impossible key or start"),
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"visit": 1.5}, "visit is 1.5"),

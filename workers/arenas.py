@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hytrain.kernels.backend import Backend, Into
+from hytrain.kernels.backend import Backend, Elements, Into
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
@@ -67,6 +67,8 @@ class SegmentPlanes:
             weights_dtype=self.segment.dtype,
             grads_dtype=self.segment.grads_dtype,
             scalars=scalars,
+            state_dtype=self.segment.state_dtype,
+            elements=Elements(self.segment.key, self.segment.start + start),
             into=None if source == target else Into(**self._addresses(target, start)),
         )
 

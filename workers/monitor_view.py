@@ -182,8 +182,10 @@ def _training(record: dict[str, Any]) -> list[str]:
 def _timing(record: dict[str, Any]) -> list[str]:
     predicted = record["predicted_step_s"]
     foreseen = "" if predicted is None else f" ({seconds(predicted)} predicted)"
-    clipping = [MODES[mode]] if (mode := record.get("mode")) is not None else []
-    return [f"step time {seconds(record['step_s'])}{foreseen}", f"stall {seconds(record['stall_s'])}", *clipping]
+    more = [MODES[mode]] if (mode := record.get("mode")) is not None else []
+    if (dtype := record.get("state_dtype", "float32")) != "float32":
+        more.append(f"moments in {dtype}: not exact")
+    return [f"step time {seconds(record['step_s'])}{foreseen}", f"stall {seconds(record['stall_s'])}", *more]
 
 
 def seconds(duration_s: float) -> str:

@@ -680,6 +680,7 @@ class Planning:
             "policy": self.policy,
             "objective": self.objective,
             "mode": self._mode,
+            "state_dtype": self.table.layers[0].segments[0].state_dtype,
             "predicted_step_s": self.predicted_step_s,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
             "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),

@@ -10,4 +10,5 @@ Importing this package does not import torch. `choice.load` imports the module o
     deepspeed_backend.py  DeepSpeedCPUAdam's operator
     gpu.py              the same update for tensors on a GPU, in Triton
     split.py            the fp32 master behind bf16 and fp16 weights, in torch
+    rounding.py         moments in bf16, rounded stochastically, in torch
 """

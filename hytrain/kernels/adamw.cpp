@@ -7,7 +7,10 @@
 //   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`; fp32: the master itself;
 //             fp16: the master rounded half to even, only written: the whole master is in `remainder`
 //   grads     bf16, fp16 or fp32, only read
-//   exp_avg, exp_avg_sq   fp32
+//   exp_avg, exp_avg_sq   fp32, or bf16, to which they are rounded stochastically
+//
+// Rounding to the nearest bf16 would lose the second moment's small changes: at beta2 = 0.999 it would stand still. So
+// sixteen random bits are added below the bits that are kept, as rounding.py says.
 //
 // All NaNs are written as the same bit pattern. The payload that survives an operation depends on the processor and on
 // the compiler's operand order, and would be the only difference between two devices.
@@ -63,8 +66,24 @@ inline float real(uint32_t u) {
 
 inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u; }
 
-inline float gradient(float g) { return g; }
-inline float gradient(bf16 g) { return real(static_cast<uint32_t>(g) << 16); }
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) { return real(static_cast<uint32_t>(x) << 16); }
+
+struct Elements {  // in the order of native.py's _Elements: the first one's index, and the seeds
+    uint32_t first, before, within;
+
+    Elements at(int64_t i) const { return {first + static_cast<uint32_t>(i), before, within}; }
+};
+
+inline uint32_t random_bits(Elements elements, int64_t i) {
+    uint32_t x = elements.at(i).first ^ elements.before;
+    x = (x ^ x >> 16) * 0x7feb352du ^ elements.within;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+// `random` has as many bits as are cut off. Of infinities and the one NaN these are zeros, so nothing is carried.
+inline bf16 rounded(float x, uint32_t random) { return static_cast<bf16>((canonical(bits(x)) + random) >> 16); }
 
 // The type of `remainder` for each type of weights.
 template <class Weight>
@@ -88,38 +107,39 @@ inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
 }
 
 // The planes that an update changes. It reads one `State` and writes the same or another.
-template <class Weight>
+template <class Weight, class Moment>
 struct State {
     Weight *weights;
     typename Rest<Weight>::type *remainder;
-    float *exp_avg, *exp_avg_sq;
+    Moment *exp_avg, *exp_avg_sq;
 
     State at(int64_t i) const {
         return {weights + i, remainder ? remainder + i : nullptr, exp_avg + i, exp_avg_sq + i};
     }
-    State<float> master() const { return {remainder, nullptr, exp_avg, exp_avg_sq}; }  // of fp16 weights
+    State<float, Moment> master() const { return {remainder, nullptr, exp_avg, exp_avg_sq}; }  // of fp16 weights
 };
 
 struct Planes {  // a State as passed through the C interface, in the order of native.py's _Planes
-    void *weights, *remainder;
-    float *exp_avg, *exp_avg_sq;
+    void *weights, *remainder, *exp_avg, *exp_avg_sq;
 
-    template <class Weight>
-    State<Weight> as() const {
+    template <class Weight, class Moment>
+    State<Weight, Moment> as() const {
         using Remainder = typename Rest<Weight>::type;
-        return {static_cast<Weight *>(weights), static_cast<Remainder *>(remainder), exp_avg, exp_avg_sq};
+        return {static_cast<Weight *>(weights), static_cast<Remainder *>(remainder), static_cast<Moment *>(exp_avg),
+                static_cast<Moment *>(exp_avg_sq)};
     }
 };
 
 // Each element is read before it is written. `from` and `to` may be the same, but must not overlap otherwise.
 template <class Weight, class Grad>
-inline void update_strip(State<Weight> from, const Grad *grads, State<Weight> to, int64_t numel, Scalars s) {
+inline void update_strip(State<Weight, float> from, const Grad *grads, State<Weight, float> to, int64_t numel,
+                         Scalars s, Elements) {
     // torch's lerp starts at the nearer end.
     const bool from_average = std::fabs(s.mix1) < 0.5f;
     const float mix1 = from_average ? s.mix1 : s.mix1 - 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i) {
-        const float g = s.factor * gradient(grads[i]);
+        const float g = s.factor * wide(grads[i]);
         const float m_old = from.exp_avg[i];
         const float m = std::fma(mix1, g - m_old, from_average ? m_old : g);
         const float v = std::fma(s.mix2 * g, g, from.exp_avg_sq[i] * s.beta2);
@@ -171,11 +191,33 @@ inline void narrow(const float *floats, fp16 *halves, int64_t numel) {
 }
 
 // Updates at most one strip of fp16 weights: their masters are updated and stay in the L1 cache.
-inline void update_strip(State<fp16> from, const fp16 *grads, State<fp16> to, int64_t numel, Scalars s) {
+inline void update_strip(State<fp16, float> from, const fp16 *grads, State<fp16, float> to, int64_t numel, Scalars s,
+                         Elements elements) {
     alignas(64) float wider[strip];
     widen(grads, wider, numel);
-    update_strip(from.master(), wider, to.master(), numel, s);
+    update_strip(from.master(), static_cast<const float *>(wider), to.master(), numel, s, elements);
     narrow(to.remainder, to.weights, numel);
+}
+
+// Updates at most one strip with bf16 moments, which are in fp32 in the L1 cache meanwhile.
+template <class Weight, class Grad>
+inline void update_strip(State<Weight, bf16> from, const Grad *grads, State<Weight, bf16> to, int64_t numel, Scalars s,
+                         Elements elements) {
+    alignas(64) float exp_avg[strip], exp_avg_sq[strip];
+#pragma omp simd
+    for (int64_t i = 0; i < numel; ++i) {
+        exp_avg[i] = wide(from.exp_avg[i]);
+        exp_avg_sq[i] = wide(from.exp_avg_sq[i]);
+    }
+    const State<Weight, float> read{from.weights, from.remainder, exp_avg, exp_avg_sq};
+    const State<Weight, float> written{to.weights, to.remainder, exp_avg, exp_avg_sq};
+    update_strip(read, grads, written, numel, s, elements);
+#pragma omp simd
+    for (int64_t i = 0; i < numel; ++i) {
+        const uint32_t random = random_bits(elements, i);
+        to.exp_avg[i] = rounded(exp_avg[i], random & 0xffffu);
+        to.exp_avg_sq[i] = rounded(exp_avg_sq[i], random >> 16);
+    }
 }
 
 template <class T>
@@ -214,12 +256,13 @@ inline void settle() {
 }
 
 // A strip's results are computed in the L1 cache and written as whole lines.
-template <class Weight, class Grad>
-inline void update_strip_elsewhere(State<Weight> from, const Grad *grads, State<Weight> to, Scalars s) {
+template <class Weight, class Moment, class Grad>
+inline void update_strip_elsewhere(State<Weight, Moment> from, const Grad *grads, State<Weight, Moment> to, Scalars s,
+                                   Elements elements) {
     alignas(64) Weight weights[strip];
     alignas(64) typename Rest<Weight>::type remainder[strip];
-    alignas(64) float exp_avg[strip], exp_avg_sq[strip];
-    update_strip(from, grads, State<Weight>{weights, remainder, exp_avg, exp_avg_sq}, strip, s);
+    alignas(64) Moment exp_avg[strip], exp_avg_sq[strip];
+    update_strip(from, grads, State<Weight, Moment>{weights, remainder, exp_avg, exp_avg_sq}, strip, s, elements);
     stream(to.weights, weights, sizeof weights);
     if (Rest<Weight>::exists) stream(to.remainder, remainder, sizeof remainder);
     stream(to.exp_avg, exp_avg, sizeof exp_avg);
@@ -229,8 +272,9 @@ inline void update_strip_elsewhere(State<Weight> from, const Grad *grads, State<
 // Five planes are read and four written, presumably more than hardware prefetchers follow well. Prefetching each strip
 // raises 6.25 G elements/s to 7.07 (bf16, 14 threads of a Xeon with AVX-512), whether 512 or 2048 elements ahead. A
 // prefetch cannot fault, so the last ones may reach beyond the planes.
-template <class Weight, class Grad>
-void update_range(State<Weight> from, const Grad *grads, State<Weight> to, int64_t numel, Scalars s) {
+template <class Weight, class Moment, class Grad>
+void update_range(State<Weight, Moment> from, const Grad *grads, State<Weight, Moment> to, int64_t numel, Scalars s,
+                  Elements elements) {
     const bool in_place = from.weights == to.weights;
     int64_t at = 0;
     for (; at + strip <= numel; at += strip) {
@@ -242,27 +286,27 @@ void update_range(State<Weight> from, const Grad *grads, State<Weight> to, int64
             prefetch(from.exp_avg_sq, at + HYTRAIN_PREFETCH);
         }
         if (in_place)
-            update_strip(from.at(at), grads + at, from.at(at), strip, s);
+            update_strip(from.at(at), grads + at, from.at(at), strip, s, elements.at(at));
         else
-            update_strip_elsewhere(from.at(at), grads + at, to.at(at), s);
+            update_strip_elsewhere(from.at(at), grads + at, to.at(at), s, elements.at(at));
     }
-    if (at < numel) update_strip(from.at(at), grads + at, to.at(at), numel - at, s);
+    if (at < numel) update_strip(from.at(at), grads + at, to.at(at), numel - at, s, elements.at(at));
     if (!in_place) settle();
 }
 
 // Threads take whole blocks, so no two threads write to the same cache line of an aligned plane.
 constexpr int64_t block = 4096;
 
-template <class Weight, class Grad>
+template <class Weight, class Grad, class Moment>
 void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, const Scalars *scalars,
-            int threads) {
+            const Elements *elements, int threads) {
     const int64_t blocks = (numel + block - 1) / block;
 #pragma omp parallel for schedule(static) num_threads(threads) if (blocks > 1)
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = b * block;
         const int64_t end = begin + block < numel ? begin + block : numel;
-        update_range(from->as<Weight>().at(begin), static_cast<const Grad *>(grads) + begin,
-                     to->as<Weight>().at(begin), end - begin, *scalars);
+        update_range(from->as<Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
+                     to->as<Weight, Moment>().at(begin), end - begin, *scalars, elements->at(begin));
     }
 }
 
@@ -277,15 +321,18 @@ inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
 
 extern "C" {
 
-#define HYTRAIN_ADAMW(name, Weight, Grad)                                                                  \
-    void hytrain_adamw_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,      \
-                              const Scalars *scalars, int threads) {                                       \
-        update<Weight, Grad>(from, grads, to, numel, scalars, threads);                                    \
+#define HYTRAIN_ADAMW(name, Weight, Grad, Moment)                                                         \
+    void hytrain_adamw_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,     \
+                              const Scalars *scalars, const Elements *elements, int threads) {            \
+        update<Weight, Grad, Moment>(from, grads, to, numel, scalars, elements, threads);                 \
     }
-HYTRAIN_ADAMW(bfloat16_bfloat16, bf16, bf16)
-HYTRAIN_ADAMW(float16_float16, fp16, fp16)
-HYTRAIN_ADAMW(float32_bfloat16, float, bf16)
-HYTRAIN_ADAMW(float32_float32, float, float)
+#define HYTRAIN_ADAMW_OF(name, Weight, Grad)                    \
+    HYTRAIN_ADAMW(name##_float32, Weight, Grad, float)          \
+    HYTRAIN_ADAMW(name##_bfloat16, Weight, Grad, bf16)
+HYTRAIN_ADAMW_OF(bfloat16_bfloat16, bf16, bf16)
+HYTRAIN_ADAMW_OF(float16_float16, fp16, fp16)
+HYTRAIN_ADAMW_OF(float32_bfloat16, float, bf16)
+HYTRAIN_ADAMW_OF(float32_float32, float, float)
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.

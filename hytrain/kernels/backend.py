@@ -5,10 +5,14 @@ It takes addresses instead of tensors, because a process with the native backend
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Final, NamedTuple, Protocol
 
 from hytrain.kernels.scalars import Scalars
+from protocol.messages import STATE_DTYPES
 
 # The (weights, gradients) that every backend supports.
 DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("float32", "bfloat16"))
@@ -22,6 +26,27 @@ class Into:
     remainder: int
     exp_avg: int
     exp_avg_sq: int
+
+
+class Elements(NamedTuple):
+    """Which elements an update is of, so that they are rounded with the same random bits wherever that happens.
+
+    `key` stands for the parameter: 32 bits. `first` is the index of the first one in it, in storage order, modulo 2^32.
+    """
+
+    key: int = 0
+    first: int = 0
+
+
+FIRST: Final = Elements()
+
+
+@lru_cache(maxsize=1 << 14)  # all tiles of a segment share them
+def seeds(key: int, step: int) -> tuple[int, int]:
+    """Two words of 32 bits, for the random bits with which a parameter's update number `step` is rounded."""
+    digest = blake2b(struct.pack("<IQ", key, step), digest_size=8).digest()
+    before, within = struct.unpack("<II", digest)
+    return before, within
 
 
 class Backend(Protocol):
@@ -45,20 +70,24 @@ class Backend(Protocol):
         grads_dtype: str,
         scalars: Scalars,
         into: Into | None = None,
+        state_dtype: str = "float32",
+        elements: Elements = FIRST,
     ) -> None:
         """Update `numel` consecutive elements of one segment: in place, or `into` other planes with the same bits.
 
         The planes are addresses. `remainder` is int16 for bfloat16 weights. For float16 weights, which are only
-        written, it is their float32 master. 0 means none. The moments are float32.
-        Raises ValueError for dtypes that are not in `DTYPES`.
+        written, it is their float32 master. 0 means none. The moments are of `state_dtype`.
+        Raises ValueError for dtypes that are not in `DTYPES` and `STATE_DTYPES`.
         """
 
     def touch(self, address: int, nbytes: int) -> None:
         """Fault in the pages of a fresh mapping with zeros, in parallel, under this process's CPU affinity."""
 
 
-def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int) -> None:
+def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int, state_dtype: str = "float32") -> None:
     """Raise ValueError unless the planes fit together."""
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
     if (remainder != 0) != (weights_dtype != "float32"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import BackendUnavailable
-from hytrain.kernels.backend import check_dtypes
+from hytrain.kernels.backend import FIRST, Elements, check_dtypes, seeds
 from hytrain.kernels.scalars import Scalars, kernel_scalars
 from hytrain.kernels.split import REMAINDERS
 from hytrain.tensors import address
@@ -28,6 +28,7 @@ BLOCK = 1024  # elements per program
 # Contraction would skip roundings, and "flush to zero" would lose subnormals in library functions.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
+_MASK = 0xFFFFFFFF
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
 
@@ -41,12 +42,13 @@ def update(
     exp_avg_sq: Tensor,
     scalars: Scalars,
     verdict: Tensor | None = None,
+    elements: Elements = FIRST,
 ) -> None:
     """Update one segment in place, on the current device and stream.
 
     All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, the float32
-    master for float16 weights. `verdict` is a float32 scalar on the device: the gradient is multiplied by it, and
-    nothing is updated if it is below 0.
+    master for float16 weights. The moments are float32 or bfloat16. `verdict` is a float32 scalar on the device: the
+    gradient is multiplied by it, and nothing is updated if it is below 0.
     Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
     _check(weights, grads, remainder, exp_avg, exp_avg_sq)
@@ -60,12 +62,14 @@ def update(
             "the GPU's update needs Triton, which comes with torch's CUDA builds: pip install triton, "
             "or let the CPU own every layer with k=0"
         ) from error
-    planes = (_bits(weights), _bits(grads), weights if remainder is None else remainder, exp_avg, exp_avg_sq)
-    numbers = kernel_scalars(scalars)
-    judge, judged = exp_avg if verdict is None else verdict, verdict is not None
+    rest = weights if remainder is None else remainder
+    planes = (_bits(weights), _bits(grads), rest, _bits(exp_avg), _bits(exp_avg_sq))
+    which = (elements.first & _MASK, *seeds(elements.key, scalars.step))
+    numbers = (*which, *kernel_scalars(scalars))
+    judge, judged = planes[3] if verdict is None else verdict, verdict is not None
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
-    kind = (weights.device, weights.dtype, grads.dtype, judged, aligned)
+    kind = (weights.device, weights.dtype, grads.dtype, exp_avg.dtype, judged, aligned)
     if (compiled := _compiled.get(kind)) is not None:
         compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, BLOCK)
         return
@@ -83,8 +87,9 @@ def _takes_all_arguments() -> bool:
 
 
 @cache
-def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool) -> None:
-    check_dtypes(str(weights).removeprefix("torch."), str(grads).removeprefix("torch."), remainder)
+def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool, state: torch.dtype) -> None:
+    weights_dtype, grads_dtype, state_dtype = (str(dtype).removeprefix("torch.") for dtype in (weights, grads, state))
+    check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
 
 
 def _bits(plane: Tensor) -> Tensor:
@@ -94,12 +99,12 @@ def _bits(plane: Tensor) -> Tensor:
 
 def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Must take only a few microseconds: the device may be waiting for the launch."""
-    _check_dtypes(weights.dtype, grads.dtype, remainder is not None)
+    _check_dtypes(weights.dtype, grads.dtype, remainder is not None, exp_avg.dtype)
     shape = weights.shape
     for plane in (weights, grads, exp_avg, exp_avg_sq, weights if remainder is None else remainder):
         if plane.shape != shape or len(shape) != 1 or not plane.is_contiguous():
             raise ValueError("an update wants contiguous one-dimensional planes of one length")
-    if exp_avg.dtype != torch.float32 or exp_avg_sq.dtype != torch.float32:
-        raise ValueError(f"moments are float32, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    if exp_avg.dtype != exp_avg_sq.dtype:
+        raise ValueError(f"both moments have one dtype, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
     if remainder is not None and remainder.dtype != REMAINDERS[weights.dtype]:
         raise ValueError(f"the remainder of {weights.dtype} weights is not {remainder.dtype}")

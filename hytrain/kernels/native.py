@@ -14,9 +14,10 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from hytrain.kernels.backend import DTYPES, Into, check_dtypes
+from hytrain.kernels.backend import DTYPES, FIRST, Elements, Into, check_dtypes, seeds
 from hytrain.kernels.build import build
 from hytrain.kernels.scalars import KERNEL_SCALARS, Scalars, kernel_scalars
+from protocol.messages import STATE_DTYPES
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
 SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
@@ -30,16 +31,21 @@ class _Planes(ctypes.Structure):  # adamw.cpp's Planes
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq"))
 
 
+class _Elements(ctypes.Structure):  # adamw.cpp's Elements; ctypes keeps the lowest 32 bits
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("first", "before", "within"))
+
+
 class NativeBackend:
     name = "native"
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         library = ctypes.CDLL(str(build(SOURCE)))
-        self._update = {pair: getattr(library, f"hytrain_adamw_{pair[0]}_{pair[1]}") for pair in DTYPES}
+        dtypes = [(*pair, state_dtype) for pair in DTYPES for state_dtype in STATE_DTYPES]
+        self._update = {each: getattr(library, f"hytrain_adamw_{'_'.join(each)}") for each in dtypes}
         for function in self._update.values():
-            planes, numbers = ctypes.POINTER(_Planes), ctypes.POINTER(_Scalars)
-            function.argtypes = (planes, ctypes.c_void_p, planes, ctypes.c_int64, numbers, ctypes.c_int)
+            planes, numbers, elements = (ctypes.POINTER(each) for each in (_Planes, _Scalars, _Elements))
+            function.argtypes = (planes, ctypes.c_void_p, planes, ctypes.c_int64, numbers, elements, ctypes.c_int)
             function.restype = None
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
@@ -59,13 +65,17 @@ class NativeBackend:
         grads_dtype: str,
         scalars: Scalars,
         into: Into | None = None,
+        state_dtype: str = "float32",
+        elements: Elements = FIRST,
     ) -> None:
-        check_dtypes(weights_dtype, grads_dtype, remainder)
+        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
         rounded = _Scalars(*kernel_scalars(scalars))
         planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)
         to = planes if into is None else _Planes(into.weights, into.remainder, into.exp_avg, into.exp_avg_sq)
-        function = self._update[weights_dtype, grads_dtype]
-        function(ctypes.byref(planes), grads, ctypes.byref(to), numel, ctypes.byref(rounded), self.threads)
+        which = _Elements(elements.first, *seeds(elements.key, scalars.step))
+        function = self._update[weights_dtype, grads_dtype, state_dtype]
+        others = ctypes.byref(rounded), ctypes.byref(which)
+        function(ctypes.byref(planes), grads, ctypes.byref(to), numel, *others, self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""

@@ -25,10 +25,15 @@ _HALF_NAN = 0x7E00
 REMAINDERS: Final = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
+def canonical(values: Tensor) -> Tensor:
+    """The bits of float32 `values` as int32, with the same pattern for all NaNs."""
+    _expect(values, torch.float32)
+    return torch.where(values.isnan(), _NAN, values.view(torch.int32))
+
+
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """A float32 tensor as bfloat16 weights and int16 remainder of its shape. All NaNs become the same NaN."""
-    _expect(master, torch.float32)
-    bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
+    bits = canonical(master)
     # A carry cannot reach the sign: the largest remaining patterns are infinity and this NaN.
     weights = (bits + 0x8000) >> 16
     remainder = bits - (weights << 16)

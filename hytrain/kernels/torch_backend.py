@@ -4,7 +4,7 @@ That kernel takes only fp32, so bf16 planes go through fp32 copies, in chunks th
 fp16 weights is fp32 already. The kernel computes the last elements of an odd size in another order. Ranges are
 therefore padded to `WIDTH`, and the results are the native backend's, however a segment is divided.
 
-    planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _adamw -> (split)
+    planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _adamw -> (split, round)
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hytrain.kernels.backend import Into, check_dtypes
+from hytrain.kernels.backend import FIRST, Elements, Into, check_dtypes
+from hytrain.kernels.rounding import random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
@@ -62,14 +63,16 @@ class TorchBackend:
         grads_dtype: str,
         scalars: Scalars,
         into: Into | None = None,
+        state_dtype: str = "float32",
+        elements: Elements = FIRST,
     ) -> None:
-        check_dtypes(weights_dtype, grads_dtype, remainder)
+        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
         to = into or Into(weights=weights, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         planes = [
             (_over(weights, numel, _DTYPES[weights_dtype]), _over(to.weights, numel, _DTYPES[weights_dtype])),
             (_over(grads, numel, _DTYPES[grads_dtype]),) * 2,
-            (_over(exp_avg, numel, torch.float32), _over(to.exp_avg, numel, torch.float32)),
-            (_over(exp_avg_sq, numel, torch.float32), _over(to.exp_avg_sq, numel, torch.float32)),
+            (_over(exp_avg, numel, _DTYPES[state_dtype]), _over(to.exp_avg, numel, _DTYPES[state_dtype])),
+            (_over(exp_avg_sq, numel, _DTYPES[state_dtype]), _over(to.exp_avg_sq, numel, _DTYPES[state_dtype])),
         ]
         if remainder:
             dtype = REMAINDERS[_DTYPES[weights_dtype]]
@@ -77,16 +80,16 @@ class TorchBackend:
         whole = numel - numel % WIDTH
         cuts = [*range(0, whole, self._chunk_numel), whole]
         for begin, end in pairwise(cuts):
-            self._update_chunk(scalars, *_moved(planes, begin, end))
+            self._update_chunk(scalars, _from(elements, begin), *_moved(planes, begin, end))
         if whole < numel:
-            self._update_tail(scalars, _moved(planes, whole, numel))
+            self._update_tail(scalars, _from(elements, whole), _moved(planes, whole, numel))
 
     def touch(self, address: int, nbytes: int) -> None:
         _over(address, nbytes, torch.uint8).zero_()
 
-    def _update_tail(self, scalars: Scalars, planes: list[Tensor]) -> None:
+    def _update_tail(self, scalars: Scalars, elements: Elements, planes: list[Tensor]) -> None:
         padded = [pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
-        self._update_chunk(scalars, *padded)
+        self._update_chunk(scalars, elements, *padded)
         for index, (plane, result) in enumerate(zip(planes, padded, strict=True)):
             if index != 1:  # the gradients are only read
                 plane.copy_(result[: plane.numel()])
@@ -94,6 +97,7 @@ class TorchBackend:
     def _update_chunk(
         self,
         scalars: Scalars,
+        elements: Elements,
         weights: Tensor,
         grads: Tensor,
         exp_avg: Tensor,
@@ -103,24 +107,32 @@ class TorchBackend:
         grads = grads.float()
         if scalars.scale != 1.0:
             grads = grads * scalars.scale
+        moments = exp_avg.float(), exp_avg_sq.float()  # the planes themselves, if they are float32
         if remainder is None:
-            self._adamw(weights, grads, exp_avg, exp_avg_sq, scalars)
-            return
-        if weights.dtype is torch.float16:
-            self._adamw(remainder, grads, exp_avg, exp_avg_sq, scalars)
+            self._adamw(weights, grads, *moments, scalars)
+        elif weights.dtype is torch.float16:
+            self._adamw(remainder, grads, *moments, scalars)
             weights.copy_(nearest_half(remainder))
-            return
-        master = join(weights, remainder)
-        self._adamw(master, grads, exp_avg, exp_avg_sq, scalars)
-        upper, lower = split(master)
-        weights.copy_(upper)
-        remainder.copy_(lower)
+        else:
+            master = join(weights, remainder)
+            self._adamw(master, grads, *moments, scalars)
+            upper, lower = split(master)
+            weights.copy_(upper)
+            remainder.copy_(lower)
+        if exp_avg.dtype is torch.bfloat16:
+            random = random_bits(elements, exp_avg.numel(), scalars.step)
+            exp_avg.copy_(rounded(moments[0], random & 0xFFFF))
+            exp_avg_sq.copy_(rounded(moments[1], random >> 16))
 
     def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
         """AdamW in place on fp32 tensors whose length is a multiple of `WIDTH`."""
         step = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
         options = asdict(scalars.hyper)
         torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
+
+
+def _from(elements: Elements, begin: int) -> Elements:
+    return elements._replace(first=elements.first + begin)
 
 
 def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> list[Tensor]:

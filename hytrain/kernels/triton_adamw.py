@@ -1,9 +1,9 @@
 """AdamW in Triton, with the same operations as adamw.cpp. Only gpu.py imports it.
 
-bf16 planes are passed as int16 bit patterns. fp16 planes are passed as they are: the device widens them exactly and
-rounds to nearest even, also subnormals. The caller turns contraction off. Square root and division are correctly
-rounded, and only the two explicit fma operations are fused. Full blocks are loaded without a mask, because masked
-loads are vectorised only if the compiler knows a divisor of the length.
+bf16 planes are passed as int16 bit patterns. Moments in bf16 are rounded as rounding.py says. fp16 planes are passed as
+they are: the device widens them exactly and rounds to nearest even, also subnormals. The caller turns contraction off.
+Square root and division are correctly rounded, and only the two explicit fma operations are fused. Full blocks are
+loaded without a mask, because masked loads are vectorised only if the compiler knows a divisor of the length.
 """
 
 # Triton's functions have types of its own.
@@ -22,7 +22,7 @@ def _canonical(u):
 
 
 @triton.jit
-def _load_gradient(pointer, mask):
+def _load_wide(pointer, mask):
     x = tl.load(pointer, mask=mask)
     if x.dtype == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -47,6 +47,32 @@ def _store(pointer, x, mask):
 
 
 @triton.jit
+def _random_bits(index, before, within):
+    x = index ^ before
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ within
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _store_rounded(pointer, x, random, mask):
+    """As bfloat16, with sixteen random bits below those that are kept. Infinities and the one NaN have zeros there."""
+    u = _canonical(x.to(tl.int32, bitcast=True)) + random.to(tl.int32)
+    tl.store(pointer, (u >> 16).to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _store_moments(exp_avg, exp_avg_sq, m, v, index, before, within, mask):
+    if exp_avg.dtype.element_ty == tl.int16:
+        random = _random_bits(index, before, within)
+        _store_rounded(exp_avg, m, random & 0xFFFF, mask)
+        _store_rounded(exp_avg_sq, v, random >> 16, mask)
+    else:
+        _store(exp_avg, m, mask)
+        _store(exp_avg_sq, v, mask)
+
+
+@triton.jit
 def _store_master(weights, remainder, master, mask):
     if weights.dtype.element_ty == tl.int16:
         u = _canonical(master.to(tl.int32, bitcast=True))
@@ -64,12 +90,12 @@ def _store_master(weights, remainder, master, mask):
 
 @triton.jit
 def _update(
-    weights, grads, remainder, exp_avg, exp_avg_sq, mask,
+    weights, grads, remainder, exp_avg, exp_avg_sq, mask, index, before, within,
     factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
 ):  # fmt: skip
-    g = factor * _load_gradient(grads, mask)
-    m_old = tl.load(exp_avg, mask=mask)
-    v_old = tl.load(exp_avg_sq, mask=mask)
+    g = factor * _load_wide(grads, mask)
+    m_old = _load_wide(exp_avg, mask)
+    v_old = _load_wide(exp_avg_sq, mask)
     p_old = _load_master(weights, remainder, mask)
 
     # torch's lerp starts at the nearer end.
@@ -79,15 +105,14 @@ def _update(
     denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
     p = p_old * decay + tl.div_rn(neg_step_size * m, denominator)
 
-    _store(exp_avg, m, mask)
-    _store(exp_avg_sq, v, mask)
+    _store_moments(exp_avg, exp_avg_sq, m, v, index, before, within, mask)
     _store_master(weights, remainder, p, mask)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel", "first", "before", "within"])
 def adamw_kernel(
     weights, grads, remainder, exp_avg, exp_avg_sq,
-    numel: tl.int64,
+    numel: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
     factor: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
     decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
     verdict, JUDGED: tl.constexpr, BLOCK: tl.constexpr,
@@ -102,6 +127,7 @@ def adamw_kernel(
         factor = factor * scale
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
+    index = first + offsets.to(tl.uint32)
     weights += offsets
     grads += offsets
     remainder += offsets
@@ -109,11 +135,11 @@ def adamw_kernel(
     exp_avg_sq += offsets
     if begin + BLOCK <= numel:
         _update(
-            weights, grads, remainder, exp_avg, exp_avg_sq, None,
+            weights, grads, remainder, exp_avg, exp_avg_sq, None, index, before, within,
             factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
         )  # fmt: skip
     else:
         _update(
-            weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel,
+            weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel, index, before, within,
             factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import CapacityError
-from hytrain.kernels.backend import Backend
+from hytrain.kernels.backend import Backend, Elements
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping
@@ -195,14 +195,16 @@ def update_on(
     scalars: Scalars,
     host: Backend | None,
     verdict: Tensor | None,
+    start: int = 0,
 ) -> None:
-    """Update elements of a segment, all of shape (numel,) on one device, on its current stream.
+    """Update elements of a segment, from `start` on, all of shape (numel,) on one device, on its current stream.
 
     `state` has a tensor for each of `STATE_PLANES`. On device "cpu" the `host` backend updates, and the verdict is in
     `scalars`.
     """
     remainder, exp_avg, exp_avg_sq = state
     assert exp_avg is not None and exp_avg_sq is not None
+    elements = Elements(segment.key, segment.start + start)
     if grads.is_cuda:
         from hytrain.kernels import gpu
 
@@ -215,6 +217,7 @@ def update_on(
                 exp_avg_sq=exp_avg_sq,
                 scalars=scalars,
                 verdict=verdict,
+                elements=elements,
             )
         return
     assert host is not None, "device cpu has a host backend"
@@ -228,6 +231,8 @@ def update_on(
         weights_dtype=segment.dtype,
         grads_dtype=segment.grads_dtype,
         scalars=scalars,
+        state_dtype=segment.state_dtype,
+        elements=elements,
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import DTYPES, update_on
+from hytrain.memory.planes import DTYPES, STATE_PLANES, update_on
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
 from protocol.handles import ALIGN_ELEMENTS, plane_dtype
@@ -60,7 +60,7 @@ class Visits:
         self, transfers: Transfers, device: torch.device, segments: Sequence[Segment], *, hold_bytes: int
     ) -> None:
         self._transfers, self._device, self._hold_bytes = transfers, device, hold_bytes
-        self._numel, self._remainder_bytes = _slot_size(segments)
+        self._numel, self._widths = _slot_size(segments)
         self._slots: list[_Slot] = []
         self._turn = 0
         # Gradients, until their layer is updated, and the stream that has made them.
@@ -72,7 +72,7 @@ class Visits:
     def prepare(self) -> None:
         """Allocate the slots, unless they are there. Raises `torch.OutOfMemoryError`."""
         if not self._slots:
-            self._slots = [_Slot(self._numel, self._remainder_bytes, self._device) for _ in range(SLOTS)]
+            self._slots = [_Slot(self._numel, self._widths, self._device) for _ in range(SLOTS)]
 
     def update(
         self,
@@ -107,7 +107,7 @@ class Visits:
                 arrival = transfers.fetch(pairs, after=[each for each in (slot.returned, after) if each is not None])
                 transfers.land(arrival)
                 weights, grads = visit.weights.data[part], visit.grads[part]
-                update_on(visit.segment, weights, grads, here, visit.scalars, host, verdict)
+                update_on(visit.segment, weights, grads, here, visit.scalars, host, verdict, start)
                 back = [] if visit.home is None else [(visit.home[part], weights)]
                 slot.returned = returned = transfers.send_back([*((a, h) for h, a in pairs), *back])
                 after = None  # one stream fetches, in order
@@ -190,25 +190,23 @@ class Visits:
 
 def ring_bytes(segments: Sequence[Segment]) -> int:
     """GPU memory for the slots."""
-    numel, remainder_bytes = _slot_size(segments)
-    return SLOTS * numel * (remainder_bytes + 8)
+    numel, widths = _slot_size(segments)
+    return SLOTS * numel * sum(widths)
 
 
-def _slot_size(segments: Sequence[Segment]) -> tuple[int, int]:
-    """The elements of a slot, and the bytes of each one's remainder."""
+def _slot_size(segments: Sequence[Segment]) -> tuple[int, list[int]]:
+    """The elements of a slot, and the bytes of each one in each of `STATE_PLANES`."""
     largest = max(segment.numel for segment in segments)
-    remainders = {plane_dtype("remainder", segment) for segment in segments} - {None}
-    widths = (DTYPES[str(dtype)].itemsize for dtype in remainders)
-    return min(SLOT_NUMEL, -(-largest // ALIGN_ELEMENTS) * ALIGN_ELEMENTS), max(widths, default=0)
+    kinds = [{plane_dtype(plane, segment) for segment in segments} - {None} for plane in STATE_PLANES]
+    widths = [max((DTYPES[str(dtype)].itemsize for dtype in dtypes), default=0) for dtypes in kinds]
+    return min(SLOT_NUMEL, -(-largest // ALIGN_ELEMENTS) * ALIGN_ELEMENTS), widths
 
 
 class _Slot:
     """Memory on the device for a piece of a segment's state. `returned`: the last copy out of it."""
 
-    def __init__(self, numel: int, remainder_bytes: int, device: torch.device) -> None:
-        self._planes = [
-            torch.empty(numel * width, dtype=torch.uint8, device=device) for width in (remainder_bytes, 4, 4)
-        ]
+    def __init__(self, numel: int, widths: Sequence[int], device: torch.device) -> None:
+        self._planes = [torch.empty(numel * width, dtype=torch.uint8, device=device) for width in widths]
         self.returned: Transfer | None = None
 
     def planes(self, like: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ Frozen parameters are in no layer. Of a sharded parameter, a layer has this rank
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
+from hytrain.kernels.rounding import key_of
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.tensors import is_dense, is_plain, local
@@ -30,7 +32,14 @@ MAX_PIECE_NUMEL: Final = 1 << 27
 #: A model without blocks is cut into about this many layers.
 FALLBACK_LAYERS: Final = 16
 
+#: What wrappers of modules add to names, and torch's distributed checkpoints remove.
+WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 _DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def clean(name: str) -> str:
+    """A parameter's name whatever wraps its modules, as in checkpoints."""
+    return WRAPPERS.sub("", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +69,13 @@ class ModelLayer:
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
 
-    def describe(self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None) -> messages.Layer:
+    def describe(
+        self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None, state_dtype: str
+    ) -> messages.Layer:
         """The layer's description for the other processes. `group_of` maps id(parameter) to its group's index.
 
-        `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype.
+        `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype. `state_dtype` is that
+        of the moments.
         """
         return messages.Layer(
             lid=self.lid,
@@ -76,6 +88,9 @@ class ModelLayer:
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],
                     group=group_of[id(piece.parameter)],
+                    state_dtype=state_dtype,
+                    key=key_of(clean(piece.name)),
+                    start=piece.start,
                 )
                 for piece in self.pieces
             ),

@@ -116,7 +116,9 @@ class Maker:
         dtype = self.drawn.choice([*m.GRADS_DTYPES])
         gradients = self.drawn.choice(m.GRADS_DTYPES[dtype])
         numel = self.drawn.choice([1, 64, 4096, 2**32])
-        return m.Segment(name="weight", numel=numel, dtype=dtype, grads_dtype=gradients, group=self.drawn.randrange(2))
+        state = {"state_dtype": self.drawn.choice(m.STATE_DTYPES), "key": self.drawn.randrange(1 << 32)}
+        group = self.drawn.randrange(2)
+        return m.Segment(name="weight", numel=numel, dtype=dtype, grads_dtype=gradients, group=group, **state)
 
     def _value(self, hint: Any) -> Any:
         drawn, origin, arguments = self.drawn, typing.get_origin(hint), typing.get_args(hint)

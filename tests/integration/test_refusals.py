@@ -88,6 +88,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"policy": "greedy"}, "policy 'greedy' is unknown.*deadline"),
     ({"backend": "cuda"}, "backend 'cuda' is unknown: choose auto, native"),
     ({"gradient_dtype": torch.float16}, "gradients travel in"),
+    ({"state_dtype": torch.float16}, "choose float32 or bfloat16"),
     ({"cores": "0-99999"}, "core"),
     ({"threads": 0}, "threads"),
     ({"overlap": "no"}, "overlap is 'no': True or False"),

@@ -1,0 +1,96 @@
+"""Moments in bfloat16: the same bits wherever they are updated and after a resume, and read in either dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, state, train, weights
+from small_models import gpt2, llama
+from test_k_invariance import train_and_prepare
+from torch import Tensor, nn
+
+from hytrain.memory import visits
+from hytrain.step import streaming
+
+MAKES = [(gpt2, torch.float32), (llama, torch.bfloat16)]
+STEPS = 24
+#: All placements, fixed and moving; with a second bank; with other threads; and without overlap.
+CHOICES: list[dict[str, Any]] = [
+    {"k": 0.3, "threads": 1},
+    {"k": 1.0},
+    {"k": 0.2, "visit": 0.5, "stream": 1.0},
+    {"policy": "random", "stream": "auto"},
+    {"k": 0.0, "overlap": False, "backend": "torch"},
+]
+both = pytest.mark.parametrize(("make", "dtype"), MAKES, ids=["gpt2-float32", "llama-bfloat16"])
+
+
+def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in of.items() if name.startswith("exp_avg")}
+
+
+@both
+@pytest.mark.parametrize("more", [{}, {"max_grad_norm": 0.5}], ids=["", "clipped"])
+def test_the_bits_do_not_depend_on_where_layers_are_updated(
+    make: Callable[..., nn.Module], dtype: torch.dtype, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
+    monkeypatch.setattr(streaming, "SLOTS", 1)
+    found = []
+    for options in ({"k": 0.0}, *CHOICES):
+        model = make(dtype)
+        with adamw(model, state_dtype=torch.bfloat16, **options, **more) as opt:
+            train_and_prepare(model, opt, STEPS)
+            found.append(state(opt) | weights(model))
+    assert {tensor.dtype for tensor in moments(found[0]).values()} == {torch.bfloat16}
+    for options, other in zip(CHOICES, found[1:], strict=True):
+        assert differing(other, found[0]) == [], options
+    with adamw(model := make(dtype), k=0.0, **more) as opt:
+        train(model, opt, range(STEPS))
+        exact = weights(model)
+    assert differing(exact, {name: found[0][name] for name in exact}), "it is not exact"
+
+
+@both
+def test_saved_and_resumed(make: Callable[..., nn.Module], dtype: torch.dtype, tmp_path: Path) -> None:
+    whole, first, second = (make(dtype) for _ in range(3))
+    with adamw(whole, k=0.3, state_dtype="bfloat16") as opt:
+        train(whole, opt, range(STEPS))
+        expected = state(opt)
+    with adamw(first, k=0.0, state_dtype="bfloat16") as opt:
+        train(first, opt, range(STEPS // 2))
+        opt.save(tmp_path)
+        kept = opt.state_dict()
+    second.load_state_dict(first.state_dict())
+    with adamw(second, k=0.7, state_dtype="bfloat16") as opt:
+        opt.load_state_dict(kept)
+        opt.load(tmp_path)
+        train(second, opt, range(STEPS // 2, STEPS))
+        assert differing(state(opt) | weights(second), expected | weights(whole)) == []
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+@pytest.mark.parametrize(("saved", "own"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_state_is_read_in_another_dtype_with_a_sentence(
+    saved: str, own: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(torch.bfloat16)
+    with adamw(model, k=0.5, state_dtype=saved) as opt:
+        train(model, opt, range(5))
+        opt.save(tmp_path)
+        kept, theirs = opt.state_dict(), state(opt)
+    with adamw(model, k=0.5, state_dtype=own) as opt:
+        if form == "files":
+            opt.load(tmp_path)
+        else:
+            opt.load_state_dict(kept)
+        converted = {name: tensor.to(getattr(torch, own)) for name, tensor in moments(theirs).items()}
+        assert differing(state(opt), theirs | converted) == []
+        train(model, opt, range(5, 8))
+    said = [message for message in caplog.messages if message.startswith("the moments in ")]
+    assert len(said) == 1 and f"torch.{saved}: they become torch.{own}" in said[0]
+    assert ("rounded to nearest" in said[0]) is (own == "bfloat16")

@@ -1,0 +1,208 @@
+"""Moments in bfloat16: every backend against torch's AdamW with moments that are rounded here, bit for bit.
+
+The random bits are computed a second time, with NumPy's unsigned integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import BLOCK, HYPER, SPECIAL, Planes, Reference, shifted, some_grads
+from torch import Tensor
+
+from hytrain.kernels import choice
+from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
+from hytrain.kernels.rounding import key_of, random_bits, rounded
+from hytrain.kernels.scalars import Hyper, Scalars, scalars
+
+PAIRS = pytest.mark.parametrize("pair", DTYPES, ids="-".join)
+NAMES = pytest.mark.parametrize("name", ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
+KEY = key_of("model.layers.0.weight")
+
+Update = Callable[[Planes, Tensor, Scalars, int], None]
+
+
+def opened(name: str, key: int = KEY) -> Update:
+    """An update of elements from `first` on."""
+    if name == "gpu":
+        return on_device(key)
+    backend = choice.load(name, threads=2)[0]
+
+    def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
+        backend.update(**arguments(planes, grads, step), elements=Elements(key, first))
+
+    return update
+
+
+def arguments(planes: Planes, grads: Tensor, step: Scalars) -> dict[str, Any]:
+    addresses = {name: 0 if plane is None else plane.data_ptr() for name, plane in vars(planes).items()}
+    dtypes = {"weights": planes.weights, "grads": grads, "state": planes.exp_avg}
+    names = {f"{name}_dtype": str(plane.dtype).removeprefix("torch.") for name, plane in dtypes.items()}
+    return {**addresses, "grads": grads.data_ptr(), "numel": grads.numel(), **names, "scalars": step}
+
+
+def on_device(key: int) -> Update:
+    from hytrain.kernels import gpu
+
+    def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
+        there = planes.map(lambda plane: shifted(plane, plane.storage_offset() % 16))
+        gpu.update(**vars(there), grads=shifted(grads, 0), scalars=step, elements=Elements(key, first))
+        planes.copy_from(there)
+
+    return update
+
+
+def of(master: Tensor, dtype: str) -> Planes:
+    planes = Planes.of(master, dtype)
+    return dataclasses.replace(planes, exp_avg=planes.exp_avg.bfloat16(), exp_avg_sq=planes.exp_avg_sq.bfloat16())
+
+
+def bits_again(first: int, numel: int, step: int, key: int = KEY) -> Tensor:
+    before, within = (np.uint32(seed) for seed in seeds(key, step))
+    x = (np.uint64(first) + np.arange(numel, dtype=np.uint64)).astype(np.uint32) ^ before
+    x = ((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)) ^ within
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return torch.from_numpy((x ^ (x >> np.uint32(16))).astype(np.int64))
+
+
+class Rounding(Reference):
+    """torch's AdamW, whose moments are rounded after each step."""
+
+    def round(self, step: int, first: int = 0) -> None:
+        state = self.optimizer.state[self.parameter]
+        random = bits_again(first, self.numel, step)
+        for name, bits in (("exp_avg", random % 65536), ("exp_avg_sq", random // 65536)):
+            moment = state[name][: self.numel]
+            exact = np.where(moment.isnan(), np.uint32(0x7FC00000), moment.numpy().view(np.uint32))
+            upper = (exact + bits.numpy().astype(np.uint32)) >> np.uint32(16)
+            moment.copy_(torch.from_numpy((upper << np.uint32(16)).view(np.float32)))
+
+
+def assert_same(ours: Planes, reference: Planes, case: str = "") -> None:
+    wide = dataclasses.replace(ours, exp_avg=ours.exp_avg.float(), exp_avg_sq=ours.exp_avg_sq.float())
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        a, b = (p.master() if name == "master" else getattr(p, name) for p in (wide, reference))
+        assert torch.equal(a.nan_to_num(7.0, 8.0, 9.0), b.nan_to_num(7.0, 8.0, 9.0)), f"{name} {case}"
+
+
+@PAIRS
+@NAMES
+def test_matches_torch_with_rounded_moments(name: str, pair: tuple[str, str]) -> None:
+    """The elements' indices pass 2^32 on the way."""
+    update, generator = opened(name), torch.Generator().manual_seed(0)
+    for numel, first in ((1, 0), (63, 5), (2 * BLOCK + 1003, (1 << 32) - BLOCK)):
+        master = torch.randn(numel, generator=generator)
+        planes, reference = of(master, pair[0]), Rounding(master, HYPER)
+        for step in range(1, 9):
+            grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+            update(planes, grads, scalars(HYPER, step), first)
+            reference.step(grads)
+            reference.round(step, first)
+            assert_same(planes, reference.planes(), f"of {numel} in step {step}")
+
+
+@NAMES
+def test_special_values(name: str) -> None:
+    """Infinities stay what they are, and all NaNs become one."""
+    update = opened(name)
+    master = SPECIAL.repeat_interleave(SPECIAL.numel())
+    planes, reference = of(master, "float32"), Rounding(master, HYPER)
+    for step, grads in enumerate((SPECIAL.repeat(SPECIAL.numel()), torch.zeros_like(master)), 1):
+        update(planes, grads, scalars(HYPER, step), 0)
+        reference.step(grads)
+        reference.round(step)
+        assert_same(planes, reference.planes(), f"step {step}")
+        assert step > 1 or planes.exp_avg.isinf().any()
+    assert set(planes.exp_avg.view(torch.int16)[planes.exp_avg.isnan()].tolist()) == {0x7FC0}
+
+
+@PAIRS
+@NAMES
+def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
+    update, generator = opened(name), torch.Generator().manual_seed(3)
+    numel = BLOCK + 777
+    master, grads = torch.randn(numel, generator=generator), some_grads(numel, generator).to(getattr(torch, pair[1]))
+    whole, tiled = of(master, pair[0]), of(master, pair[0])
+    update(whole, grads, scalars(HYPER, 1), 11)
+    for begin, end in ((0, 333), (333, BLOCK + 5), (BLOCK + 5, numel)):
+        tile = tiled.map(lambda plane, begin=begin, end=end: plane[begin:end])  # type: ignore[misc]
+        update(tile, grads[begin:end], scalars(HYPER, 1), 11 + begin)
+    for plane, other in zip(vars(tiled).values(), vars(whole).values(), strict=True):
+        assert plane is other or torch.equal(plane, other)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@PAIRS
+def test_into_other_planes_as_in_place(name: str, pair: tuple[str, str]) -> None:
+    backend, generator = choice.load(name, threads=3)[0], torch.Generator().manual_seed(10)
+    for numel in (63, 2 * BLOCK + 77):
+        grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+        before = of(torch.randn(numel, generator=generator), pair[0])
+        in_place, into = before.map(Tensor.clone), before.map(torch.zeros_like)
+        opened(name)(in_place, grads, scalars(HYPER, 3, 0.5), 0)
+        addresses = {each: 0 if plane is None else plane.data_ptr() for each, plane in vars(into).items()}
+        which = {"into": Into(**addresses), "elements": Elements(KEY)}
+        backend.update(**arguments(before, grads, scalars(HYPER, 3, 0.5)), **which)
+        for plane, other in zip(vars(into).values(), vars(in_place).values(), strict=True):
+            assert plane is other or torch.equal(plane, other)
+
+
+def test_the_second_moment_of_steady_gradients_gets_there() -> None:
+    """Rounded to nearest it stands still, a third below."""
+    hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    update, numel = opened("native"), 4096
+    planes, nearest = of(torch.zeros(numel), "float32"), torch.zeros((), dtype=torch.bfloat16)
+    grads = torch.ones(numel)
+    for step in range(1, 5001):
+        update(planes, grads, scalars(hyper, step), 0)
+        nearest = (nearest.float() * hyper.beta2 + (1 - hyper.beta2)).bfloat16()
+    found = planes.exp_avg_sq.double()
+    assert found.mean().item() == pytest.approx(1 - hyper.beta2**5000, rel=2e-3)
+    assert found.std().item() < 0.04
+    assert nearest.item() < 0.8
+
+
+def test_the_expectation_is_the_exact_value() -> None:
+    """Of each bit that is cut off; with 2^20 draws, the mean is known to 0.0005 places."""
+    exact = torch.tensor([1.0 + (i + 0.3) / 16 * 2**-7 for i in range(16)]).repeat_interleave(1 << 16)
+    random = random_bits(Elements(KEY), exact.numel(), 5)
+    for bits in (random & 0xFFFF, random >> 16):
+        misses = (rounded(exact, bits).double() - exact.double()).view(16, -1).mean(1) / 2**-7
+        assert misses.abs().max().item() < 0.5 / 256 * 4
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """In standard deviations of the mean of independent numbers."""
+    return float((x * y).mean() * 12 * len(x) ** 0.5)
+
+
+def test_random_bits_are_uniform_and_unrelated() -> None:
+    """Between halves, neighbours, steps and parameters, within 4.5 standard deviations."""
+    numel = 1 << 18
+
+    def halves(key: int, step: int) -> list[Tensor]:
+        random = random_bits(Elements(key), numel, step)
+        return [half.double() / 65536 - 0.5 for half in (random & 0xFFFF, random >> 16)]
+
+    for step in (1, 2, 1000):
+        lower, upper = halves(KEY, step)
+        later, other = halves(KEY, step + 1)[0], halves(KEY + 1, step)[0]
+        pairs = [(lower, upper), (lower, later), (lower, other), (lower[1:], later[:-1])]
+        pairs += [(half[lag:], half[:-lag]) for half in (lower, upper) for lag in (1, 2, 64, 4096)]
+        assert max(abs(correlation(x, y)) for x, y in pairs) < 4.5
+        for half in (lower, upper):
+            counts = torch.histc(half, 256, -0.5, 0.5)
+            chi = float(((counts - numel / 256) ** 2).sum() / (numel / 256))
+            assert 160 < chi < 370, "of 255 degrees of freedom"
+            assert abs(float(half.mean())) * (12 * numel) ** 0.5 < 4.5
+
+
+def test_the_bits_are_those_of_the_format() -> None:
+    """Changed bits would change what a resumed training computes."""
+    assert key_of("weight") == 0x07CD5541 and seeds(1, 2) == (2414991258, 4190724030)
+    assert random_bits(Elements(1, 3), 2, 2).tolist() == bits_again(3, 2, 2, key=1).tolist() == [1092916004, 3276572534]
