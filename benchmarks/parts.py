@@ -186,7 +186,9 @@ AT_REST_STEPS: Final = 40
 
 
 def about(system: str) -> Known:
-    return KNOWN.get(system) or KNOWN.get(system.partition(":")[0], UNKNOWN)
+    known = KNOWN.get(system) or KNOWN.get(system.partition(":")[0], UNKNOWN)
+    moments = system.partition("state_dtype=")[2].partition(",")[0]
+    return known if moments in ("", "float32") else replace(known, exact=f"no: {moments} moments")
 
 
 def job(template: Job, system: str, *segments: Segment) -> Job:

@@ -191,7 +191,7 @@ def parse_options(text: str) -> dict[str, Any]:
         name, equals, value = word.partition("=") if "=" in word else ("k", "", word)
         if word == "serial":
             options["overlap"] = False
-        elif name == "threads":
+        elif name in ("threads", "host_memory_limit", "gpu_memory_limit"):
             options[name] = int(value)
         else:
             options[name] = float(value) if name in ("k", "visit", "stream") and value != "auto" else value

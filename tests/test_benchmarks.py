@@ -521,6 +521,13 @@ def test_a_host_measures_nothing_twice_and_rounds_are_repeats(tmp_path: Path, wa
     assert (failed["error"], failed["exact"], failed["host_peak_gb"]) == ("boom", "yes", 4.0)
 
 
+def test_hytrain_is_not_told_to_be_exact_with_smaller_moments() -> None:
+    named = ("hytrain:auto", "hytrain:auto,state_dtype=float32", "hytrain:0,state_dtype=bfloat16,visit=1")
+    assert [parts.about(system).exact for system in named] == ["yes", "yes", "no: bfloat16 moments"]
+    options = systems.parse_options("auto,visit=auto,state_dtype=bfloat16,host_memory_limit=58000000000")
+    assert options == {"k": "auto", "visit": "auto", "state_dtype": "bfloat16", "host_memory_limit": 58 * GB}
+
+
 def test_a_budget_starts_nothing_that_would_end_late(
     tmp_path: Path, watched: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
