@@ -31,7 +31,7 @@ from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.memory.arena import allow_descriptors
-from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, require_host_memory, second_bank_fits
+from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, host_free, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp, hooks
@@ -106,6 +106,7 @@ class Session:
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
         self._host_bytes = 0  # of host memory, this rank's part
+        self._host_free: Callable[[], int | None] = lambda: None  # what is left of it
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
@@ -201,7 +202,7 @@ class Session:
             parts, groups, options.gradient_dtype, self.parameters, empty, options.state_dtype
         )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
-        self._host_bytes = host_bound(limit, ranks)
+        self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, ranks)
         require_host_memory(
             [layer.layout for layer in layers],
             options.k,
@@ -256,6 +257,7 @@ class Session:
             host=host,
             read_groups=self._read_groups,
             gpu_room=memory.room,
+            host_free=self._host_free,
             hold_bytes=hold_bytes,
             accumulation=self.accumulation,
             options=options,

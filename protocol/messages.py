@@ -519,6 +519,8 @@ class TrainerReport(Message):
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
     visits.
+    `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some
+    of the margin is used. None if it was not asked for.
     """
 
     step: int
@@ -538,6 +540,7 @@ class TrainerReport(Message):
     streamed: tuple[int, ...]
     gpu_usable_bytes: int | None
     gpu_needed_bytes: int | None
+    host_free_bytes: int | None
     waited_bytes: int
     layers: tuple[LayerTimes, ...]
 

@@ -128,7 +128,12 @@ class Run:
     def _make_engine(self) -> engine.Engine:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
         parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
-        parts |= {"read_groups": lambda: (HYPER,), "gpu_room": lambda: None, "blocks": self.blocks}
+        parts |= {
+            "read_groups": lambda: (HYPER,),
+            "gpu_room": lambda: None,
+            "host_free": lambda: None,
+            "blocks": self.blocks,
+        }
         parts |= {"hold_bytes": self.hold_bytes}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(

@@ -7,7 +7,14 @@ import torch
 
 from hytrain.errors import CapacityError
 from hytrain.memory import capacity
-from hytrain.memory.capacity import GPU_MARGIN, GpuMemory, require_host_memory, second_bank_fits
+from hytrain.memory.capacity import (
+    GPU_MARGIN,
+    GpuMemory,
+    host_bound,
+    host_free,
+    require_host_memory,
+    second_bank_fits,
+)
 from protocol.handles import layout
 from protocol.messages import Layer, Segment
 
@@ -174,3 +181,15 @@ def test_the_second_bank_is_not_worth_a_larger_k(monkeypatch: pytest.MonkeyPatch
     double = [layout(layer, banks=2) for layer in LAYERS]
     require_host_memory(LAYOUTS, None, None)
     assert not second_bank_fits(double, None, None) and second_bank_fits(double, 0.5, None)
+
+
+def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    left = 100 * gib
+    monkeypatch.setattr(capacity, "available_bytes", lambda: left)
+    free, shared, stated = host_free(None), host_free(None, ranks=2), host_free(50 * gib)
+    assert free() == host_bound(None) == 95 * gib
+    left = 15 * gib
+    assert (free(), shared(), stated()) == (10 * gib, 5 * gib, None)
+    left = 4 * gib
+    assert (free(), shared()) == (-gib, -gib // 2), "the margin is 5 GiB"

@@ -23,7 +23,15 @@ from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS
-from workers.planning import BESIDE_TRAINING, CPU_PATIENCE_STEPS, FADING_STEPS, WARM_UP_STEPS, Planning, _Wanted
+from workers.planning import (
+    BESIDE_TRAINING,
+    CPU_PATIENCE_STEPS,
+    FADING_STEPS,
+    MARGIN_TO_OTHERS,
+    WARM_UP_STEPS,
+    Planning,
+    _Wanted,
+)
 from workers.records import LOG_PATIENCE_STEPS
 
 LAYERS = 4
@@ -194,6 +202,7 @@ STEP |= {
     "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
+    "host_free_bytes": None,
     "waited_bytes": 0,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
@@ -395,6 +404,21 @@ def test_the_rest_of_a_plan_is_decided_anew_if_it_has_no_room_any_more(driver: D
     for step in range(WARM_UP_STEPS + 1, WARM_UP_STEPS + 6):
         assert driver.sent(report(step, **needed)) == [], "k=0 stays"
     assert planning._rest is None
+
+
+def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
+    """They may take a part of the margin. What they free is planned with again. Moving layers have memory twice."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, host_bytes=1 << 40)
+    planes = LAYERS * driver.planning._facts[0].host_bytes
+    found, usable = [], {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
+    for step, free in enumerate((5, -1, -MARGIN_TO_OTHERS, None, 7), WARM_UP_STEPS):
+        driver.handle(report(step, host_free_bytes=free, **usable))
+        found.append((driver.planning._limits.host_bytes or 0) - planes)
+    assert found == [5, 0, 0, 0, 7]
+    driver.handle(report(step + 1, host_free_bytes=9, moving=True, **usable))
+    assert driver.planning._limits.host_bytes == planes + 7
+    plan = driver.plan(report(step + 2, host_free_bytes=-MARGIN_TO_OTHERS - 1, **usable))
+    assert len(on_gpu(plan.placements)) == LAYERS and "host memory" in plan.reason
 
 
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:

@@ -176,6 +176,7 @@ class Run:
             streamed=tuple(sorted(streamed)),
             gpu_usable_bytes=self.machine.cap,
             gpu_needed_bytes=self.needed,
+            host_free_bytes=None,
             waited_bytes=self.hold if visiting else 0,
             layers=times,
             **facts,

@@ -44,6 +44,8 @@ MAX_THREADS: Final = 9999
 #: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on an H200 host: 1.6 to
 #: 2.2 GB in five of six runs, 0.2 in the other.
 PROCESS_BYTES: Final = 1_800_000_000
+#: Of the host's memory, other programs may take so much of what is left to them before planes give way.
+MARGIN_TO_OTHERS: Final = 3 << 29
 #: What is known of how far shares miss counts after so many steps, at most so much, and half after so many more steps.
 RESIDUAL_STEPS: Final = 3
 MOST_RESIDUAL: Final = 100.0
@@ -201,6 +203,7 @@ class Planning:
         if report.measured is not None and self._counts(report.measured):
             self._measure(report, self._steps[report.measured])
         self._heed_room(report, gpu_lids)
+        self._heed_host(report)
         return self._replan()
 
     def _heed_room(self, report: m.TrainerReport, gpu_lids: frozenset[int]) -> None:
@@ -226,6 +229,18 @@ class Planning:
         self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
         room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - self._waiting_bytes)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
+
+    def _heed_host(self, report: m.TrainerReport) -> None:
+        """What planes may take is what they take now, and what is free besides: others may take memory or free it.
+
+        A part of the margin is left to those who take memory for a while.
+        """
+        if report.host_free_bytes is None or report.moving or self._ledger.busy or self._same_steps < WHOLE_STEPS:
+            return
+        free = report.host_free_bytes
+        free = 0 if -MARGIN_TO_OTHERS <= free < 0 else free
+        planes_bytes = sum(map(_host_bytes, self._facts, report.placements))
+        self._limits = replace(self._limits, host_bytes=max(0, planes_bytes + free))
 
     def _on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
         """What these placements take on the GPU: what is placed there, and what visits will need besides."""

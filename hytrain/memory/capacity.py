@@ -11,6 +11,7 @@ A second bank, with which the CPU may update ahead of the verdict on a step's no
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -238,3 +239,12 @@ def host_bound(limit: int | None, ranks: int = 1) -> int:
     """
     left = int((1.0 - HOST_MARGIN) * available_bytes()) - HOST_MARGIN_BYTES if limit is None else limit
     return max(left, 0) // ranks
+
+
+def host_free(limit: int | None, ranks: int = 1) -> Callable[[], int | None]:
+    """What asks how many bytes the planes of each of `ranks` ranks may still take; below 0, some of the margin is used.
+
+    The margin is that of now, as in `host_bound`. With a stated `limit`, the machine is not asked, and it is None.
+    """
+    margin = available_bytes() - host_bound(None)
+    return lambda: None if limit is not None else (available_bytes() - margin) // ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from hytrain.memory.capacity import Room
 from hytrain.memory.visits import Visits
@@ -19,6 +20,9 @@ from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
 from protocol.messages import Plan, PlanApplied, Reassign, TrainerReport
 from protocol.placement import GPU, VISIT, gpu_fraction
+
+#: What the host has is asked for once in so many steps: it takes half a millisecond.
+HOST_EVERY: Final = 4
 
 
 class Boundary:
@@ -33,13 +37,14 @@ class Boundary:
         meter: Meter,
         plans: PlanBook,
         gpu_room: Callable[[], Room | None],
+        host_free: Callable[[], int | None],
         visits: Visits,
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
-        self._is_stage = is_stage
+        self._is_stage, self._host_free = is_stage, host_free
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -97,6 +102,7 @@ class Boundary:
                 streamed=self.statistics.streamed_layers,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
+                host_free_bytes=None if step % HOST_EVERY else self._host_free(),
                 waited_bytes=self._visits.end_step(),
                 layers=times,
             ),

@@ -63,6 +63,7 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], Groups],
         gpu_room: Callable[[], Room | None],
+        host_free: Callable[[], int | None],
         hold_bytes: int,
         accumulation: Accumulation,
         options: Options,
@@ -118,6 +119,7 @@ class Engine:
             meter=self._meter,
             plans=plans,
             gpu_room=gpu_room,
+            host_free=host_free,
             visits=self._visits,
             is_stage=is_stage,
         )

@@ -314,6 +314,7 @@ class Honest:
             streamed=(),
             gpu_usable_bytes=None,
             gpu_needed_bytes=None,
+            host_free_bytes=None,
             waited_bytes=0,
             layers=times,
         )

@@ -202,6 +202,19 @@ def test_layers_for_whose_visits_there_is_no_memory_stay(
         assert said and len(said) == len(set(said)), "once for each layer"
 
 
+def test_layers_leave_host_memory_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    ks: list[float] = []
+
+    def run(model: nn.Module, opt: hytrain.AdamW) -> None:
+        train_and_prepare(model, opt, 30, square_loss)
+        ks.append(opt.statistics().k)
+
+    for missing in (0, 1 << 40):
+        monkeypatch.setattr("hytrain.session.host_free", lambda limit, ranks, free=-missing: lambda: free)
+        same_bits(run, perceptron, {"k": "auto", "objective": "gpu-memory"})
+    assert ks == [0.0, 1.0]
+
+
 def test_more_threads_and_other_cores_change_nothing() -> None:
     fewest = {"k": 0.2, "threads": 1}
     same_bits(
