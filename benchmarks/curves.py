@@ -5,6 +5,7 @@
     torch        the recipe's loop in one process, fp32, clip_grad_norm_ and torch.optim.AdamW(fused=True)
     HyTrain      the same through three processes
     HyTrain bf16 the same with bf16 weights over fp32 masters
+    … moments    the same with bf16 moments, too, which is not exact
         └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ a table, a picture
 
 The recipe is examples/demo.yaml; `--set` changes it.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -36,15 +38,24 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RECIPE: Final = ROOT / "examples" / "demo.yaml"
 PLAIN: Final = "torch"
 #: System -> what it changes in the recipe.
-SYSTEMS: Final[dict[str, list[str]]] = {PLAIN: [], "HyTrain": [], "HyTrain bf16": ["model.dtype=bfloat16"]}
+BF16: Final = ["model.dtype=bfloat16"]
+SYSTEMS: Final[dict[str, list[str]]] = {
+    PLAIN: [],
+    "HyTrain": [],
+    "HyTrain bf16": BF16,
+    "HyTrain bf16, bf16 moments": [*BF16, "optimizer.state_dtype=bfloat16"],
+}
 #: Colour and style of its lines.
-STYLES: Final = {PLAIN: ("#2b2d42", "-"), "HyTrain": ("#c8553d", "--"), "HyTrain bf16": ("#588b8b", ":")}
+STYLES: Final = dict(
+    zip(SYSTEMS, (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", ":"), ("#e0a458", "-.")), strict=True)
+)
 SMOOTHING: Final = 50
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=v")
     parser.add_argument("--picture", type=Path, metavar="OUT.png")
@@ -54,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe, folder = config.load(RECIPE, arguments.overrides), arguments.folder
         loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
         return
-    found: dict[str, dict[int, History]] = {system: {} for system in SYSTEMS}
+    found: dict[str, dict[int, History]] = {system: {} for system in arguments.systems}
     for seed in arguments.seeds:
-        for system, changes in SYSTEMS.items():
-            overrides = [*arguments.overrides, *changes, f"run.seed={seed}"]
-            folder = arguments.folder / f"{system.replace(' ', '-')}-{seed}"
+        for system in arguments.systems:
+            overrides = [*arguments.overrides, *SYSTEMS[system], f"run.seed={seed}"]
+            folder = arguments.folder / re.sub(r"\W+", "-", f"{system}-{seed}")
             found[system][seed] = run(system, overrides, folder)
     print(table(found))
     if arguments.picture is not None:
@@ -128,14 +139,15 @@ class Plain(torch.optim.AdamW):
 
 
 def table(found: dict[str, dict[int, History]]) -> str:
-    """Final validation losses by seed, their mean and spread; how far each system's losses are from torch's."""
+    """Final validation losses by seed, their mean and spread; how far each system's losses are from the first one's."""
     body = []
+    base = next(iter(found.values()))
     for system, runs in found.items():
         final = [history.validation[-1][1] for history in runs.values()]
         apart = max(
             abs(mine[1] - theirs[1])
             for seed, history in runs.items()
-            for mine, theirs in zip(history.training, found[PLAIN][seed].training, strict=True)
+            for mine, theirs in zip(history.training, base[seed].training, strict=True)
         )
         spread = statistics.stdev(final) if len(final) > 1 else 0.0
         each = ", ".join(number(value, 4) for value in final)

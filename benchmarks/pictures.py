@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
 
-from benchmarks.parts import AUTO, ROAMING, WEIGHTLESS  # noqa: E402
+from benchmarks.parts import AUTO, CAPS, ROAMING, WEIGHTLESS  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
 
 pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
@@ -159,6 +159,8 @@ def frontier(rows: Rows) -> Any:
         here = rows.of_part(f"frontier_{shape}")
         ours = sorted((row["cap_gib"], row["step_s"]) for row in measured[shape] if "error" not in row)
         panel.plot(*zip(*ours, strict=True), "o-", color=OURS, label="HyTrain")
+        if failed := [row["cap_gib"] for row in measured[shape] if "error" in row]:
+            panel.plot(failed, [0.0] * len(failed), "x", color=OURS, label="failed", clip_on=False)
         for system, style in zip(WEIGHTLESS, ("--", ":"), strict=True):
             if (step_s := here.where(system=system).median("step_s")) is not None:
                 panel.axhline(step_s, color=THEIRS, linestyle=style, label=system)
@@ -166,8 +168,9 @@ def frontier(rows: Rows) -> Any:
         if base is not None:
             panel.axhline(base, color=LIMIT, linewidth=0.8, linestyle="-.", label="no offload, without a cap")
         panel.set_title(f"{shape.upper()}: seconds per step", loc="left")
-        panel.set_xlabel("GiB of GPU memory that torch may take")
-        panel.set_ylim(bottom=0)
+        panel.set_xlabel("cap on GPU memory, GiB")
+        panel.set_xlim(0, max(CAPS) + 4)
+        panel.set_ylim(0, 1.12 * panel.get_ylim()[1])
         panel.legend(frameon=False, fontsize=8)
     return figure
 
