@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import adamw, differing, keep, same_as_torch, same_bits, scale_by_hand, state, train, weights
 from small_models import perceptron, square_loss
+from test_k_invariance import train_and_prepare
 from torch import nn
 
 import hytrain
@@ -234,7 +235,7 @@ def test_the_cpu_takes_over_what_is_back_from_its_last_visit(monkeypatch: pytest
     monkeypatch.setattr(Link, "post", post)
     model = perceptron(depth=8, dtype=torch.bfloat16)
     with adamw(model, policy="random", stream=1.0) as opt:
-        train(model, opt, range(30), square_loss)
+        train_and_prepare(model, opt, 30, square_loss)
     assert sum(step > 0 for step, _ in sent) > 10
     assert all(after is not None and after.done is not None for _, after in sent)
 

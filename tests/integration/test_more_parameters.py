@@ -68,12 +68,11 @@ def test_commands_outlive_a_new_beginning() -> None:
 
 
 @pytest.mark.usefixtures("own_run")
-def test_a_command_stays_within_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_stays_within_the_hosts_memory() -> None:
     """With a k of its own, only the rest of the layers had to fit when training began."""
     model = perceptron()
     room = 16 * sum(parameter.numel() for parameter in model.parameters()) // 2
-    monkeypatch.setattr("hytrain.session.host_bound", lambda limit, ranks: room)
-    with adamw(model, k=0.8) as opt:
+    with adamw(model, k=0.8, host_memory_limit=room) as opt:
         train(model, opt, range(4), square_loss)
         assert monitor.main([str(opt.run_dir), "--set-k", "0"]) == 0
         for step in range(4, 60):
