@@ -26,7 +26,7 @@ from benchmarks.parts import SHAPES, Job
 
 #: Seconds kept back from a budget: for ending processes, and for writing.
 MARGIN_S: Final = 5.0
-#: A system that leaves less host memory is stopped. HyTrain leaves more: `HOST_MARGIN` in hytrain/memory/capacity.py.
+#: A system that leaves less host memory is stopped. HyTrain's plans are to leave more: `HOST_MARGIN_BYTES`.
 FLOOR_BYTES: Final = 4 * 10**9
 
 

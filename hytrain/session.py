@@ -202,7 +202,7 @@ class Session:
             parts, groups, options.gradient_dtype, self.parameters, empty, options.state_dtype
         )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
-        self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, ranks)
+        self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, self._device, ranks)
         require_host_memory(
             [layer.layout for layer in layers],
             options.k,

@@ -187,9 +187,11 @@ def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: py
     gib = 1 << 30
     left = 100 * gib
     monkeypatch.setattr(capacity, "available_bytes", lambda: left)
-    free, shared, stated = host_free(None), host_free(None, ranks=2), host_free(50 * gib)
+    gpu = torch.device("cuda")
+    free, shared, stated = host_free(None, gpu), host_free(None, gpu, ranks=2), host_free(50 * gib, gpu)
     assert free() == host_bound(None) == 95 * gib
     left = 15 * gib
     assert (free(), shared(), stated()) == (10 * gib, 5 * gib, None)
     left = 4 * gib
     assert (free(), shared()) == (-gib, -gib // 2), "the margin is 5 GiB"
+    assert host_free(None, torch.device("cpu"))() is None, "moving layers would free nothing"

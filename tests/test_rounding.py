@@ -15,7 +15,7 @@ import torch
 from test_kernels import BLOCK, HYPER, SPECIAL, Planes, Reference, shifted, some_grads
 from torch import Tensor
 
-from hytrain.kernels import choice
+from hytrain.kernels import choice, torch_backend
 from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
 from hytrain.kernels.rounding import key_of, random_bits, rounded
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
@@ -31,7 +31,9 @@ def opened(name: str, key: int = KEY) -> Update:
     """An update of elements from `first` on."""
     if name == "gpu":
         return on_device(key)
-    backend = choice.load(name, threads=2)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "CHUNK_PER_THREAD", 1024)
+        backend = choice.load(name, threads=2)[0]
 
     def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
         backend.update(**arguments(planes, grads, step), elements=Elements(key, first))
@@ -168,12 +170,11 @@ def test_the_second_moment_of_steady_gradients_gets_there() -> None:
 
 
 def test_the_expectation_is_the_exact_value() -> None:
-    """Of each bit that is cut off; with 2^20 draws, the mean is known to 0.0005 places."""
-    exact = torch.tensor([1.0 + (i + 0.3) / 16 * 2**-7 for i in range(16)]).repeat_interleave(1 << 16)
-    random = random_bits(Elements(KEY), exact.numel(), 5)
-    for bits in (random & 0xFFFF, random >> 16):
-        misses = (rounded(exact, bits).double() - exact.double()).view(16, -1).mean(1) / 2**-7
-        assert misses.abs().max().item() < 0.5 / 256 * 4
+    """Of each number, the mean over all that may be drawn is the number itself."""
+    everything = torch.arange(1 << 16)
+    for exact in (1.0, -1.3, 3.1e-39, -7.7e37, 1 + 2**-23, 2 - 2**-23, 1 + 2**-8):
+        value = torch.full((1 << 16,), exact)
+        assert rounded(value, everything).double().mean().item() == value[0].item()
 
 
 def correlation(x: Tensor, y: Tensor) -> float:

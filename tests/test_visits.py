@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -118,3 +119,5 @@ def test_the_rings_size_is_known_before_it_is_made() -> None:
     made.prepare()
     slots = [plane.nbytes for slot in made._slots for plane in slot._planes]
     assert sum(slots) == ring_bytes([SEGMENT, bf16]) and len(slots) == 3 * visits.SLOTS
+    smaller = replace(bf16, state_dtype="bfloat16")
+    assert ring_bytes([smaller]) == visits.SLOTS * 1024 * (2 + 2 + 2)

@@ -83,7 +83,7 @@ inline uint32_t random_bits(Elements elements, int64_t i) {
 }
 
 // `random` has as many bits as are cut off. Of infinities and the one NaN these are zeros, so nothing is carried.
-inline bf16 rounded(float x, uint32_t random) { return static_cast<bf16>((canonical(bits(x)) + random) >> 16); }
+inline bf16 rounded(float x, uint32_t random) { return static_cast<bf16>((bits(x) + random) >> 16); }
 
 // The type of `remainder` for each type of weights.
 template <class Weight>

@@ -7,9 +7,8 @@ lose changes of less than half a place: at beta2 = 0.999 the second moment of st
 The random bits are a function of the parameter's name, the step, and the element's index in the parameter. So they are
 the same for each owner and placement, for any number of threads, and after a resume. Name and step are hashed once to
 two seeds (`backend.seeds`). The index is mixed with them by two multiplications, as more would make the CPU's update
-wait for its processor instead of its memory (measured: Philox's ten rounds, five times as long). The mixing is that of
-lowbias32 (C. Wellons, "Prospecting for hash functions", 2018), with the second seed inside. adamw.cpp and
-triton_adamw.py contain the same.
+wait for its processor instead of its memory. The mixing is that of lowbias32 (C. Wellons, "Prospecting for hash
+functions", 2018), with the second seed inside. adamw.cpp and triton_adamw.py contain the same.
 
     mixed(index; seeds(name, step))  ─▶ 32 bits ─┬─ lower half ─▶ exp_avg
                                                  └─ upper half ─▶ exp_avg_sq

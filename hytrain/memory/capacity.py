@@ -241,10 +241,12 @@ def host_bound(limit: int | None, ranks: int = 1) -> int:
     return max(left, 0) // ranks
 
 
-def host_free(limit: int | None, ranks: int = 1) -> Callable[[], int | None]:
+def host_free(limit: int | None, device: torch.device, ranks: int = 1) -> Callable[[], int | None]:
     """What asks how many bytes the planes of each of `ranks` ranks may still take; below 0, some of the margin is used.
 
-    The margin is that of now, as in `host_bound`. With a stated `limit`, the machine is not asked, and it is None.
+    The margin is that of now, as in `host_bound`. It is None, and the machine is not asked, with a stated `limit`; and
+    on device "cpu", where what leaves the planes stays in the host's memory.
     """
     margin = available_bytes() - host_bound(None)
-    return lambda: None if limit is not None else (available_bytes() - margin) // ranks
+    is_asked = limit is None and device.type != "cpu"
+    return lambda: (available_bytes() - margin) // ranks if is_asked else None

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import adamw, differing, state, train, weights
-from small_models import gpt2, llama
+from small_models import gpt2, language_loss, llama, square_loss
 from test_k_invariance import train_and_prepare
+from test_saving import InPieces
 from torch import Tensor, nn
 
 from hytrain.memory import visits
@@ -34,26 +35,34 @@ def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype", "more"),
-    [(gpt2, torch.float32, {}), (llama, torch.bfloat16, {"max_grad_norm": 0.5})],
-    ids=["gpt2-float32", "llama-bfloat16-clipped"],
+    ("make", "dtype", "loss_of", "more"),
+    [
+        (InPieces, torch.float32, square_loss, {}),
+        (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5}),
+    ],
+    ids=["in pieces", "llama-bfloat16-clipped"],
 )
 def test_the_bits_do_not_depend_on_where_layers_are_updated(
-    make: Callable[..., nn.Module], dtype: torch.dtype, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., nn.Module],
+    dtype: torch.dtype,
+    loss_of: Callable[[nn.Module, int], Tensor],
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of a whole parameter, and of one that is cut."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
     monkeypatch.setattr(streaming, "SLOTS", 1)
     found = []
     for options in ({"k": 0.0}, *CHOICES):
         model = make(dtype)
         with adamw(model, state_dtype=torch.bfloat16, **options, **more) as opt:
-            train_and_prepare(model, opt, STEPS)
+            train_and_prepare(model, opt, STEPS, loss_of)
             found.append(state(opt) | weights(model))
     assert {tensor.dtype for tensor in moments(found[0]).values()} == {torch.bfloat16}
     for options, other in zip(CHOICES, found[1:], strict=True):
         assert differing(other, found[0]) == [], options
     with adamw(model := make(dtype), k=0.0, **more) as opt:
-        train(model, opt, range(STEPS))
+        train(model, opt, range(STEPS), loss_of)
         exact = weights(model)
     assert differing(exact, {name: found[0][name] for name in exact}), "it is not exact"
 
