@@ -13,7 +13,7 @@ import pytest
 from hytrain import planner
 from hytrain.planner import Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
-from hytrain.run.ownership import OwnershipError, PlanLedger
+from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
@@ -301,7 +301,7 @@ def test_where_gradients_have_no_room_all_layers_visit_at_first(driver: Driver) 
 
 
 def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> None:
-    """All visit, and the host has room for the gradients of one: the GPU takes two over before the CPU gets others."""
+    """All visit, and the host has room for the gradients of one: the others' come when the GPU has taken two over."""
     whole, grads = layout(TABLE.layers[0]).nbytes, layout(TABLE.layers[0]).plane_nbytes["grads"]
     first = driver.start(
         policy="deadline", visit=None, device="cuda", gpu_bytes=1 << 40, host_bytes=LAYERS * (whole - grads) + grads
@@ -314,7 +314,7 @@ def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> Non
         assert isinstance(to_trainer, Send) and isinstance(plan := to_trainer.message, m.Plan)
         driver.hold(plan)
         found.append(plan.placements)
-    assert found == [(GPU.name, GPU.name, *[other] * (LAYERS - 2)) for other in (VISIT.name, CPU.name)]
+    assert found == [(GPU.name, GPU.name, CPU.name, other) for other in (VISIT.name, CPU.name)]
 
 
 def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
@@ -349,24 +349,29 @@ def test_copies_that_wait_for_visits_do_not_tell_how_fast_the_link_is(driver: Dr
     assert found == [pytest.approx(2 * (copy_s,)) for copy_s in (1e-3, 1e-3, 2e-3)]
 
 
-@pytest.mark.parametrize("host_bytes", [None, 3 * layout(TABLE.layers[0]).nbytes])
-def test_what_cannot_leave_first_changes_places_at_once(driver: Driver, host_bytes: int | None) -> None:
-    """Where the host has no room for both, or refuses to take what is to leave."""
-    state = 10 * SEGMENT.numel
+def test_layers_stay_if_no_memory_has_room_for_one_more(driver: Driver) -> None:
+    """Two layers are to change places, where GPU and host are full. It is said why nothing happens."""
     driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
+    planning, whole = driver.planning, layout(TABLE.layers[0]).nbytes
+    wanted = _Wanted(frozenset({1}), (0.0, 0.0), "asked", None)
+    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
+    assert planning._propose(wanted, 9) == [] and "no room to move any" in planning.reason
+    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
+    assert len(planning._propose(wanted, 9)) == 3 and planning.reason.startswith("first what there is room for")
+
+
+def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
+    """The GPU has less room than its layers take by now, so one goes to the host."""
+    driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
     planning = driver.planning
-    planning._limits = Limits(gpu_state_bytes=state, host_bytes=host_bytes)
-    reasons = []
-    for _ in range(2):
-        planning._propose(_Wanted(frozenset({1}), (0.0, 0.0), "asked", None), 9)
-        reasons.append(planning.reason)
-        planning._ledger = PlanLedger((GPU.name, CPU.name, CPU.name, CPU.name))
-    assert [reason.startswith("first what leaves") for reason in reasons] == [host_bytes is None, False]
+    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
+    _, to_trainer, _ = planning._propose(_Wanted(frozenset({0}), (0.0, 0.0), "so", None), 9)
+    assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.placements) == (0,)
 
 
 @pytest.mark.parametrize("room_for_both", [True, False])
 def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_both: bool) -> None:
-    """State comes before the weights that are to be streamed have left. Without room for both, it comes later."""
+    """State comes before the weights that are to be streamed have left. What has no room beside them comes later."""
     element = SEGMENT.numel
     state, weights, waiting = 10 * element, 2 * element, 2 * 2 * element
     blocks = tuple((lid,) for lid in ALL)
@@ -387,7 +392,7 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
     driver.answer(m.Command(name="k", value="0.5"))
     plan = asked(2, start)
     if not room_for_both:
-        assert (on_gpu(plan.placements), plan.streamed) == ((), (0, 2, 3)) and "first what leaves" in plan.reason
+        assert (on_gpu(plan.placements), plan.streamed) == ((0,), (2, 3)) and "first what there is" in plan.reason
         driver.hold(plan, moved=0)
         driver.planning.k = 0.0  # the rest of that plan comes, not another one
         plan = asked(12, plan)

@@ -75,3 +75,21 @@ def test_gradients_take_memory_only_while_they_are_held(arena: HostArena, planes
         planes.drop_gradients()
         assert taken() == before and (weights == 3).all()
     assert not grads.any()
+
+
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_state_is_freed_for_good_unless_somebody_has_a_view_of_it(
+    arena: HostArena, planes: ArenaPlanes, is_viewed: bool
+) -> None:
+    for plane in ("exp_avg", "exp_avg_sq"):
+        for part in planes.state(plane):
+            assert part is not None
+            part.fill_(5)
+    (weights, *_), view = planes.weights, planes.state("exp_avg")[1] if is_viewed else None
+    weights.fill_(3)
+    del part
+    before = 512 * os.fstat(arena.descriptor).st_blocks
+    planes.free_state()
+    freed = before - 512 * os.fstat(arena.descriptor).st_blocks
+    assert freed >= 0.5 * before if view is None else (view == 5).all() and freed == 0
+    assert (weights == 3).all()

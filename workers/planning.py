@@ -102,7 +102,6 @@ class Planning:
         self._has_ring = False  # for visits, on the GPU
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
         self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
-        self._left_first: tuple[tuple[str, ...], frozenset[int]] | None = None  # the last plan, if it said only that
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
         self._same_steps = WHOLE_STEPS
         self.reason = ""
@@ -487,18 +486,19 @@ class Planning:
 
     def _propose(self, wanted: _Wanted, step: int) -> list[Command]:
         gpu_lids, shares, reason, predicted_s = wanted
-        whole = self._placed(gpu_lids, *shares, step)
-        placements, streamed = self._without_room_for_both(*whole)
-        if (placements, streamed) == self._left_first:  # what was to leave has not left
-            placements, streamed = whole
-        placements = self._without_host_room_for_both(placements, streamed)
-        self._left_first = self._rest = None
-        if (placements, streamed) != whole:
-            self._left_first = placements, streamed
+        now, whole = planner.Places(self.placements, self._streamed), self._placed(gpu_lids, *shares, step)
+        has_room = partial(self._has_room_beside, now)
+        places = whole if self._plan is None else planner.first_part(self._facts, now, whole, has_room)
+        self._rest = None
+        if places != whole:
+            if places == now:
+                self.reason = f"layers stay, since there is no room to move any; {reason}"
+                return []
             self._rest = None if self.policy == "random" else wanted
-            gpu_lids, predicted_s = _gpu_lids(placements), None
-            reason = f"first what leaves, since there is no room yet for what comes; {reason}"
-        is_as_wanted = self.policy != "random" and (placements, streamed) == whole
+            gpu_lids, predicted_s = _gpu_lids(places.placements), None
+            reason = f"first what there is room for; {reason}"
+        placements, streamed = places
+        is_as_wanted = self.policy != "random" and places == whole
         self._planned = shares if is_as_wanted else self._shares_of(placements, streamed)
         plan = self._plan = self._ledger.propose(
             m.Plan(
@@ -516,13 +516,8 @@ class Planning:
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def _placed(
-        self, gpu_lids: frozenset[int], visit: float, stream: float, step: int
-    ) -> tuple[tuple[str, ...], frozenset[int]]:
-        """Placements, and the layers whose weights rest in host memory.
-
-        The GPU owns these layers. The CPU updates the others, except for those that visit the GPU.
-        """
+    def _placed(self, gpu_lids: frozenset[int], visit: float, stream: float, step: int) -> planner.Places:
+        """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         if self.policy == "random" and self.table.stream is None:
             streamed = planner.drawn_streams(facts, gpu_lids, step)
@@ -533,58 +528,32 @@ class Planning:
         else:
             visiting = planner.visiting_lids(facts, gpu_lids, streamed, visit)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
-        return tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed
-
-    def _without_room_for_both(
-        self, placements: tuple[str, ...], streamed: frozenset[int]
-    ) -> tuple[tuple[str, ...], frozenset[int]]:
-        """The plan, or only what leaves the GPU in it, if its memory cannot hold that together with what comes.
-
-        State comes while other state and weights leave. The plan after it has room for the rest. The host must hold
-        both in the meantime.
-        """
-        if self._limits.gpu_state_bytes is None or self._plan is None:
-            return placements, streamed
-        names = dict(enumerate(placements))
-        now, then = _gpu_lids(self.placements), _gpu_lids(placements)
-        visiting = _visiting_lids(self.placements) | _visiting_lids(placements)
-        both_bytes = self._on_gpu_bytes(now | then, visiting, self._streamed & streamed)
-        if self._streamed.isdisjoint(streamed):
-            both_bytes += self.table.window_bytes
-        if both_bytes <= self._limits.gpu_state_bytes or (now <= then and self._streamed >= streamed):
-            return placements, streamed
-        host_bytes = sum(fact.host_bytes for fact in self._facts if fact.lid not in now & then)
-        if self._limits.host_bytes is not None and host_bytes > self._limits.host_bytes:
-            return placements, streamed
-        names |= {lid: self.placements[lid] for lid in then - now}
-        return tuple(names.values()), self._streamed | streamed
-
-    def _without_host_room_for_both(self, placements: tuple[str, ...], streamed: Set[int]) -> tuple[str, ...]:
-        """The placements, or only those for which layers need less host memory than now, if it cannot hold both.
-
-        Layers get their new memory before others give up theirs. If the GPU has no room either, all change at once.
-        """
-        if self._limits.host_bytes is None or self._plan is None:
-            return placements
-        moves = list(zip(self._facts, self.placements, placements, strict=True))
-        both_bytes = sum(max(_host_bytes(fact, now), _host_bytes(fact, then)) for fact, now, then in moves)
-        if both_bytes <= self._limits.host_bytes:
-            return placements
-        less = tuple(now if _host_bytes(fact, then) > _host_bytes(fact, now) else then for fact, now, then in moves)
-        room = self._limits.gpu_state_bytes
-        on_gpu_bytes = self._on_gpu_bytes(_gpu_lids(less), _visiting_lids(less), streamed)
-        is_possible = less != self.placements and (room is None or on_gpu_bytes <= room)
-        return less if is_possible else placements
+        return planner.Places(tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed)
 
     def _has_room_for(self, wanted: _Wanted) -> bool:
         """Whether it still fits: what steps need may have changed since it was decided."""
-        placements, streamed = self._placed(wanted.gpu_lids, *wanted.shares, self._step)
-        gpu_bytes = self._on_gpu_bytes(_gpu_lids(placements), _visiting_lids(placements), streamed)
-        host_bytes = sum(map(_host_bytes, self._facts, placements))
+        return self._fits(*self._bytes_of(self._placed(wanted.gpu_lids, *wanted.shares, self._step)))
+
+    def _has_room_beside(self, now: planner.Places, then: planner.Places) -> bool:
+        """Whether there is memory for both at once, or they take no more of it than `now` alone."""
+        visiting = _visiting_lids(now.placements) | _visiting_lids(then.placements)
+        gpu_lids = _gpu_lids(now.placements) | _gpu_lids(then.placements)
+        on_gpu = self._on_gpu_bytes(gpu_lids, visiting, now.streamed & then.streamed)
+        moves = zip(self._facts, now.placements, then.placements, strict=True)
+        on_host = sum(max(_host_bytes(fact, before), _host_bytes(fact, after)) for fact, before, after in moves)
+        return self._fits(on_gpu, on_host, at_least=self._bytes_of(now))
+
+    def _bytes_of(self, places: planner.Places) -> tuple[int, int]:
+        """What they take on the GPU and on the host."""
+        placements, streamed = places
+        on_gpu = self._on_gpu_bytes(_gpu_lids(placements), _visiting_lids(placements), streamed)
+        return on_gpu, sum(map(_host_bytes, self._facts, placements))
+
+    def _fits(self, *nbytes: int, at_least: tuple[int, int] = (0, 0)) -> bool:
+        """Whether GPU and host have so many bytes; what they have `at_least` is there."""
         bounds = self._limits.gpu_state_bytes, self._limits.host_bytes
-        return all(
-            bound is None or nbytes <= bound for nbytes, bound in zip((gpu_bytes, host_bytes), bounds, strict=True)
-        )
+        found = zip(nbytes, bounds, at_least, strict=True)
+        return all(bound is None or taken <= max(bound, least) for taken, bound, least in found)
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)

@@ -19,6 +19,7 @@ import mmap
 import os
 import resource
 import socket
+import weakref
 from typing import Final
 
 from protocol.address import Address
@@ -63,6 +64,12 @@ class Mapping:
         if _libc.mmap(self.address, nbytes, access, how, descriptor, 0) != self.address:
             raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
         self.buffer = memoryview(room)[start : start + nbytes]
+        self._room = weakref.ref(room)
+
+    def release(self) -> bool:
+        """Give up `buffer`. Returns whether the file is unmapped, as no view is left."""
+        del self.buffer
+        return self._room() is None
 
     def populate(self, nbytes: int) -> None:
         """Give the first bytes their pages, before they are pinned: the driver launches nothing while it does so.
@@ -126,10 +133,10 @@ class ArenaFile:
     def map_all(self) -> Mapping:
         return Mapping(self.descriptor, self.layout.nbytes)
 
-    def free(self, nbytes: int) -> None:
-        """Free the pages of the first bytes, in all processes, where the kernel can. Their next user finds zeros."""
+    def free(self, start: int, nbytes: int) -> None:
+        """Free the pages of these bytes, in all processes, where the kernel can. Their next user finds zeros."""
         how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _libc.fallocate(self.descriptor, how, ctypes.c_long(0), ctypes.c_long(nbytes))
+        _libc.fallocate(self.descriptor, how, ctypes.c_long(start), ctypes.c_long(nbytes))
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -81,7 +81,7 @@ class ArenaPlanes:
         if self._holds_gradients:
             self._holds_gradients = False
             self._transfers.unpin(*self._grads_range())
-            self._file.free(self._file.layout.plane_nbytes["grads"])
+            self._file.free(0, self._file.layout.plane_nbytes["grads"])
 
     def _grads_range(self) -> tuple[int, int]:
         assert self._shared is not None, "not closed"
@@ -116,6 +116,17 @@ class ArenaPlanes:
             if self._all is None:
                 self._all = _mapped(self._file.map_all)
             return self._all
+
+    def free_state(self) -> None:
+        """Free the memory of the state planes for good, unless somebody has a view of one. Nothing may use them any more.
+
+        So what is left of training has room in host memory.
+        """
+        self.unpin_state()
+        whole, self._all = self._all, None
+        if whole is None or whole.release():
+            start = self._file.layout.shared_nbytes
+            self._file.free(start, self._file.layout.nbytes - start)
 
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""

@@ -6,6 +6,7 @@ measured times ──▶ MeasurementBook ──profile()──▶ decide() ─�
 sizes, limits ─▶ first_lids() ─▶ the first plan    │
                                      formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
+now, then, room ─▶ first_part(): what moves first (moves.py)
 verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 """
 
@@ -16,6 +17,7 @@ from hytrain.planner.contention import Crowding
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
+from hytrain.planner.moves import Places, first_part
 from hytrain.planner.policies import POLICIES, Decision, decide, drawn_streams, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile, streamed_lids, visiting_lids
 from hytrain.planner.simulate import Event, Timeline, simulate
@@ -32,6 +34,7 @@ __all__ = [
     "LayerProfile",
     "Limits",
     "MeasurementBook",
+    "Places",
     "Profile",
     "Rates",
     "Timeline",
@@ -44,6 +47,7 @@ __all__ = [
     "drawn_streams",
     "drawn_visits",
     "first_lids",
+    "first_part",
     "gain",
     "is_worth_it",
     "prefix_for",

@@ -22,6 +22,7 @@ from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import Room
+from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
@@ -376,6 +377,9 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
+            for layer in self._layers:
+                if isinstance(layer.planes, ArenaPlanes):
+                    layer.planes.free_state()  # some weights may need its memory
             self._streaming.restore()
         self._handover.close()
         for layer in self._layers:

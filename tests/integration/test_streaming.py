@@ -20,6 +20,7 @@ import hytrain
 from hytrain import session
 from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
+from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step import streaming
 from hytrain.step.handover import Handover
@@ -551,3 +552,30 @@ def test_a_forked_child_is_told() -> None:
                 os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         train(model, opt, range(2, 4), square_loss)
+
+
+def test_closing_where_the_device_is_full_needs_no_more_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that have no room on the device take the place of the state that training no longer needs."""
+    values, taken = TrainedParameter.values, list[int]()
+
+    def arenas_bytes() -> int:
+        return sum(512 * os.fstat(layer.arena._file.descriptor).st_blocks for layer in opt._session.layers)
+
+    model, expected = perceptron(), perceptron()
+    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+        for one, optimizer in ((model, opt), (expected, other)):
+            train(one, optimizer, range(3), square_loss)
+            optimizer.synchronize()
+        before, full = arenas_bytes(), Full(opt, room=1, patch=monkeypatch)
+        monkeypatch.setattr(TrainedParameter, "values", lambda one: (taken.append(arenas_bytes()), values(one))[1])
+    assert full.refused and taken and max(taken) < 0.7 * before
+    assert differing(weights(model), weights(expected)) == []
+
+
+def test_state_that_was_read_outlives_the_optimizer() -> None:
+    model = perceptron()
+    with adamw(model, **STREAMED[0]) as opt:
+        train(model, opt, range(3), square_loss)
+        read, expected = opt.state_dict()["state"], state(opt)
+    found = {f"{plane}.{index}": value for index, entry in read.items() for plane, value in entry.items()}
+    assert differing(found, expected) == []

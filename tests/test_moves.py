@@ -1,0 +1,99 @@
+"""What moves first, where a plan has no room beside what is there now."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain.planner import LayerFacts, Places, first_part
+from protocol.placement import CPU, GPU, PLACEMENTS, VISIT
+
+LAYERS, IN_A_BLOCK = 6, 2
+NAMES = sorted(PLACEMENTS)
+STATE, WEIGHTS, GRADS = 10, 2, 2
+
+
+class Machine(NamedTuple):
+    gpu: int
+    host: int
+
+    def takes(self, now: Places, then: Places) -> tuple[int, int]:
+        """Bytes on the GPU and on the host, with both at once."""
+        pairs = list(zip(now.placements, then.placements, strict=True))
+        on_gpu = STATE * sum(GPU.name in pair for pair in pairs) + WEIGHTS * (
+            LAYERS - len(now.streamed & then.streamed)
+        )
+        host_of = {GPU.name: 0, VISIT.name: STATE + WEIGHTS, CPU.name: STATE + WEIGHTS + GRADS}
+        return on_gpu, sum(max(host_of[before], host_of[after]) for before, after in pairs)
+
+    def has_room(self, now: Places, then: Places) -> bool:
+        bounds = map(max, self, self.takes(now, now))
+        return all(taken <= bound for taken, bound in zip(self.takes(now, then), bounds, strict=True))
+
+    def first(self, now: Places, then: Places) -> Places:
+        return first_part(FACTS, now, then, lambda places: self.has_room(now, places))
+
+
+def fact(lid: int) -> LayerFacts:
+    return LayerFacts(
+        lid=lid,
+        position=lid,
+        numel=1,
+        gpu_state_bytes=STATE,
+        host_bytes=STATE + WEIGHTS + GRADS,
+        weights_bytes=WEIGHTS,
+        block=lid // IN_A_BLOCK,
+    )
+
+
+FACTS = [fact(lid) for lid in range(LAYERS)]
+names = st.tuples(*[st.sampled_from(NAMES)] * LAYERS)
+
+
+@st.composite
+def places(draw: st.DrawFn) -> Places:
+    """Blocks may be streamed of which the GPU owns no layer."""
+    placements, drawn = draw(names), draw(st.sets(st.integers(0, LAYERS // IN_A_BLOCK - 1)))
+    free = {block for block in drawn if GPU.name not in placements[IN_A_BLOCK * block :][:IN_A_BLOCK]}
+    return Places(placements, frozenset(lid for lid in range(LAYERS) if lid // IN_A_BLOCK in free))
+
+
+machines = st.builds(Machine, st.integers(0, 72), st.integers(0, 84))
+
+
+@given(machines, places(), places())
+def test_what_moves_has_room_and_all_does_that_has(machine: Machine, now: Places, then: Places) -> None:
+    reached = machine.first(now, then)
+    assert machine.has_room(now, reached)
+    assert reached == then or not machine.has_room(now, then)
+    for lid in range(LAYERS):
+        assert reached.placements[lid] in (now.placements[lid], then.placements[lid])
+        is_streamed = lid in reached.streamed
+        assert is_streamed in (lid in now.streamed, lid in then.streamed)
+
+
+@given(places(), places())
+def test_room_for_one_layer_is_enough_to_get_there_in_time(now: Places, then: Places) -> None:
+    """Where both memories are full but for the largest move: layers change places in turn."""
+    bounds = map(max, Machine(0, 0).takes(now, now), Machine(0, 0).takes(then, then))
+    most_gpu, most_host = STATE + IN_A_BLOCK * WEIGHTS, STATE + WEIGHTS + GRADS
+    on_gpu, on_host = bounds
+    machine = Machine(on_gpu + most_gpu, on_host + most_host)
+    for _ in range(4 * LAYERS):
+        if now == then:
+            return
+        now = machine.first(now, then)
+    raise AssertionError(f"{now} is not {then}")
+
+
+def test_weights_leave_before_state_comes() -> None:
+    """What ended a run: state came to a GPU that had room for it only without the weights that were to leave."""
+    now = Places((VISIT.name,) * LAYERS, frozenset())
+    then = Places((*[VISIT.name] * (LAYERS - 2), GPU.name, GPU.name), frozenset(range(LAYERS - 2)))
+    machine = Machine(2 * STATE + 2 * WEIGHTS, LAYERS * (STATE + WEIGHTS))
+    first = machine.first(now, then)
+    assert first.streamed == then.streamed
+    assert first.placements.count(GPU.name) == 1, "there is room for one beside all weights"
+    assert machine.first(first, then) == then
