@@ -27,12 +27,17 @@ SHAPES: Final = {
     "1b": (2048, 5632, 22, 16, 32000),
     "3b": (3200, 8640, 26, 32, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
+    "llama3-8b": (4096, 14336, 32, 32, 128256),
     "10b": (5120, 13824, 30, 40, 32000),
     "20b": (5120, 13824, 63, 40, 32000),
     "41b": (8192, 22016, 50, 64, 32000),
     "gpt2-tiny": (64, 256, 2, 4, 2048),
     "gpt2-large": (1280, 5120, 36, 20, 50304),
 }
+#: Attention heads that share keys and values; elsewhere each has its own.
+KEY_HEADS: Final = {"llama3-8b": 8}
+#: The logits of this vocabulary are there for a part of each sequence at a time.
+LOSS_CHUNKS: Final = {"llama3-8b": 16}
 #: No rank can hold these whole: they are built on the meta device, and each rank makes its shards.
 ON_META: Final = ("41b",)
 #: HyTrain as it is by default: the planner chooses k.
@@ -336,6 +341,27 @@ def frontier(
     return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in peers)]
 
 
+def home(template: Job) -> list[Job]:
+    """What a GPU of 24 or 12 GB trains in a machine with 64 or 32 GB of memory, with moments in bf16.
+
+    Run it on 8 cores, with `--host-memory-gb 68`: with less than 4 GB left, a system is stopped.
+    """
+
+    def on(shape: str, system: str, batch: int, *, cap_gib: int = 24, sequence: int = 1024, step_s: float = 3.0) -> Job:
+        base = replace(_shaped(template, shape), cap_gib=cap_gib, sequence=sequence)
+        settle, measure = (32, 8) if system.startswith("hytrain") else (2, 4)
+        found = job(base, system, Segment(batch=batch, settle=settle, measure=measure))
+        return replace(found, start_s=found.start_s + 40, step_s=step_s)
+
+    smaller = f"{ROAMING},state_dtype=bfloat16,host_memory_limit"
+    return [
+        on("llama3-8b", f"{smaller}={58 * 10**9}", 2, sequence=4096, step_s=8.0),
+        on("3b", f"{smaller}={27 * 10**9}", 4, cap_gib=12, step_s=1.5),
+        on("7b", f"{smaller}={58 * 10**9}", 4),
+        *(on("7b", system, 4) for system in ("bnb-paged-8bit", *WEIGHTLESS)),
+    ]
+
+
 def largest(template: Job) -> list[Job]:
     """20.3 B parameters, for a GPU of 141 GB and 128 GiB of host memory: the loss of step 4, and that of step 20."""
     base = _shaped(template, "20b")
@@ -434,6 +460,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
     # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.
     "frontier_10b": partial(frontier, shape="10b", caps=CAPS[1::2], peers=(), start_s=55, times=2.6),
+    "home": home,
     "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,

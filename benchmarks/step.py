@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks import idle, ranks, saving, text
 from benchmarks.host import used_bytes
-from benchmarks.parts import ON_META, SHAPES, Job, Segment
+from benchmarks.parts import KEY_HEADS, LOSS_CHUNKS, ON_META, SHAPES, Job, Segment
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 from hytrain import deferred_init
@@ -138,7 +138,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             intermediate_size=intermediate,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads,
+            num_key_value_heads=KEY_HEADS.get(job.shape, heads),
             max_position_embeddings=4096,
             **alike,
         )
@@ -155,6 +155,10 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(torch.float32)
     if job.device == "cuda" and not job.reads_text:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if chunks := LOSS_CHUNKS.get(job.shape):
+        from hytrain.recipe.loss import in_chunks
+
+        in_chunks(model, chunks)
     return model
 
 

@@ -206,6 +206,7 @@ def bitsandbytes(model: nn.Module, setting: Setting, *, paged: bool) -> Running:
     import bitsandbytes
 
     kind = bitsandbytes.optim.PagedAdamW8bit if paged else bitsandbytes.optim.AdamW8bit
+    model = model.to(setting.job.device)  # below a cap it comes in host memory
     return Running(plain_step(model, kind(model.parameters(), lr=LR), setting.clip))
 
 
