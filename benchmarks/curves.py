@@ -77,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(system: str, overrides: list[str], folder: Path) -> History:
-    """One run. Raises `CalledProcessError` if it fails."""
+    """One run, unless the folder has it by now: what was interrupted goes on. `CalledProcessError` if it fails."""
+    recipe, metrics = config.load(RECIPE, overrides), folder / "metrics.jsonl"
+    before, own = History.read(metrics, recipe.train.steps), folder / "recipe.yaml"
+    if before.validation and before.validation[-1][0] == recipe.train.steps:
+        if own.exists() and own.read_text() == config.dump(recipe):
+            return before
     sets = [word for override in overrides for word in ("--set", override)]
     if system == PLAIN:
         command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", *sets]
@@ -88,7 +93,7 @@ def run(system: str, overrides: list[str], folder: Path) -> History:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as output:
         subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-    return History.read(folder / "metrics.jsonl", config.load(RECIPE, overrides).train.steps)
+    return History.read(metrics, recipe.train.steps)
 
 
 # ---------------------------------------------------------------- torch's side
