@@ -351,7 +351,7 @@ def home(template: Job) -> list[Job]:
         base = replace(_shaped(template, shape), cap_gib=cap_gib, sequence=sequence)
         settle, measure = (32, 8) if system.startswith("hytrain") else (2, 4)
         found = job(base, system, Segment(batch=batch, settle=settle, measure=measure))
-        return replace(found, start_s=found.start_s + 40, step_s=step_s)
+        return replace(found, start_s=found.start_s + 20, step_s=step_s)
 
     smaller = f"{ROAMING},state_dtype=bfloat16,host_memory_limit"
     return [

@@ -375,6 +375,18 @@ def frontier(rows: Rows) -> str:
     return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
+def home(rows: Rows) -> str:
+    """Little GPU memory, little host memory, few cores."""
+
+    def capped(mine: Rows) -> str:
+        return f"{mine.last('cap_gib'):.0f} GiB"
+
+    tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
+    placed = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
+    columns = (last("model", "shape"), ("cap", capped), col.SYSTEM, tokens, *placed, col.STEP, col.PREDICTED)
+    return table(rows.of_part("home").by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
+
+
 def identical(rows: Rows) -> str:
     checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
     columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
@@ -397,7 +409,7 @@ def machines(rows: Rows) -> str:
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, frontier)
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, frontier, home)
 }
 
 

@@ -19,7 +19,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import GPU, VISIT
 from workers.effects import Command, Send
-from workers.planning import Planning, _facts
+from workers.planning import Planning, facts
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
 PIECES = 2
@@ -122,7 +122,7 @@ class Run:
         times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": self.numel / machine.gpu}
         times |= {"d2h_s": 2 * self.numel / machine.link, "h2d_s": 2 * self.numel / machine.link}
         times |= {"cpu_update_s": self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
-        layers = tuple(LayerProfile(**asdict(_facts(one, self.table)), **times) for one in self.table.layers)
+        layers = tuple(LayerProfile(**asdict(facts(one, self.table)), **times) for one in self.table.layers)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
         real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
         return real, simulate(real, of_gpu)

@@ -5,6 +5,7 @@ hytrain-cluster script.py [argument …]          runs a user's own program as t
 hytrain-cluster -m package.module [argument …]  the same, for a module
 hytrain-cluster --nproc-per-node N …            any of these on several ranks, through torchrun
 hytrain-cluster init [FILE]                     writes a recipe with every key
+hytrain-cluster doctor                          says what this machine can train, and how fast
 (python -m workers.launcher --attach PID)       starts coordinator and optimizers for running processes
 """
 
@@ -30,7 +31,7 @@ from workers.torchrun import Job
 if TYPE_CHECKING:
     from hytrain.recipe.config import Recipe
 
-INIT: Final = "init"
+INIT, DOCTOR = "init", "doctor"
 #: Endings of files that are no programs, but may be meant as a recipe's data.
 DATA: Final = (".txt", ".md", ".json", ".jsonl", ".csv", ".parquet", ".xz", ".gz")
 #: What the first argument may be.
@@ -60,7 +61,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "program",
         nargs="?",
-        help='a recipe (.yaml), a Python program (.py), or "init", which writes a recipe',
+        help='a recipe (.yaml), a Python program (.py), "init", which writes a recipe, or "doctor", which says what '
+        "this machine can train",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program; the file of init")
     parser.add_argument(
@@ -102,6 +104,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_program(["-m", *arguments.module], name, arguments)
     if arguments.program == INIT:
         return _init(arguments.arguments)
+    if arguments.program == DOCTOR:
+        from workers import doctor
+
+        return doctor.main(arguments.arguments)
     program = Path(arguments.program)
     if program.suffix in (".yaml", ".yml"):
         late = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml", parents=[_options()])

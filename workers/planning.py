@@ -112,7 +112,7 @@ class Planning:
         self._clipped = planner.ClippedShare()
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
-        self._facts = [_facts(layer, table) for layer in table.layers]
+        self._facts = [facts(layer, table) for layer in table.layers]
         self._streamable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
@@ -711,7 +711,7 @@ def _host_bytes(fact: planner.LayerFacts, name: str) -> int:
     return fact.host_bytes - (fact.grads_bytes if name == VISIT.name else 0)
 
 
-def _facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
+def facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
     placed, one_bank = layout(layer, table.banks), layout(layer)
     held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
     block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)

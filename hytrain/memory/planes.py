@@ -118,7 +118,7 @@ class ArenaPlanes:
             return self._all
 
     def free_state(self) -> None:
-        """Free the memory of the state planes for good, unless somebody has a view of one. Nothing may use them any more.
+        """Free the memory of the state planes for good, unless somebody has a view of one. Nothing else may use them.
 
         So what is left of training has room in host memory.
         """

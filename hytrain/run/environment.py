@@ -47,7 +47,7 @@ def write(folder: Path, device: torch.device, launcher: int | None) -> None:
         "folder": os.getcwd(),
         "commit": commit(os.getcwd()),
         "versions": versions(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
@@ -92,7 +92,7 @@ def _started(pid: int) -> str:
 
 
 @cache
-def _cpu() -> str:
+def cpu_name() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,0 +1,353 @@
+"""`hytrain-cluster doctor`: what this machine can train, how fast, and what to change first. It trains nothing.
+
+in a process of its own, pinned as the optimizer would be ─▶ the CPU's updates ┐
+here ─▶ copies, updates and a matrix product on the GPU ───────────────────────┼─▶ forecast ─▶ tables, advice
+memory, control groups, limits, PCIe ──────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from hytrain.errors import ConfigError
+from hytrain.memory import host
+from workers import affinity
+
+STATE_DTYPES: Final = {"float32": "exact", "bfloat16": "moments in bf16"}
+NUMEL: Final = 1 << 26
+PRODUCT: Final = 8192
+PRODUCTS: Final = 10
+SHMEM_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+#: From this Linux on, memory is made of huge pages whatever that setting says.
+COLLAPSES: Final = (6, 1)
+#: Two for each layer and some more; no model has needed half of it.
+DESCRIPTORS: Final = 4096
+#: Of the GPU's memory, what a CUDA context takes; more is others'.
+CONTEXT_BYTES: Final = 1 << 30
+ASK_S: Final = 5.0
+_LINK: Final = ("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Bytes, bytes/s, FLOP/s, parameters/s. `link`: PCIe generation now and at most, lanes now and at most.
+
+    `bound_bytes` is what may be planned with: what is free, or the limit that was given.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    bound_bytes: int
+    to_host: float
+    from_host: float
+    update: float
+    product: float
+    link: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found. `cpu_update`: parameters/s by the dtype of the moments, on `cores`, as `backend` says."""
+
+    gpu: Gpu | None
+    cpu: str
+    cores: int
+    pinning: str
+    is_shared: bool
+    backend: str
+    cpu_update: dict[str, float]
+    memory_bytes: int
+    available_bytes: int
+    bound_bytes: int
+    group_bytes: int | None
+    locked_bytes: int | None
+    descriptors: int | None
+    kernel: tuple[int, int]
+    huge_pages: str
+    is_wsl: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Raises `ConfigError` for cores that this process may not use."""
+    parser = argparse.ArgumentParser(
+        prog="hytrain-cluster doctor", description="What this machine can train, and what to change first."
+    )
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step (4)")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of each (1024)")
+    parser.add_argument("--cores", default="auto", help="cores of the optimizer, as for a run")
+    parser.add_argument("--threads", type=int, help="its threads, as for a run")
+    parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
+    parser.add_argument("--gpu-memory-limit", type=int, metavar="BYTES", help="memory to plan with on the GPU")
+    parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)  # only measure the CPU, print JSON
+    asked = parser.parse_args(argv)
+    if asked.batch < 1 or asked.sequence < 1:
+        raise ConfigError("a step needs a sequence of a token: --batch and --sequence are at least 1")
+    if asked.cpu:
+        print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
+        return 0
+    machine = examine(asked)
+    print(render(machine, asked.batch, asked.sequence))
+    return 0
+
+
+def examine(asked: argparse.Namespace) -> Machine:
+    """Measure this machine, in about ten seconds."""
+    affinity.choose(asked.cores, asked.threads)  # raises before anything is measured
+    command = [sys.executable, "-P", "-m", "workers.doctor", "--cpu", "--cores", asked.cores]
+    command += [] if asked.threads is None else ["--threads", str(asked.threads)]
+    measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    from hytrain.memory.capacity import host_bound
+    from hytrain.run.environment import cpu_name
+
+    gpu = _measure_gpu(asked.gpu_memory_limit)
+    in_use = psutil.virtual_memory()
+    left = host.left_in_groups()
+    release = platform.release()
+    version = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
+    return Machine(
+        gpu=gpu,
+        cpu=cpu_name(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=int(in_use.total),
+        available_bytes=host.available_bytes(),
+        bound_bytes=host_bound(asked.host_memory_limit),
+        group_bytes=left if left is not None and left < in_use.available else None,
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK, soft=True),
+        descriptors=_limit(resource.RLIMIT_NOFILE, soft=False),
+        kernel=(version[0], version[1]) if len(version) == 2 else COLLAPSES,
+        huge_pages=_chosen(SHMEM_HUGE_PAGES),
+        is_wsl="microsoft" in release.lower(),
+        **measured,
+    )
+
+
+def _limit(kind: int, *, soft: bool) -> int | None:
+    limit = resource.getrlimit(kind)[0 if soft else 1]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets."""
+    with suppress(OSError):
+        words = path.read_text().split()
+        return next((word.strip("[]") for word in words if word.startswith("[")), "")
+    return ""
+
+
+def _measure_cpu(cores: str, threads: int | None) -> dict[str, Any]:
+    """In a process that has not loaded OpenMP: how fast the CPU updates, with the pinning of an optimizer process."""
+    pinning = affinity.choose(cores, threads)
+    affinity.pin(pinning)
+    from hytrain.kernels.choice import load
+    from workers.update_rate import seconds_per_parameter
+
+    backend, reason = load("auto", pinning.threads)
+    rates = {dtype: 1 / seconds_per_parameter(backend, [_layer(dtype)]) for dtype in STATE_DTYPES}
+    return {
+        "pinning": pinning.describe(),
+        "is_shared": not pinning.exclusive,
+        "backend": reason,
+        "cpu_update": rates,
+    }
+
+
+def _layer(state_dtype: str) -> Any:
+    from protocol.messages import Layer, Segment
+
+    segment = Segment(
+        name="scratch", numel=NUMEL, dtype="bfloat16", grads_dtype="bfloat16", state_dtype=state_dtype, group=0
+    )
+    return Layer(lid=0, position=0, name="scratch", segments=(segment,))
+
+
+def _measure_gpu(limit: int | None) -> Gpu | None:
+    """The GPU that a trainer would use; None without one."""
+    import torch
+
+    from hytrain.memory.transfer import transfers_for
+    from hytrain.run.calibration import calibrate
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    free, total = torch.cuda.mem_get_info(device)
+    rates = calibrate([_layer("float32")], device, transfers_for(device), None)
+    assert rates.d2h_s and rates.h2d_s and rates.gpu_update_s, "measured on a GPU"
+    left, right = (torch.randn(PRODUCT, PRODUCT, dtype=torch.bfloat16, device=device) for _ in range(2))
+    torch.mm(left, right)
+    torch.cuda.synchronize(device)
+    began_s = time.perf_counter()
+    for _ in range(PRODUCTS):
+        torch.mm(left, right)
+    torch.cuda.synchronize(device)
+    product_s = (time.perf_counter() - began_s) / PRODUCTS
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        total_bytes=total,
+        free_bytes=free,
+        bound_bytes=free if limit is None else min(free, limit),
+        to_host=2 / rates.d2h_s,
+        from_host=2 / rates.h2d_s,
+        update=1 / rates.gpu_update_s,
+        product=2 * PRODUCT**3 / product_s,
+        link=_link(str(torch.cuda.get_device_properties(device).uuid)),
+    )
+
+
+def _link(uuid: str) -> tuple[int, ...] | None:
+    """PCIe generation now and at most, lanes now and at most, as the driver tells; None if it does not."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_LINK)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASK_S).stdout
+        numbers = tuple(int(number) for number in told.split(","))
+        return numbers if len(numbers) == len(_LINK) else None
+    return None
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def render(machine: Machine, batch: int, sequence: int) -> str:
+    """The machine, what it trains, and advice."""
+    parts = ["\n".join(f"{name:14} {text}" for name, text in _facts(machine))]
+    parts += _forecasts(machine, batch, sequence)
+    if advice := list(advise(machine)):
+        parts.append("What to change first:\n" + "\n".join(f"- {sentence}" for sentence in advice))
+    return "\n\n".join(parts)
+
+
+def _facts(machine: Machine) -> list[tuple[str, str]]:
+    updates = ", ".join(f"{machine.cpu_update[dtype] / 1e9:.2f} {name}" for dtype, name in STATE_DTYPES.items())
+    memory = f"{_gib(machine.available_bytes)} of {_gib(machine.memory_bytes)} free, planes may take "
+    found = [
+        ("CPU", f"{machine.cpu}, {machine.cores} cores"),
+        ("optimizer", machine.pinning),
+        ("its updates", f"{updates}, in billions of parameters per second ({machine.backend})"),
+        ("host memory", memory + _gib(machine.bound_bytes)),
+    ]
+    if (gpu := machine.gpu) is None:
+        return [("GPU", "none that torch can use"), *found]
+    link = f"{gpu.to_host / 1e9:.1f} GB/s to the host, {gpu.from_host / 1e9:.1f} from it"
+    if gpu.link is not None:
+        link += f" (PCIe {gpu.link[0]} x {gpu.link[2]})"
+    return [
+        ("GPU", f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"),
+        ("its products", f"{gpu.product / 1e12:.0f} TFLOP/s in bf16"),
+        ("its updates", f"{gpu.update / 1e9:.0f} billion parameters per second"),
+        ("link", link),
+        *found,
+    ]
+
+
+def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
+    """A table of models and how fast each would train, and the largest that fits."""
+    from workers import forecast
+
+    if machine.gpu is None:
+        return ["Without a GPU, HyTrain trains on the CPU, and nothing is forecast."]
+    bounds = {"gpu_bytes": machine.gpu.bound_bytes, "host_bytes": machine.bound_bytes}
+    most = ", ".join(
+        f"{forecast.most_parameters(**bounds, state_dtype=dtype) / 1e9:.1f} B ({name})"
+        for dtype, name in STATE_DTYPES.items()
+    )
+    rates = forecast.Rates(
+        product=machine.gpu.product,
+        to_host=machine.gpu.to_host,
+        from_host=machine.gpu.from_host,
+        gpu_update=machine.gpu.update,
+        cpu_update=machine.cpu_update,
+    )
+    tokens = batch * sequence
+    rows = []
+    for shape in forecast.SHAPES:
+        found = [forecast.forecast(shape, rates, tokens=tokens, state_dtype=dtype, **bounds) for dtype in STATE_DTYPES]
+        rows.append([shape.name, *(cell for one in found for cell in _cells(one, tokens))])
+        if all(one.step_s is None for one in found):
+            break
+    heads = ["model"] + [
+        head for name in STATE_DTYPES.values() for head in (f"{name}: s/step", "tokens/s", "of full speed")
+    ]
+    return [
+        f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts:",
+        _table(heads, rows),
+        "Forecasts: measured steps took 0.95 to 1.5 times as long, the more the fewer cores. Full speed is that of "
+        "forward\nand backward alone, on a GPU that could hold everything.",
+        f"At most so many parameters fit, in bf16, without activations: {most}.",
+    ]
+
+
+def _cells(found: Any, tokens: int) -> list[str]:
+    if found.step_s is None:
+        return ["no room", "-", "-"]
+    return [f"{found.step_s:.2f}", f"{tokens / found.step_s:,.0f}", f"{found.work_s / found.step_s:.0%}"]
+
+
+def advise(machine: Machine) -> list[str]:
+    """What would help, in the order of what it is likely to bring."""
+    gpu, found = machine.gpu, list[str]()
+    if machine.backend.startswith("torch"):
+        found.append(
+            "Install a C++ compiler (g++): updates on the CPU are several times as fast, with the same bits everywhere."
+        )
+    if machine.is_shared:
+        found.append("With fewer than four cores, trainer and optimizer share them: give the process more cores.")
+    if machine.group_bytes is not None:
+        found.append(
+            f"A control group leaves {_gib(machine.group_bytes)} of host memory, less than the machine has: raise its "
+            "limit (a container's --memory, Slurm's --mem)."
+        )
+    if gpu is not None and machine.locked_bytes is not None and machine.locked_bytes < machine.bound_bytes:
+        found.append(
+            f"`ulimit -l` is {_gib(machine.locked_bytes)}. If CUDA refuses to pin memory, raise it: memlock in "
+            "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
+        )
+    if machine.is_wsl:
+        found.append(
+            "Under WSL2, Windows gives Linux half of the memory, and CUDA may pin only a part of that: raise `memory` "
+            "in .wslconfig. Linux itself has no such bound."
+        )
+    if gpu is not None and gpu.link is not None and gpu.link[2] < gpu.link[3]:
+        found.append(f"The GPU uses {gpu.link[2]} of {gpu.link[3]} PCIe lanes: another slot makes copies faster.")
+    if gpu is not None and (taken := gpu.total_bytes - gpu.free_bytes) > CONTEXT_BYTES + gpu.total_bytes // 20:
+        found.append(f"{_gib(taken)} of the GPU's memory are in use: by a desktop, or another program?")
+    if machine.descriptors is not None and machine.descriptors < DESCRIPTORS:
+        found.append(
+            f"`ulimit -Hn` is {machine.descriptors}: a model of many layers needs up to {DESCRIPTORS} open files."
+        )
+    if machine.huge_pages in ("never", "deny") and machine.kernel < COLLAPSES:
+        found.append(
+            "Shared memory has no huge pages, so that it is slow to allocate, pin and move: use Linux 6.1 or later, or "
+            f"write `advise` to {SHMEM_HUGE_PAGES}."
+        )
+    return found
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""How fast a machine would train LLaMA models of several sizes, and which of them fit: the planner on made-up layers.
+
+    Rates, memory ─▶ a model's layers with their times ─▶ planner.decide() ─▶ Forecast
+
+Forward and backward are as long as their matrix products, at a part of the speed of one large product; with
+checkpointing, backward computes forward again. `doctor` measures the rates and prints the forecasts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from hytrain import planner
+from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
+from hytrain.memory.visits import ring_bytes
+from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
+from hytrain.step.streaming import SLOTS
+from protocol import messages as m
+from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
+
+#: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
+#: parameters.
+OF_PRODUCT: Final = 0.7
+#: Layers have no more elements than this: larger parameters are cut.
+LAYER_NUMEL: Final = 300_000_000
+#: The loss is taken of so many parts of the sequences, one after the other.
+LOSS_CHUNKS: Final = 8
+#: Of a parameter's remainder and moments, by the dtype of the moments.
+STATE_BYTES: Final = {"float32": 10, "bfloat16": 6}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A LLaMA. `key_heads` is the share of the heads that have keys and values of their own."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    blocks: int
+    vocabulary: int = 32000
+    key_heads: float = 1.0
+
+    @property
+    def block_numel(self) -> int:
+        attention = 2 * (1 + self.key_heads) * self.hidden**2
+        return int(attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def numel(self) -> int:
+        return self.blocks * self.block_numel + 2 * self.vocabulary * self.hidden
+
+    def step_bytes(self, tokens: int) -> int:
+        """GPU memory of a step besides what is placed: embedding and head, gradients on their way, and activations.
+
+        With checkpointing these are what enters each block, one block's own, and the logits of a part of the loss.
+        """
+        ends = 2 * 2 * self.vocabulary * self.hidden
+        gradients = 2 * 2 * self.block_numel
+        entering = 2 * tokens * self.hidden * self.blocks
+        of_block = 2 * 2 * tokens * (8 * self.hidden + 3 * self.intermediate)
+        logits = 10 * tokens * self.vocabulary // LOSS_CHUNKS
+        return ends + gradients + entering + of_block + logits
+
+
+SHAPES: Final = (
+    Shape("1 B", 2048, 5632, 22),
+    Shape("3 B", 3200, 8640, 26),
+    Shape("7 B", 4096, 11008, 32),
+    Shape("8 B (Llama 3)", 4096, 14336, 32, 128256, 0.25),
+    Shape("13 B", 5120, 13824, 40),
+    Shape("20 B", 5120, 13824, 63),
+    Shape("33 B", 6656, 17920, 60),
+    Shape("70 B (Llama 3)", 8192, 28672, 80, 128256, 0.125),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Products in FLOP/s, copies in bytes/s, updates in parameters/s; the CPU's by the dtype of the moments."""
+
+    product: float
+    to_host: float
+    from_host: float
+    gpu_update: float
+    cpu_update: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one model: seconds per step, and what they would be if updates took no time. None if it does not fit."""
+
+    step_s: float | None
+    work_s: float
+    reason: str
+
+
+def forecast(shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tokens: int, state_dtype: str) -> Forecast:
+    """A step over so many tokens, with bf16 weights. `gpu_bytes` are free, `host_bytes` may be taken by planes."""
+    table = _table(shape, gpu_bytes, host_bytes, state_dtype)
+    per_parameter_s = 8 * tokens / (OF_PRODUCT * rates.product)
+    work_s = per_parameter_s * (shape.numel - shape.vocabulary * shape.hidden)
+    layers = []
+    for layer in table.layers:
+        works = not layer.name.startswith("embedding")
+        each = {
+            "forward_s": works * per_parameter_s / 4,
+            "backward_s": works * per_parameter_s * 3 / 4,
+            "d2h_s": 2 / rates.to_host,
+            "h2d_s": 2 / rates.from_host,
+            "cpu_update_s": BESIDE_TRAINING / rates.cpu_update[state_dtype],
+            "gpu_update_s": 1 / rates.gpu_update,
+            "visit_s": STATE_BYTES[state_dtype] / min(rates.to_host, rates.from_host),
+        }
+        times: dict[str, Any] = {name: layer.numel * value for name, value in each.items()}
+        layers.append(LayerProfile(**asdict(facts(layer, table)), **times))
+    profile = Profile(
+        layers=tuple(layers),
+        window_bytes=table.window_bytes,
+        for_visits_bytes=table.ring_bytes + table.hold_bytes,
+        hold_bytes=table.hold_bytes,
+    )
+    room = int((1 - GPU_MARGIN) * gpu_bytes) - shape.step_bytes(tokens)
+    try:
+        decision = planner.decide(
+            "deadline",
+            replace(profile, visit=1.0, stream=1.0),
+            Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes),
+            fixed_k=None,
+            current=frozenset(),
+            horizon_steps=HORIZON_STEPS,
+            min_gain=MIN_GAIN,
+            visit=None,
+            stream=None,
+        )
+    except Infeasible as error:
+        return Forecast(None, work_s, str(error))
+    return Forecast(decision.predicted_step_s, work_s, decision.reason)
+
+
+def most_parameters(*, gpu_bytes: int, host_bytes: int, state_dtype: str) -> float:
+    """How many fit, with activations left out: the GPU owns what it has room for, the state of all others visits it."""
+    state = STATE_BYTES[state_dtype]
+    return host_bytes / (state + 2) + (1 - GPU_MARGIN) * gpu_bytes / (state + 2)
+
+
+def _table(shape: Shape, gpu_bytes: int, host_bytes: int, state_dtype: str) -> m.LayerTable:
+    """As a trainer would send it: blocks in pieces, which can be streamed, between embedding and head."""
+    layers: list[m.Layer] = []
+    blocks: list[tuple[int, ...]] = []
+
+    def add(name: str, numel: int) -> tuple[int, ...]:
+        pieces = math.ceil(numel / LAYER_NUMEL)
+        first = len(layers)
+        for piece in range(pieces):
+            segment = m.Segment(
+                name="w",
+                numel=numel // pieces,
+                dtype="bfloat16",
+                grads_dtype="bfloat16",
+                state_dtype=state_dtype,
+                group=0,
+            )
+            at = len(layers)
+            layers.append(m.Layer(lid=at, position=at, name=f"{name}#{piece}", segments=(segment,)))
+        return tuple(range(first, len(layers)))
+
+    add("embedding", shape.vocabulary * shape.hidden)
+    blocks += [add(f"{index}", shape.block_numel) for index in range(shape.blocks)]
+    add("head", shape.vocabulary * shape.hidden)
+    return m.LayerTable(
+        layers=tuple(layers),
+        inbox="trainer",
+        device="cuda",
+        policy="deadline",
+        objective="speed",
+        awaits_verdict=False,
+        speculate=False,
+        k=None,
+        backend="auto",
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        continues=False,
+        visit=None,
+        stream=None,
+        blocks=tuple(blocks),
+        window_bytes=SLOTS * 2 * shape.block_numel,
+        ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
+        hold_bytes=int(WAITING_SHARE * gpu_bytes),
+    )
