@@ -69,6 +69,7 @@ class Run:
             hold_bytes=self.hold,
             **wishes,
         )
+        self.facts = [asdict(facts(one, self.table)) for one in layers]
         self.planning = Planning(self.table, 0, replan_every=4)
         self.step = self.moved = self.due = 0
         self.steps_s: list[float] = []
@@ -122,7 +123,7 @@ class Run:
         times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": self.numel / machine.gpu}
         times |= {"d2h_s": 2 * self.numel / machine.link, "h2d_s": 2 * self.numel / machine.link}
         times |= {"cpu_update_s": self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
-        layers = tuple(LayerProfile(**asdict(facts(one, self.table)), **times) for one in self.table.layers)
+        layers = tuple(LayerProfile(**one, **times) for one in self.facts)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
         real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
         return real, simulate(real, of_gpu)
