@@ -426,6 +426,18 @@ def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
     assert len(on_gpu(plan.placements)) == LAYERS and "host memory" in plan.reason
 
 
+def test_that_no_plan_fits_is_told_once(driver: Driver) -> None:
+    """And again after one has fitted. Meanwhile layers stay, and the reason is that of now."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, host_bytes=1 << 40)
+    notes = []
+    for step, room in enumerate((0, 0, 1 << 40, 0), WARM_UP_STEPS):
+        where = {"gpu_usable_bytes": room, "gpu_needed_bytes": 0}
+        assert driver.sent(report(step, host_free_bytes=room if room else -(1 << 40), **where)) == []
+        notes.append(driver.notes.count("no plan fits"))
+        assert ("no plan fits" in driver.planning.reason) is (not room)
+    assert notes == [1, 0, 0, 1]
+
+
 def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     """They can do what the CPU is late with, over a link that is fast, and go back to it with a number for k."""
     driver.start(policy="deadline", visit=None, device="cuda")

@@ -41,6 +41,7 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
+NO_PLAN: Final = "no plan fits"
 #: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on an H200 host: 1.6 to
 #: 2.2 GB in five of six runs, 0.2 in the other.
 PROCESS_BYTES: Final = 1_800_000_000
@@ -179,7 +180,7 @@ class Planning:
             )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
-            return [Note(f"no plan fits: {error}"), Send(self._trainer, failure)]
+            return [Note(f"{NO_PLAN}: {error}"), Send(self._trainer, failure)]
         return self._propose(_Wanted(lids, shares, "the first plan, before a step is measured", None), 0)
 
     # ------------------------------------------------------------ measurements
@@ -400,7 +401,8 @@ class Planning:
             speculates, why = self._wanted_mode(profile, plan)
             decision = plan(self._in_mode(profile, speculates))
         except Infeasible as error:
-            return [Note(f"no plan fits: {error}")]
+            was_told, self.reason = self.reason.startswith(NO_PLAN), f"{NO_PLAN}: {error}"
+            return [] if was_told else [Note(self.reason)]
         commands: list[Command] = []
         if decision.changed and self._keeps_ahead(speculates, profile, current):
             self._waits_from_plan = why
