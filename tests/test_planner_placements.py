@@ -17,7 +17,7 @@ import pytest
 from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
 from protocol import messages as m
 from protocol.address import Address
-from protocol.placement import GPU, VISIT
+from protocol.placement import CPU, GPU, VISIT
 from workers.effects import Command, Send
 from workers.planning import Planning, facts
 
@@ -100,12 +100,23 @@ class Run:
         plan, self.plan = self.plan, None
         assert plan is not None
         moved = sum(a != b for a, b in zip(self.now.placements, plan.placements, strict=True))
+        self._require_room_for_both(plan)
         self.moved, self.now = self.moved + moved, plan
         for who in (TRAINER, OPTIMIZER):
             self.planning.on_ack(who, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason=""))
         where = {"placements": plan.placements, "moved": moved, "handover_s": 0.0}
         self._follow(self.planning.on_applied(m.PlanApplied(plan_id=plan.plan_id, step=self.step, **where)))
         self.planning.check()
+
+    def _require_room_for_both(self, plan: m.Plan) -> None:
+        """What comes has memory before what leaves gives its own up."""
+        pairs = list(zip(self.now.placements, plan.placements, strict=True))
+        resident = len(pairs) - len(set(self.now.streamed) & set(plan.streamed))
+        on_gpu = 10 * sum(GPU.name in pair for pair in pairs) + 2 * resident
+        assert on_gpu * self.numel + self.machine.others <= self.machine.cap, "no GPU memory for both"
+        per_parameter = {GPU.name: 0, VISIT.name: 12, CPU.name: 14}
+        on_host = sum(max(per_parameter[before], per_parameter[after]) for before, after in pairs)
+        assert on_host * self.numel <= self.machine.host, "no host memory for both"
 
     @property
     def placed(self) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
@@ -225,8 +236,9 @@ def require_a_good_plan(run: Run) -> None:
         Machine(work_s=0.9, cap=16 * GB),
         Machine(work_s=0.9, cap=13 * GB, visits=3.5e9),
         Machine(work_s=0.9, cap=75 * GB),
+        Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=48),
     ],
-    ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB"],
+    ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB", "both memories full"],
 )
 def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     run = Run(machine, seed=1)
