@@ -71,10 +71,11 @@ def watch(command: Sequence[str], bounds: Bounds, log: Path) -> Outcome:
         finally:
             _end(child)
         lines = [line.decode() for line in rows if line.endswith(b"\n")]
-    error = stopped
+    error, told = stopped, log.read_bytes()[began_at:].decode(errors="replace")
     if stopped is None and child.returncode:
-        told = log.read_bytes()[began_at:].decode(errors="replace")
         error = last_meaningful_line(told) or f"exit status {child.returncode}"
+    elif stopped is not None and (failed := last_exception(told)):  # and took the memory, or the time, while it ended
+        error = f"{failed}; {stopped}"
     return Outcome(lines, error, peak - base, took_s)
 
 
@@ -105,7 +106,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_meaningful_line(text: str) -> str:
-    """The last exception in a log that is not torchrun's own, or else the last line, up to 200 characters."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [match[1] for line in lines if (match := _EXCEPTION.match(line)) and not match[1].startswith(_TORCHRUN)]
-    return (named or lines or [""])[-1].removeprefix("Unavailable: ")[:200]
+    """The last exception in a log, or else the last line, up to 200 characters."""
+    return last_exception(text) or next((line.strip()[:200] for line in text.splitlines()[::-1] if line.strip()), "")
+
+
+def last_exception(text: str) -> str:
+    """The last exception in a log that is not torchrun's own, up to 200 characters; empty without one."""
+    found = [match[1] for line in text.splitlines() if (match := _EXCEPTION.match(line.strip()))]
+    own = [each for each in found if not each.startswith(_TORCHRUN)]
+    return own[-1].removeprefix("Unavailable: ")[:200] if own else ""

@@ -16,28 +16,37 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from benchmarks.host import optimizer_threads
 
-#: hidden, intermediate, layers, heads, vocabulary. GPT-2's vocabulary is rounded up to what tensor cores like.
+
+class Shape(NamedTuple):
+    """Of a model. Keys and values have `key_heads`, or one for each head; the loss is made of `loss_chunks` parts."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocabulary: int
+    key_heads: int | None = None
+    loss_chunks: int = 1
+
+
+#: GPT-2's vocabulary is rounded up to what tensor cores like.
 SHAPES: Final = {
-    "demo": (176, 480, 5, 4, 256),
-    "tiny": (256, 688, 4, 4, 2048),
-    "1b": (2048, 5632, 22, 16, 32000),
-    "3b": (3200, 8640, 26, 32, 32000),
-    "7b": (4096, 11008, 32, 32, 32000),
-    "llama3-8b": (4096, 14336, 32, 32, 128256),
-    "10b": (5120, 13824, 30, 40, 32000),
-    "20b": (5120, 13824, 63, 40, 32000),
-    "41b": (8192, 22016, 50, 64, 32000),
-    "gpt2-tiny": (64, 256, 2, 4, 2048),
-    "gpt2-large": (1280, 5120, 36, 20, 50304),
+    "demo": Shape(176, 480, 5, 4, 256),
+    "tiny": Shape(256, 688, 4, 4, 2048),
+    "1b": Shape(2048, 5632, 22, 16, 32000),
+    "3b": Shape(3200, 8640, 26, 32, 32000),
+    "7b": Shape(4096, 11008, 32, 32, 32000),
+    "llama3-8b": Shape(4096, 14336, 32, 32, 128256, 8, 16),
+    "10b": Shape(5120, 13824, 30, 40, 32000),
+    "20b": Shape(5120, 13824, 63, 40, 32000),
+    "41b": Shape(8192, 22016, 50, 64, 32000),
+    "gpt2-tiny": Shape(64, 256, 2, 4, 2048),
+    "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
 }
-#: Attention heads that share keys and values; elsewhere each has its own.
-KEY_HEADS: Final = {"llama3-8b": 8}
-#: The logits of this vocabulary are there for a part of each sequence at a time.
-LOSS_CHUNKS: Final = {"llama3-8b": 16}
 #: No rank can hold these whole: they are built on the meta device, and each rank makes its shards.
 ON_META: Final = ("41b",)
 #: HyTrain as it is by default: the planner chooses k.

@@ -109,10 +109,11 @@ def pipelined(model: nn.Module, setting: Setting) -> tuple[nn.Module, Pass]:
     job, rank = setting.job, int(os.environ["RANK"])
     first, last, count = rank == 0, rank == job.ranks - 1, MICRO_BATCHES * job.ranks
     stage = Stage(model, rank, job.ranks)
-    (hidden, *_, vocabulary), dtype = SHAPES[job.shape], next(model.parameters()).dtype
+    shape, dtype = SHAPES[job.shape], next(model.parameters()).dtype
     tokens = torch.empty(setting.batch * job.ranks // count, job.sequence, dtype=torch.long, device="meta")
     like: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
-    between, logits = torch.empty(*tokens.shape, hidden, **like), torch.empty(*tokens.shape, vocabulary, **like)
+    between = torch.empty(*tokens.shape, shape.hidden, **like)
+    logits = torch.empty(*tokens.shape, shape.vocabulary, **like)
     device = next(stage.parameters()).device
     inputs, outputs = tokens if first else between, logits if last else between
     part = Traced(stage, rank, job.ranks, device, input_args=inputs, output_args=outputs)

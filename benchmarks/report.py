@@ -355,6 +355,9 @@ def saving(rows: Rows) -> str:
     )
 
 
+#: Columns of systems below caps on GPU memory.
+CAPPED: Final = (last("model", "shape"), ("cap", lambda mine: f"{mine.last('cap_gib'):.0f} GiB"), col.SYSTEM)
+PLACED: Final = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
 FRONTIERS: Final = ("frontier_3b", "frontier_7b", "frontier_10b")
 
 
@@ -362,28 +365,19 @@ def frontier(rows: Rows) -> str:
     """Below caps on GPU memory."""
     here = Rows(row for part in FRONTIERS for row in rows.of_part(part))
 
-    def capped(mine: Rows) -> str:
-        return f"{mine.last('cap_gib'):.0f} GiB"
-
     def of_fastest_peer(mine: Rows) -> float | None:
         peers = here.where(shape=mine.last("shape"), system=WEIGHTLESS).values("step_s")
         return ratio(min(peers, default=None), mine.median("step_s")) if mine.last("system") == ROAMING else None
 
     faster = computed("times as fast as the fastest peer", of_fastest_peer, lambda value: number(value, 2))
-    placed = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
-    columns = (last("model", "shape"), ("cap", capped), col.SYSTEM, *placed, col.STEP, col.PREDICTED, faster)
+    columns = (*CAPPED, *PLACED, col.STEP, col.PREDICTED, faster)
     return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
 def home(rows: Rows) -> str:
     """Little GPU memory, little host memory, few cores."""
-
-    def capped(mine: Rows) -> str:
-        return f"{mine.last('cap_gib'):.0f} GiB"
-
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
-    placed = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
-    columns = (last("model", "shape"), ("cap", capped), col.SYSTEM, tokens, *placed, col.STEP, col.PREDICTED)
+    columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
     return table(rows.of_part("home").by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 

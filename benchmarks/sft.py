@@ -86,7 +86,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, options: dict[str, Any
             use_cpu=job.device == "cpu",
             dataloader_pin_memory=job.device == "cuda",
         )
-        data = conversations(segment.batch * steps, job.sequence, SHAPES[job.shape][-1])
+        data = conversations(segment.batch * steps, job.sequence, SHAPES[job.shape].vocabulary)
         trainer = Trainer(model, args, train_dataset=data, callbacks=[marks])
         opt = None
         if options is not None:

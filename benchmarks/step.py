@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks import idle, ranks, saving, text
 from benchmarks.host import used_bytes
-from benchmarks.parts import KEY_HEADS, LOSS_CHUNKS, ON_META, SHAPES, Job, Segment
+from benchmarks.parts import ON_META, SHAPES, Job, Segment
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 from hytrain import deferred_init
@@ -116,14 +116,14 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     """A Llama with random weights on the job's device, on a GPU with activation checkpointing; or a GPT-2."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-    hidden, intermediate, layers, heads, vocabulary = SHAPES[job.shape]
-    alike: dict[str, Any] = {"vocab_size": vocabulary, "use_cache": False}
+    shape = SHAPES[job.shape]
+    alike: dict[str, Any] = {"vocab_size": shape.vocabulary, "use_cache": False}
     config = (
         GPT2Config(
-            n_embd=hidden,
-            n_inner=intermediate,
-            n_layer=layers,
-            n_head=heads,
+            n_embd=shape.hidden,
+            n_inner=shape.intermediate,
+            n_layer=shape.layers,
+            n_head=shape.heads,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -134,11 +134,11 @@ def build_model(job: Job, dtype: str) -> nn.Module:
         )
         if job.reads_text
         else LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=KEY_HEADS.get(job.shape, heads),
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_heads or shape.heads,
             max_position_embeddings=4096,
             **alike,
         )
@@ -155,10 +155,10 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(torch.float32)
     if job.device == "cuda" and not job.reads_text:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if chunks := LOSS_CHUNKS.get(job.shape):
+    if shape.loss_chunks > 1:
         from hytrain.recipe.loss import in_chunks
 
-        in_chunks(model, chunks)
+        in_chunks(model, shape.loss_chunks)
     return model
 
 
@@ -183,14 +183,14 @@ def batches(job: Job, segment: Segment) -> list[Tensor]:
     if job.reads_text:
         return text.windows(job, batch, count=segment.settle + segment.measure, seed=1 + group)
     generator = torch.Generator().manual_seed(1 + group)
-    shape, vocabulary = (batch, job.sequence), SHAPES[job.shape][-1]
+    shape, vocabulary = (batch, job.sequence), SHAPES[job.shape].vocabulary
     return [torch.randint(0, vocabulary, shape, generator=generator).to(job.device) for _ in range(BATCHES)]
 
 
 def flops_per_step(job: Job, parameters: int, batch: int) -> int:
     """6 FLOP per parameter and token, and causal attention's; what checkpointing repeats does not count."""
-    hidden, _, layers, _, _ = SHAPES[job.shape]
-    return (6 * parameters + 6 * layers * hidden * job.sequence) * batch * job.sequence
+    shape = SHAPES[job.shape]
+    return (6 * parameters + 6 * shape.layers * shape.hidden * job.sequence) * batch * job.sequence
 
 
 def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def tokens(vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def windows(job: Job, batch: int, *, count: int, seed: int, held: bool = False) -> list[Tensor]:
     """`count` batches on the device, (batch, sequence + 1) each, from anywhere in the text."""
-    source = tokens(SHAPES[job.shape][-1])[held].long()
+    source = tokens(SHAPES[job.shape].vocabulary)[held].long()
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(source) - job.sequence, (count, batch, 1), generator=generator)
     return list(source[starts + torch.arange(job.sequence + 1)].to(job.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,12 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import jobs_of, made_up, row
 
-from benchmarks import checkpoints, guard, host, idle, memory, parts, report, saving, several, suite, systems
+from benchmarks import checkpoints, curves, guard, host, idle, memory, parts, report, saving, several, suite, systems
 from benchmarks.columns import NOTHING
 from benchmarks.goals import Goal, Verdict
 from benchmarks.parts import Job, Segment
 from benchmarks.report import GOALS
 from benchmarks.rows import Rows
+from hytrain.recipe import config
 
 GB = 10**9
 UNBOUNDED = guard.Bounds(timeout_s=100.0, floor_bytes=0)
@@ -134,6 +136,31 @@ def test_a_child_out_of_bounds_is_ended_with_all_that_it_started(
     outcome = guard.watch(child(program), bounds, log)
     assert outcome.error is not None and outcome.error.startswith(error)
     assert not any(psutil.pid_exists(int(pid)) for pid in log.read_text().split())
+
+
+def test_what_is_stopped_after_it_had_failed_tells_both(tmp_path: Path) -> None:
+    """It took memory while it ended; what ended it is the first thing to know."""
+    program = "import time; print('torch.OutOfMemoryError: CUDA out of memory', flush=True); time.sleep(100)"
+    outcome = guard.watch(child(program), guard.Bounds(timeout_s=3.0, floor_bytes=0), tmp_path / "log.txt")
+    assert outcome.error == "OutOfMemoryError: CUDA out of memory; stopped: took longer than 3 s"
+
+
+def test_curves_that_are_there_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the same recipe alone, and whole ones."""
+    ran = list[str]()
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append("run"))
+    asked = ["train.steps=2", "train.warmup_steps=0", "run.seed=1"]
+    recipe = config.dump(config.load(curves.RECIPE, asked))
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    lines = [json.dumps({"step": 1, "loss": 2.0}), json.dumps({"step": 2, "loss": 1.0, "validation_loss": 1.5})]
+    for count, expected in ((1, ["run"]), (2, [])):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:count]) + "\n")
+        curves.run("HyTrain", asked, tmp_path)
+        assert ran == expected
+        ran.clear()
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("seed: 1", "seed: 2"))
+    curves.run("HyTrain", asked, tmp_path)
+    assert ran == ["run"]
 
 
 # ---------------------------------------------------------------- host

@@ -355,7 +355,9 @@ def test_layers_stay_if_no_memory_has_room_for_one_more(driver: Driver) -> None:
     planning, whole = driver.planning, layout(TABLE.layers[0]).nbytes
     wanted = _Wanted(frozenset({1}), (0.0, 0.0), "asked", None)
     planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
-    assert planning._propose(wanted, 9) == [] and "no room to move any" in planning.reason
+    [note] = planning._propose(wanted, 9)
+    assert isinstance(note, Note) and "no room to move any" in note.text and planning.reason == note.text
+    assert planning._propose(wanted, 9) == [], "it is told once"
     planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
     assert len(planning._propose(wanted, 9)) == 3 and planning.reason.startswith("first what there is room for")
 

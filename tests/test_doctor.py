@@ -106,7 +106,7 @@ def test_smaller_moments_need_less() -> None:
 def test_a_page_tells_the_machine_and_what_it_trains() -> None:
     page = render(MACHINE, 4, 1024)
     lines = page.splitlines()
-    assert lines[0].split(maxsplit=1) == ["GPU", "a GPU, 23.0 GiB of 24.0 GiB free"]
+    assert lines[0].split(maxsplit=1) == ["GPU", "a GPU, 23.00 GiB of 24.00 GiB free"]
     seven = next(line for line in lines if line.startswith("7 B"))
     assert seven.split()[2:4] == ["no", "room"], "84 GB of exact state do not fit"
     assert float(seven.split()[6]) > 0 and seven.endswith("%")
@@ -123,7 +123,7 @@ def test_a_page_tells_the_machine_and_what_it_trains() -> None:
         ({"locked_bytes": 64 << 10}, "ulimit -l"),
         ({"is_wsl": True}, "wslconfig"),
         ({"gpu": replace(GPU, link=(4, 4, 4, 16))}, "4 of 16 PCIe lanes"),
-        ({"gpu": replace(GPU, free_bytes=20 * GIB)}, "4.0 GiB of the GPU's memory are in use"),
+        ({"gpu": replace(GPU, free_bytes=20 * GIB)}, "4.00 GiB of the GPU's memory are in use"),
         ({"descriptors": 1024}, "ulimit -Hn"),
         ({"kernel": (5, 15)}, "Linux 6.1"),
     ],

@@ -23,8 +23,9 @@ from typing import Any, Final
 
 import psutil
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ClusterError, ConfigError
 from hytrain.memory import host
+from hytrain.readable import gib, table
 from workers import affinity
 
 STATE_DTYPES: Final = {"float32": "exact", "bfloat16": "moments in bf16"}
@@ -106,11 +107,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(asked: argparse.Namespace) -> Machine:
-    """Measure this machine, in about ten seconds."""
+    """Measure this machine. Raises `ConfigError` as `main` does, `ClusterError` if the CPU cannot be measured."""
     affinity.choose(asked.cores, asked.threads)  # raises before anything is measured
     command = [sys.executable, "-P", "-m", "workers.doctor", "--cpu", "--cores", asked.cores]
     command += [] if asked.threads is None else ["--threads", str(asked.threads)]
-    measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise ClusterError(f"the CPU's updates could not be measured: exit status {ran.returncode}, as told above")
+    measured = json.loads(ran.stdout)
     from hytrain.memory.capacity import host_bound
     from hytrain.run.environment import cpu_name
 
@@ -233,12 +237,12 @@ def render(machine: Machine, batch: int, sequence: int) -> str:
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
     updates = ", ".join(f"{machine.cpu_update[dtype] / 1e9:.2f} {name}" for dtype, name in STATE_DTYPES.items())
-    memory = f"{_gib(machine.available_bytes)} of {_gib(machine.memory_bytes)} free, planes may take "
+    memory = f"{gib(machine.available_bytes)} of {gib(machine.memory_bytes)} free, planes may take "
     found = [
         ("CPU", f"{machine.cpu}, {machine.cores} cores"),
         ("optimizer", machine.pinning),
         ("its updates", f"{updates}, in billions of parameters per second ({machine.backend})"),
-        ("host memory", memory + _gib(machine.bound_bytes)),
+        ("host memory", memory + gib(machine.bound_bytes)),
     ]
     if (gpu := machine.gpu) is None:
         return [("GPU", "none that torch can use"), *found]
@@ -246,7 +250,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
     if gpu.link is not None:
         link += f" (PCIe {gpu.link[0]} x {gpu.link[2]})"
     return [
-        ("GPU", f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"),
+        ("GPU", f"{gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"),
         ("its products", f"{gpu.product / 1e12:.0f} TFLOP/s in bf16"),
         ("its updates", f"{gpu.update / 1e9:.0f} billion parameters per second"),
         ("link", link),
@@ -284,7 +288,7 @@ def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
     ]
     return [
         f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts:",
-        _table(heads, rows),
+        table(heads, rows),
         "Forecasts: measured steps took 0.95 to 1.5 times as long, the more the fewer cores. Full speed is that of "
         "forward\nand backward alone, on a GPU that could hold everything.",
         f"At most so many parameters fit, in bf16, without activations: {most}.",
@@ -308,12 +312,12 @@ def advise(machine: Machine) -> list[str]:
         found.append("With fewer than four cores, trainer and optimizer share them: give the process more cores.")
     if machine.group_bytes is not None:
         found.append(
-            f"A control group leaves {_gib(machine.group_bytes)} of host memory, less than the machine has: raise its "
+            f"A control group leaves {gib(machine.group_bytes)} of host memory, less than the machine has: raise its "
             "limit (a container's --memory, Slurm's --mem)."
         )
     if gpu is not None and machine.locked_bytes is not None and machine.locked_bytes < machine.bound_bytes:
         found.append(
-            f"`ulimit -l` is {_gib(machine.locked_bytes)}. If CUDA refuses to pin memory, raise it: memlock in "
+            f"`ulimit -l` is {gib(machine.locked_bytes)}. If CUDA refuses to pin memory, raise it: memlock in "
             "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
         )
     if machine.is_wsl:
@@ -324,7 +328,7 @@ def advise(machine: Machine) -> list[str]:
     if gpu is not None and gpu.link is not None and gpu.link[2] < gpu.link[3]:
         found.append(f"The GPU uses {gpu.link[2]} of {gpu.link[3]} PCIe lanes: another slot makes copies faster.")
     if gpu is not None and (taken := gpu.total_bytes - gpu.free_bytes) > CONTEXT_BYTES + gpu.total_bytes // 20:
-        found.append(f"{_gib(taken)} of the GPU's memory are in use: by a desktop, or another program?")
+        found.append(f"{gib(taken)} of the GPU's memory are in use: by a desktop, or another program?")
     if machine.descriptors is not None and machine.descriptors < DESCRIPTORS:
         found.append(
             f"`ulimit -Hn` is {machine.descriptors}: a model of many layers needs up to {DESCRIPTORS} open files."
@@ -335,18 +339,6 @@ def advise(machine: Machine) -> list[str]:
             f"write `advise` to {SHMEM_HUGE_PAGES}."
         )
     return found
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
-    )
 
 
 if __name__ == "__main__":

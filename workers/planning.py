@@ -41,7 +41,8 @@ WHOLE_STEPS: Final = 2
 #: The gradients of so many more layers may wait on the GPU in one step than in another.
 WAITING_LAYERS: Final = 2
 MAX_THREADS: Final = 9999
-NO_PLAN: Final = "no plan fits"
+#: Why layers stay where they are, whatever they should do.
+NO_PLAN, NO_ROOM = "no plan fits", "layers stay, since there is no room to move any"
 #: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on an H200 host: 1.6 to
 #: 2.2 GB in five of six runs, 0.2 in the other.
 PROCESS_BYTES: Final = 1_800_000_000
@@ -401,8 +402,7 @@ class Planning:
             speculates, why = self._wanted_mode(profile, plan)
             decision = plan(self._in_mode(profile, speculates))
         except Infeasible as error:
-            was_told, self.reason = self.reason.startswith(NO_PLAN), f"{NO_PLAN}: {error}"
-            return [] if was_told else [Note(self.reason)]
+            return self._told(NO_PLAN, str(error))
         commands: list[Command] = []
         if decision.changed and self._keeps_ahead(speculates, profile, current):
             self._waits_from_plan = why
@@ -410,12 +410,17 @@ class Planning:
             self._waits_from_plan = None
             commands += self._set_mode(speculates, why)
         self.predicted_step_s = self._simulated_s(profile, current)
-        self.reason = decision.reason
-        if decision.changed:
-            shares = decision.visit, decision.stream
-            wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
-            commands += self._propose(wanted, self._step + 2)
-        return commands
+        if not decision.changed:
+            self.reason = decision.reason
+            return commands
+        shares = decision.visit, decision.stream
+        wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
+        return commands + self._propose(wanted, self._step + 2)
+
+    def _told(self, what: str, why: str) -> list[Command]:
+        """Layers stay, for this reason: a note, unless the last attempt had it too."""
+        was_told, self.reason = self.reason.startswith(what), f"{what}: {why}"
+        return [] if was_told else [Note(self.reason)]
 
     @property
     def _wanted(self) -> tuple[float | None, float | None]:
@@ -494,8 +499,7 @@ class Planning:
         self._rest = None
         if places != whole:
             if places == now:
-                self.reason = f"layers stay, since there is no room to move any; {reason}"
-                return []
+                return self._told(NO_ROOM, reason)
             self._rest = None if self.policy == "random" else wanted
             gpu_lids, predicted_s = _gpu_lids(places.placements), None
             reason = f"first what there is room for; {reason}"

@@ -25,14 +25,12 @@ from hytrain.memory.host import available_bytes
 from hytrain.memory.visits import SLOT_NUMEL
 from hytrain.memory.visits import SLOTS as RING_SLOTS
 from hytrain.model.layers import find_blocks
+from hytrain.readable import gib, table
 from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.report import table
 from hytrain.step.streaming import SLOTS
 from protocol.handles import DTYPE_BYTES
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +230,6 @@ def streamed(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -
     weight = next(p.trainer_if_cpu for p in planes if p.name == "weights")
     away = weight * (sum(blocks) - SLOTS * max(blocks))
     return replace(resident, trainer=resident.trainer - away, streamed=True)
-
-
-def gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _vocab_size(recipe: Recipe) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
+from hytrain.readable import table
 from hytrain.recipe import config
 from hytrain.recipe.journal import History
 from hytrain.recipe.optimizer import Process
@@ -119,15 +120,6 @@ def continue_text(task: Task, sample: config.Sample) -> str:
         return words.decode(tokens)
     answer = words.decode(tokens[begin:])
     return f"{sample.prompt}\n{answer.partition(ending)[0] if ending else answer}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A text table. Columns are as wide as their widest cell; the first is aligned left, the others right."""
-    cells = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -377,11 +377,12 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
+        self._handover.close()  # its thread pins state
+        with contextlib.suppress(RuntimeError):
             for layer in self._layers:
                 if isinstance(layer.planes, ArenaPlanes):
                     layer.planes.free_state()  # some weights may need its memory
             self._streaming.restore()
-        self._handover.close()
         for layer in self._layers:
             layer.close()
         self._visits.close()
