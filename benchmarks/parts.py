@@ -212,11 +212,14 @@ def job(template: Job, system: str, *segments: Segment) -> Job:
 
 def plain(template: Job, system: str, batch: int = 8) -> Job:
     """One system at one batch size: fewer steps of the slow ones, and enough for HyTrain's planner to be at rest."""
-    if system.startswith("hytrain"):
-        settle, measure = AT_REST_STEPS if ":auto" in system else 10, 20
+    if ":auto" in system:
+        steps = Segment(batch=batch, settle=AT_REST_STEPS, measure=20, patience=AT_REST_STEPS)
+    elif system.startswith("hytrain"):
+        steps = Segment(batch=batch, settle=10, measure=20)
     else:
         settle, measure = (2, 5) if about(system).step_s > 1 else (4, 10)
-    return job(template, system, Segment(batch=batch, settle=settle, measure=measure))
+        steps = Segment(batch=batch, settle=settle, measure=measure)
+    return job(template, system, steps)
 
 
 def _plain(*systems: str) -> Callable[[Job], list[Job]]:

@@ -71,7 +71,7 @@ class Run:
         )
         self.facts = [asdict(facts(one, self.table)) for one in layers]
         self.planning = Planning(self.table, 0, replan_every=4)
-        self.step = self.moved = self.due = 0
+        self.step = self.moved = self.due = self.ring = 0
         self.steps_s: list[float] = []
         self.plan: m.Plan | None = None
         self.needed = 0
@@ -165,7 +165,8 @@ class Run:
             for one in real.layers
         )
         placed = 10 * self.numel * len(of_gpu) + 2 * self.numel * (len(real.lids) - len(streamed))
-        placed += (self.table.window_bytes if streamed else 0) + (GB // 2 + self.hold if visiting else 0)
+        self.ring = self.table.ring_bytes if visiting else self.ring  # it stays once it was made
+        placed += (self.table.window_bytes if streamed else 0) + self.ring + (self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(of_gpu, visiting, streamed).cpu
