@@ -375,10 +375,12 @@ def frontier(rows: Rows) -> str:
 
 
 def home(rows: Rows) -> str:
-    """Little GPU memory, little host memory, few cores."""
+    """Little GPU memory, little host memory, few cores: each model with its peers, on one host."""
+    shapes = rows.where(part="home").distinct("shape")
+    here = Rows(row for shape in shapes for row in rows.where(shape=shape).of_part("home"))
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
-    return table(rows.of_part("home").by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
+    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
 def identical(rows: Rows) -> str:
