@@ -243,6 +243,13 @@ def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) ->
     assert driver.answer(m.Command(name="k", value="1")) == m.CommandReply(ok=False, text="there is no trainer")
 
 
+def test_what_is_not_for_the_coordinator_does_not_end_it(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0)
+    assert driver.handle(m.GiveUp(plan_id=0, lid=0, step=1)) == [
+        Note("GiveUp from trainer-0 is not for the coordinator: dropped")
+    ]
+
+
 @pytest.mark.parametrize(("k", "gpu_lids"), [(0.0, ()), (0.3, (0, 1)), (1.0, ALL)])
 @pytest.mark.parametrize("trainer_first", [True, False])
 def test_the_first_plan_waits_for_both_calibrations(

@@ -115,7 +115,7 @@ class TrainerSeat:
             case m.Log():
                 return self._write(self.records.log(message))
             case _:
-                raise ValueError(f"the coordinator cannot handle {type(message).__name__}")
+                return [Note(f"{type(message).__name__} from {sender} is not for the coordinator: dropped")]
         return []
 
     def _measured(self, report: m.TrainerReport, step: int) -> None:

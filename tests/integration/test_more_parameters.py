@@ -61,6 +61,8 @@ def test_commands_outlive_a_new_beginning() -> None:
             assert monitor.main([str(opt.run_dir), command, value]) == 0
         model[2:].requires_grad_(True)
         train(model, opt, range(4, 12), square_loss)
+        wait_for_coordinator(opt)  # or no report of the optimizer may come before the last record
+        train(model, opt, range(12, 16), square_loss)
         assert opt.statistics().k > 0.0
         known = opt
     threads = [record["threads"] for record in records(known)]
