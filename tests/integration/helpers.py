@@ -165,7 +165,10 @@ def _metrics(opt: hytrain.AdamW) -> Path:
 
 
 def wait_for_coordinator(opt: hytrain.AdamW) -> None:
-    """Return once the coordinator has heard of the last steps: then it plans for them, however slow it is."""
+    """Return once the coordinator has heard of the last steps: then it plans for them, however slow it is.
+
+    Before step 5 it returns at once, since no record is written yet that shows what was heard.
+    """
     due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + 60.0
     while due > 0 and _newest_step(opt) != due:
         assert time.monotonic() < ends_s, f"no record of step {due}"

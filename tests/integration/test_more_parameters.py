@@ -55,18 +55,18 @@ def test_commands_outlive_a_new_beginning() -> None:
     """What a monitor asked for still holds when parameters have come."""
     model = half_frozen()
     with adamw(model, k=0.0, threads=2) as opt:
-        train(model, opt, range(4), square_loss)
-        wait_for_coordinator(opt)  # or the fourth record may be made after the command
+        train(model, opt, range(6), square_loss)
+        wait_for_coordinator(opt)  # or the sixth record may be made after the command
         for command, value in (("--set-threads", "1"), ("--set-k", "0.2")):
             assert monitor.main([str(opt.run_dir), command, value]) == 0
         model[2:].requires_grad_(True)
-        train(model, opt, range(4, 12), square_loss)
+        train(model, opt, range(6, 12), square_loss)
         wait_for_coordinator(opt)  # or no report of the optimizer may come before the last record
         train(model, opt, range(12, 16), square_loss)
         assert opt.statistics().k > 0.0
         known = opt
     threads = [record["threads"] for record in records(known)]
-    assert set(threads[:4]) <= {None, 2} and set(threads[4:]) <= {None, 1} and threads[-1] == 1
+    assert set(threads[:6]) <= {None, 2} and set(threads[6:]) <= {None, 1} and threads[-1] == 1
 
 
 @pytest.mark.usefixtures("own_run")
