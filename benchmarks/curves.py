@@ -44,10 +44,19 @@ SYSTEMS: Final[dict[str, list[str]]] = {
     "HyTrain": [],
     "HyTrain bf16": BF16,
     "HyTrain bf16, bf16 moments": [*BF16, "optimizer.state_dtype=bfloat16"],
+    "HyTrain bf16, bf16 moments, no masters": [
+        *BF16,
+        "optimizer.state_dtype=bfloat16",
+        "optimizer.master_dtype=bfloat16",
+    ],
 }
 #: Colour and style of its lines.
 STYLES: Final = dict(
-    zip(SYSTEMS, (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", ":"), ("#e0a458", "-.")), strict=True)
+    zip(
+        SYSTEMS,
+        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", ":"), ("#e0a458", "-."), ("#8f6593", (0, (1, 3)))),
+        strict=True,
+    )
 )
 SMOOTHING: Final = 50
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final, NamedTuple, Self
 
 from benchmarks.host import optimizer_threads
+from protocol.handles import Precision
 
 
 class Shape(NamedTuple):
@@ -201,8 +202,10 @@ AT_REST_STEPS: Final = 40
 
 def about(system: str) -> Known:
     known = KNOWN.get(system) or KNOWN.get(system.partition(":")[0], UNKNOWN)
-    moments = system.partition("state_dtype=")[2].partition(",")[0]
-    return known if moments in ("", "float32") else replace(known, exact=f"no: {moments} moments")
+    moments, masters = (system.partition(f"{name}=")[2].partition(",")[0] for name in Precision._fields)
+    smaller = [] if moments in ("", "float32") else [f"{moments} moments"]
+    smaller += [] if masters in ("", "float32") else ["no masters"]
+    return replace(known, exact=f"no: {', '.join(smaller)}") if smaller else known
 
 
 def job(template: Job, system: str, *segments: Segment) -> Job:

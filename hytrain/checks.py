@@ -21,7 +21,8 @@ from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
 from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
-from protocol.messages import OBJECTIVES, STATE_DTYPES, GroupHyper
+from protocol.handles import Precision
+from protocol.messages import MASTER_DTYPES, OBJECTIVES, STATE_DTYPES, GroupHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Options:
     backend: str
     gradient_dtype: torch.dtype | None
     state_dtype: str
+    master_dtype: str
     grad_accumulation: int
     accumulate_on: str
     max_grad_norm: float | None
@@ -44,6 +46,10 @@ class Options:
     overlap: bool
     visit: float | None = 0.0
     stream: float | None = 0.0
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.state_dtype, self.master_dtype)
 
     @property
     def awaits_verdict(self) -> bool:
@@ -70,7 +76,13 @@ _NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fu
 
 
 def check_options(
-    *, k: float | str, visit: float | str, stream: float | str, state_dtype: torch.dtype | str, **others: Any
+    *,
+    k: float | str,
+    visit: float | str,
+    stream: float | str,
+    state_dtype: torch.dtype | str,
+    master_dtype: torch.dtype | str,
+    **others: Any,
 ) -> Options:
     """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
     options = Options(
@@ -78,6 +90,7 @@ def check_options(
         visit=_fraction("visit", visit),
         stream=_fraction("stream", stream),
         state_dtype=str(state_dtype).removeprefix("torch."),
+        master_dtype=str(master_dtype).removeprefix("torch."),
         **others,
     )
     for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
@@ -113,8 +126,11 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     choices = ("auto", *backends.BACKENDS)
     yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
     yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
-    either_dtype = f"state_dtype is {o.state_dtype}: choose {' or '.join(STATE_DTYPES)}"
-    yield o.state_dtype not in STATE_DTYPES, either_dtype
+    for name, given, offered in (
+        ("state_dtype", o.state_dtype, STATE_DTYPES),
+        ("master_dtype", o.master_dtype, MASTER_DTYPES),
+    ):
+        yield given not in offered, f"{name} is {given}: choose {' or '.join(offered)}"
     yield not count_fits, f"grad_accumulation is {backwards!r}: a whole number of backwards, from 1 on"
     either = f'accumulate_on is {o.accumulate_on!r}: "device", "host", or "auto" for either'
     yield o.accumulate_on not in ("auto", "device", "host"), either
@@ -187,6 +203,16 @@ def check_device(given: torch.device | str | None, ranks: Ranks) -> torch.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_masters(model: nn.Module, options: Options) -> None:
+    """Raise `ConfigError` if masters of bfloat16 weights are to be left out, but there are no such weights."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if options.master_dtype == "bfloat16" and torch.bfloat16 not in dtypes:
+        raise ConfigError(
+            'master_dtype="bfloat16" leaves out the masters of bfloat16 weights, and the model has none: convert it '
+            "with model.bfloat16(), or leave master_dtype out"
+        )
 
 
 def check_model(model: nn.Module) -> torch.device:

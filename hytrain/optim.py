@@ -33,6 +33,7 @@ from hytrain.checks import (
     check_device,
     check_free,
     check_group,
+    check_masters,
     check_model,
     check_options,
     check_same,
@@ -107,6 +108,8 @@ class AdamW(torch.optim.Optimizer):
         gradient_dtype: The dtype in which gradients of float32 parameters are copied. By default their own.
         state_dtype: The dtype of both moments. "float32" is exact. "bfloat16" is not: moments take half the memory and
             are rounded stochastically, with the same bits wherever they are updated; see docs/memory.md.
+        master_dtype: The dtype of the masters of bfloat16 weights. "float32" is exact. "bfloat16" is not: the weights
+            are their own masters, rounded stochastically, and take two bytes less. Others keep their masters.
         overlap: False makes `step()` do every update, layer by layer: the same bits, for comparisons and debugging.
         cores: The optimizer process's cores. This option and those below are for the processes that this call starts
             if none are running.
@@ -151,6 +154,7 @@ class AdamW(torch.optim.Optimizer):
         backend: str = "auto",
         gradient_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | str = "float32",
+        master_dtype: torch.dtype | str = "float32",
         overlap: bool = True,
         cores: str | None = None,
         threads: int | None = None,
@@ -171,6 +175,7 @@ class AdamW(torch.optim.Optimizer):
                 backend=backend,
                 gradient_dtype=gradient_dtype,
                 state_dtype=state_dtype,
+                master_dtype=master_dtype,
                 grad_accumulation=grad_accumulation,
                 accumulate_on=accumulate_on,
                 max_grad_norm=max_grad_norm,
@@ -183,9 +188,11 @@ class AdamW(torch.optim.Optimizer):
             target = check_device(device, ranks)
             self._model: nn.Module = Parts(model) if isinstance(model, list | tuple) else cast(nn.Module, model)
             check_model(self._model)
+            check_masters(self._model, options)
             fsdp.reshard(self._model)
             defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
             super().__init__(groups_for_torch(self._model, param_groups), defaults)
+            self._no_state.precision = options.precision
             for group in self.param_groups:
                 check_group(group)
             flags = {

@@ -21,6 +21,7 @@ from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.step.scaling import LossScale
 from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
+from protocol.handles import Precision
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +109,11 @@ def load_state_dict(
     for other in theirs:
         _check_algorithm(other)
     found = {moment.dtype for entry in entries.values() if (moment := _tensor(entry, "exp_avg")) is not None}
-    tell_of_conversion("the loaded state", found - {resting.state_dtype}, resting.state_dtype)
+    has_masters = any(
+        parameter.dtype is torch.bfloat16 and _tensor(entries[id(parameter)], "remainder") is not None
+        for parameter in given
+    )
+    tell_of_conversion("the loaded state", found, has_masters, resting.precision)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(hyper(other))
@@ -126,11 +131,14 @@ def load_state_dict(
         loss_scale.load(theirs[0].get("loss_scale"))
 
 
-def tell_of_conversion(source: str, theirs: set[torch.dtype], own: torch.dtype) -> None:
-    """Log that moments are read in another dtype than they were saved in."""
-    for dtype in theirs:
-        narrower = ", rounded to nearest" if own.itemsize < dtype.itemsize else ""
-        _log.warning("the moments in %s are %s: they become %s%s", source, dtype, own, narrower)
+def tell_of_conversion(source: str, moments: set[torch.dtype], has_masters: bool, own: Precision) -> None:
+    """Log that moments are read in another dtype than they were saved in, or that masters are left out."""
+    wanted = DTYPES[own.state_dtype]
+    for dtype in moments - {wanted}:
+        narrower = ", rounded to nearest" if wanted.itemsize < dtype.itemsize else ""
+        _log.warning("the moments in %s are %s: they become %s%s", source, dtype, wanted, narrower)
+    if has_masters and own.master_dtype == "bfloat16":
+        _log.warning("the float32 masters in %s are left out: bfloat16 weights are their own masters here", source)
 
 
 @dataclass(slots=True)
@@ -150,8 +158,8 @@ class Rest:
 class Resting:
     """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
-    def __init__(self, state_dtype: str) -> None:
-        self.state_dtype = DTYPES[state_dtype]
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
         self._of: dict[int, Rest] = {}  # by the parameter's identity: its name may become another's
 
     def take(self, parameters: list[TrainedParameter]) -> None:
@@ -183,8 +191,8 @@ class Resting:
         return iter(self._of.values())
 
     def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        dtypes = plane_dtypes(parameter, self.state_dtype)
-        parts = {plane: _part(entry, plane, parameter, dtypes) for plane in STATE_PLANES}
+        dtypes = plane_dtypes(parameter, self.precision)
+        parts = {plane: _part(entry, plane, parameter, dtypes) for plane in dtypes}
         planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
         self._of[id(parameter)] = Rest(name, parameter, int(entry["step"]), planes, None)
 

@@ -126,6 +126,7 @@ def save(
         "step_of": step_of,
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
+        "master_dtype": resting.precision.master_dtype,
     }
 
     def written() -> Iterator[Path]:
@@ -225,19 +226,25 @@ def load(
             raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
         for name in sorted(index["resting"].keys() & found.keys()):
             entries[name] = {"step": index["resting"][name]}
-            for plane, dtype in plane_dtypes(found[name], resting.state_dtype).items():
+            for plane, dtype in plane_dtypes(found[name], resting.precision).items():
                 if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
                     room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
                     arrays[f"{plane}.{name}"] = _held(room, found[name])
                     entries[name][plane] = distributed(room, found[name])
+        has_masters = index.get("master_dtype", "float32") == "float32"
+        lone = [known for known in parameters if known.parameter.dtype is torch.bfloat16 and not has_masters]
+        for known in lone:
+            arrays.pop(f"remainder.{clean(known.name)}", None)
         for name, array in arrays.items():
             theirs = saved.dtype(name, array.like)
             if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
                 raise ConfigError(f"{name} in {slot} is missing or of another shape")
             if theirs != array.dtype:
                 converted.add(theirs)
-    tell_of_conversion(str(folder), converted, resting.state_dtype)
+    tell_of_conversion(str(folder), converted, has_masters, resting.precision)
     when_checked()
+    for known in lone:
+        scatter(known, "remainder", None)
     saved.read(arrays, ranks)
     resting.clear()
     for name, entry in entries.items():

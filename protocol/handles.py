@@ -18,7 +18,7 @@ Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from protocol.messages import Layer, Segment
 
@@ -30,6 +30,7 @@ SHARED_PLANES: Final = ("grads", "weights")
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2}
 #: The dtype of a segment's `remainder` for each dtype of its weights. For bfloat16 weights, it has the part of the
 #: float32 master that they lack; for float16 weights, the whole master, since a float16 is not part of a float32.
+#: Weights that are their own masters have none.
 REMAINDER_DTYPES: Final = {"bfloat16": "int16", "float16": "float32", "float32": None}
 PAGE_BYTES: Final = 4096
 ALIGN_ELEMENTS: Final = 128
@@ -77,10 +78,35 @@ class ArenaLayout:
         return sum(self.plane_nbytes[plane] for plane in PLANES[2:])
 
 
+class Precision(NamedTuple):
+    """The dtypes of both moments, and of the masters of bfloat16 weights. If one is not "float32", nothing is exact."""
+
+    state_dtype: str = "float32"
+    master_dtype: str = "float32"
+
+    def planes(self, dtype: str) -> dict[str, str]:
+        """The state planes that weights of this dtype have, with their dtypes."""
+        remainder = None if dtype == self.master_dtype else REMAINDER_DTYPES[dtype]
+        first = {} if remainder is None else {"remainder": remainder}
+        return {**first, "exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
+
+    @property
+    def is_exact(self) -> bool:
+        return self == EXACT
+
+    def __str__(self) -> str:
+        moments = [] if self.state_dtype == "float32" else [f"moments in {self.state_dtype}"]
+        masters = [] if self.master_dtype == "float32" else ["without masters"]
+        return ", ".join([*moments, *masters]) or "exact"
+
+
+EXACT: Final = Precision()
+
+
 def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`, or None if it has no array there (float32 weights need no remainder)."""
-    dtypes = {"grads": segment.grads_dtype, "weights": segment.dtype, "remainder": REMAINDER_DTYPES[segment.dtype]}
-    return dtypes.get(plane.removesuffix("'"), segment.state_dtype)
+    state = Precision(segment.state_dtype, segment.master_dtype).planes(segment.dtype)
+    return {"grads": segment.grads_dtype, "weights": segment.dtype, **state}.get(plane.removesuffix("'"))
 
 
 def bank_plane(plane: str, bank: int) -> str:

@@ -28,6 +28,8 @@ from protocol.placement import PLACEMENTS, Placement
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
 #: The dtypes of the moments. With another one than float32 the update is not exact.
 STATE_DTYPES = ("float32", "bfloat16")
+#: The dtypes of the masters of bfloat16 weights. With bfloat16 these weights are masters themselves, and not exact.
+MASTER_DTYPES = ("float32", "bfloat16")
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
@@ -107,7 +109,7 @@ class Segment:
     """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group.
 
     `key` stands for the parameter, and `start` is the piece's first element in it: they choose the random bits with
-    which moments are rounded, if those are not float32.
+    which moments and weights are rounded, if moments or masters are not float32.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Segment:
     state_dtype: str = "float32"
     key: int = 0
     start: int = 0
+    master_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
@@ -126,6 +129,8 @@ class Segment:
         _require(known, f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients")
         _require(self.group >= 0, "the index of a parameter group cannot be negative")
         _require(self.state_dtype in STATE_DTYPES, f"segment {self.name!r} cannot have {self.state_dtype!r} moments")
+        fits = self.master_dtype == "float32" or self.dtype == self.master_dtype == "bfloat16"
+        _require(fits, f"segment {self.name!r} cannot have {self.master_dtype!r} masters of {self.dtype} weights")
         _require(0 <= self.key < 1 << 32 and self.start >= 0, f"segment {self.name!r} has an impossible key or start")
 
 

@@ -286,6 +286,7 @@ def random_options(rng: random.Random) -> Options:
         "backend": "auto",
         "gradient_dtype": None,
         "state_dtype": "float32",
+        "master_dtype": "float32",
     }
     sums: Any = {"grad_accumulation": 1, "accumulate_on": "device", "loss_scale": None, "overlap": overlap}
     return Options(**wishes, **sums, max_grad_norm=1.0, clip="global", on_nonfinite="skip", speculate=None)

@@ -67,6 +67,7 @@ def segments(draw: st.DrawFn) -> m.Segment:
         grads_dtype=draw(st.sampled_from(m.GRADS_DTYPES[dtype])),
         group=draw(st.integers(0, 3)),
         state_dtype=draw(st.sampled_from(m.STATE_DTYPES)),
+        master_dtype=draw(st.sampled_from(m.MASTER_DTYPES if dtype == "bfloat16" else ("float32",))),
         key=draw(st.integers(0, 2**32 - 1)),
         start=draw(st.integers(0, 2**40)),
     )

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hytrain.errors import ConfigError
+from protocol.handles import EXACT, Precision
 from workers import doctor
 from workers.doctor import Gpu, Machine, advise, render
-from workers.forecast import SHAPES, STATE_BYTES, Rates, Shape, forecast, most_parameters
+from workers.forecast import PRECISIONS, SHAPES, Rates, Shape, forecast, most_parameters
 from workers.planning import BESIDE_TRAINING
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ MACHINE = Machine(
     pinning="6 threads on cores 2-7",
     is_shared=False,
     backend="native: a C++ compiler is there",
-    cpu_update={"float32": 2.4e9, "bfloat16": 2.6e9},
+    cpu_update=dict(zip(doctor.PRECISIONS, (2.4e9, 2.6e9, 2.6e9), strict=True)),
     memory_bytes=64 * GIB,
     available_bytes=60 * GIB,
     bound_bytes=56 * GIB,
@@ -71,10 +72,10 @@ def test_forecasts_are_near_what_was_measured(
 ) -> None:
     cpu = 4.6e9 if state_dtype == "float32" else 2.2e9  # 14 threads, or 6
     rates = Rates(
-        product=660e12, to_host=52e9, from_host=53e9, gpu_update=90e9, cpu_update=dict.fromkeys(STATE_BYTES, cpu)
+        product=660e12, to_host=52e9, from_host=53e9, gpu_update=90e9, cpu_update=dict.fromkeys(PRECISIONS, cpu)
     )
     bounds = {"gpu_bytes": gpu_gib * GIB, "host_bytes": host_gb * GB}
-    found = forecast(shape_of(name), rates, tokens=tokens, state_dtype=state_dtype, **bounds)
+    found = forecast(shape_of(name), rates, tokens=tokens, precision=Precision(state_dtype), **bounds)
     assert found.step_s is not None and 0.95 <= measured_s / found.step_s <= 1.55
 
 
@@ -88,19 +89,19 @@ def test_the_sizes_are_those_of_the_models() -> None:
 
 def test_what_limits_a_step_is_forecast() -> None:
     """Full speed where all is fast, the CPU's where that is slow and nothing may visit; no room without memory."""
-    shape, rates = shape_of("1 B"), Rates(1e14, 1e13, 1e13, 1e13, dict.fromkeys(STATE_BYTES, 1e13))
-    whole: dict[str, Any] = {"gpu_bytes": 80 * GIB, "host_bytes": 100 * GB, "tokens": 4096, "state_dtype": "float32"}
+    shape, rates = shape_of("1 B"), Rates(1e14, 1e13, 1e13, 1e13, dict.fromkeys(PRECISIONS, 1e13))
+    whole: dict[str, Any] = {"gpu_bytes": 80 * GIB, "host_bytes": 100 * GB, "tokens": 4096, "precision": EXACT}
     fast = forecast(shape, rates, **whole)
     assert fast.step_s == pytest.approx(fast.work_s, rel=0.02)
-    slow = replace(rates, to_host=1e8, cpu_update={"float32": 1e9})
+    slow = replace(rates, to_host=1e8, cpu_update={EXACT: 1e9})
     updates_s = BESIDE_TRAINING * shape.numel / 1e9
     assert (found := forecast(shape, slow, **whole | {"gpu_bytes": 6 * GIB}).step_s) and found > updates_s
     assert forecast(shape, rates, **whole | {"host_bytes": 0, "gpu_bytes": 8 * GIB}).step_s is None
 
 
-def test_smaller_moments_need_less() -> None:
-    most = [most_parameters(gpu_bytes=0, host_bytes=48 * GB, state_dtype=dtype) / 1e9 for dtype in STATE_BYTES]
-    assert most == [4.0, 6.0]
+def test_smaller_state_needs_less() -> None:
+    most = [most_parameters(gpu_bytes=0, host_bytes=48 * GB, precision=one) / 1e9 for one in PRECISIONS]
+    assert most == [4.0, 6.0, 8.0]
 
 
 def test_a_page_tells_the_machine_and_what_it_trains() -> None:

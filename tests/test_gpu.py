@@ -76,14 +76,20 @@ def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: An
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype"),
-    [*((dtype, "float32") for dtype in (torch.bfloat16, torch.float16, torch.float32)), (torch.bfloat16, "bfloat16")],
+    ("dtype", "state"),
+    [
+        *((dtype, {}) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        (torch.bfloat16, {"state_dtype": "bfloat16"}),
+        (torch.bfloat16, {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}),
+    ],
+    ids=["bfloat16", "float16", "float32", "bfloat16 moments", "no masters"],
 )
-def test_the_result_does_not_depend_on_who_owns_a_layer(dtype: torch.dtype, state_dtype: str, tmp_path: Path) -> None:
+def test_the_result_does_not_depend_on_who_owns_a_layer(
+    dtype: torch.dtype, state: dict[str, Any], tmp_path: Path
+) -> None:
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0, "auto")]
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
     choices += [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}]
-    state = {"state_dtype": state_dtype}
     fixed = [train(llama(dtype), tmp_path, **choice, **state)[0] for choice in choices]
     for stream in (0.0, 1.0, "auto"):
         random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream, **state)

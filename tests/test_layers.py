@@ -10,6 +10,7 @@ from hytrain.errors import UnsupportedError
 from hytrain.kernels.rounding import key_of
 from hytrain.model.layers import ALIGN_ELEMENTS, FALLBACK_LAYERS, ModelLayer, find_blocks, split_layers
 from hytrain.tensors import flat, is_dense
+from protocol.handles import EXACT, Precision
 from protocol.messages import Layer
 
 
@@ -54,7 +55,7 @@ def waiting(model: nn.Module, layer: ModelLayer) -> list[str]:
 
 def described(layers: list[ModelLayer]) -> list[Layer]:
     group_of = {id(piece.parameter): 0 for layer in layers for piece in layer.pieces}
-    return [layer.describe(layer.lid, group_of, None, "float32") for layer in layers]
+    return [layer.describe(layer.lid, group_of, None, EXACT) for layer in layers]
 
 
 # ---------------------------------------------------------------- models people have
@@ -217,8 +218,9 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
     model.linear.bias = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     (layer,) = split(model, 1000)
     group_of = {id(p): int(p.ndim < 2) for p in model.parameters()}
+    smaller = Precision("bfloat16", "bfloat16")
     for grad_dtype, norm_gradients in ((None, "float32"), (torch.bfloat16, "bfloat16")):
-        spec = layer.describe(0, group_of, grad_dtype, "bfloat16")
+        spec = layer.describe(0, group_of, grad_dtype, smaller)
         assert [(s.name, s.dtype, s.grads_dtype, s.group) for s in spec.segments] == [
             ("linear.weight", "bfloat16", "bfloat16", 0),
             ("linear.bias", "float16", "float16", 1),
@@ -226,6 +228,7 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
             ("norm.bias", "float32", norm_gradients, 1),
         ]
         assert {s.state_dtype for s in spec.segments} == {"bfloat16"}
+        assert [s.master_dtype for s in spec.segments] == ["bfloat16", "float32", "float32", "float32"]
 
 
 # ---------------------------------------------------------------- storage

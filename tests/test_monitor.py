@@ -310,10 +310,12 @@ def test_a_line_has_what_the_record_has() -> None:
     assert view.line(status(record=json.dumps(clipped))).startswith("step 7  loss 1.5000  norm 0.123  scale 65536  k")
     for mode, words in (("defer", "updates after the norm"), ("speculate", "updates ahead of the norm")):
         assert f"stall 500.0 ms  {words}  optimizer" in view.line(status(record=json.dumps({**RECORD, "mode": mode})))
-    exact = {**RECORD, "mode": None, "state_dtype": "float32"}
+    exact = {**RECORD, "mode": None, "state_dtype": "float32", "master_dtype": "float32"}
     assert view.line(status(record=json.dumps(exact))) == view.line(status())
     rounded = json.dumps({**exact, "state_dtype": "bfloat16"})
     assert "stall 500.0 ms  moments in bfloat16: not exact  optimizer" in view.line(status(record=rounded))
+    both = json.dumps({**exact, "state_dtype": "bfloat16", "master_dtype": "bfloat16"})
+    assert "  moments in bfloat16, without masters: not exact  optimizer" in view.line(status(record=both))
 
 
 def rank(number: int, gather_s: float | None = None, *, world: int = 3, **changed: Any) -> m.RankStatus:

@@ -143,6 +143,7 @@ def layer_table(**changes: Any) -> list[Any]:
 
 def segment(numel: int = 1, **changed: Any) -> list[Any]:
     usual = {"dtype": "float32", "grads_dtype": "float32", "group": 0, "state_dtype": "float32", "key": 0, "start": 0}
+    usual["master_dtype"] = "float32"
     return [["w", numel, *(usual | changed).values()]]
 
 
@@ -159,6 +160,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"layers": [[0, 0, "a", segment(grads_dtype="int8")]]}, "cannot have 'int8' gradients"),
         ({"layers": [[0, 0, "a", segment(group=-1)]]}, "parameter group cannot be negative"),
         ({"layers": [[0, 0, "a", segment(state_dtype="int8")]]}, "cannot have 'int8' moments"),
+        ({"layers": [[0, 0, "a", segment(master_dtype="bfloat16")]]}, "'bfloat16' masters of float32 weights"),
         ({"layers": [[0, 0, "a", segment(key=1 << 32)]]}, "has an impossible key or start"),
         ({"layers": [[0, 0, "a", segment(start=-1)]]}, "has an impossible key or start"),
         ({"objective": "fun"}, "unknown objective 'fun'"),

@@ -74,6 +74,8 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
     arena = layout(spec)
     for index, part in enumerate(spec.segments):
         remainder = {"bfloat16": "int16", "float16": "float32"}.get(part.dtype)
+        if part.dtype == part.master_dtype:
+            remainder = None
         expected = (part.grads_dtype, part.dtype, remainder, part.state_dtype, part.state_dtype)
         for plane, dtype in zip(PLANES, expected):
             handle = arena.handles[plane][index]

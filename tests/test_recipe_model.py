@@ -19,6 +19,7 @@ from hytrain.recipe import config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.step.streaming import SLOTS
+from protocol.handles import Precision
 from protocol.messages import Segment
 
 CPU = torch.device("cpu")
@@ -223,9 +224,10 @@ def test_bytes_per_parameter(dtype: str, host: int, gpu_resident: int, gpu_owned
     assert (undone.host - nothing.host, undone.trainer) == (1000 * gpu_owned, nothing.trainer)
     assert undone.shared - nothing.shared == 1000 * gpu_resident
     assert need(planes_of("float32", "bfloat16"), 1000, 0, 0.0).host == 14_000, "gradients in half the bytes"
-    smaller = planes_of("bfloat16", state_dtype="bfloat16")
+    smaller = planes_of("bfloat16", "auto", Precision("bfloat16"))
     assert [need(smaller, 1000, 0, k).host for k in (0.0, 1.0)] == [10_000, 0]
     assert need(smaller, 1000, 0, 1.0).trainer == 8_000
+    assert need(planes_of("bfloat16", "auto", Precision("bfloat16", "bfloat16")), 1000, 0, 0.0).host == 8_000
 
 
 def test_estimate_counts_without_building(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Moments in bfloat16: every backend against torch's AdamW with moments that are rounded here, bit for bit.
+"""Moments in bfloat16, and weights without masters: every backend against torch's AdamW, whose moments and weights are
+rounded here, bit for bit.
 
 The random bits are computed a second time, with NumPy's unsigned integers.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from hytrain.kernels import choice, torch_backend
 from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
-from hytrain.kernels.rounding import key_of, random_bits, rounded
+from hytrain.kernels.rounding import key_of, more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 
-PAIRS = pytest.mark.parametrize("pair", DTYPES, ids="-".join)
+#: Dtypes of weights, gradients and moments; "lone" are bfloat16 weights without masters.
+LONE = [("lone", "bfloat16", "bfloat16"), ("lone", "bfloat16", "float32")]
+KINDS = pytest.mark.parametrize("kind", [*((*pair, "bfloat16") for pair in DTYPES), *LONE], ids="-".join)
 NAMES = pytest.mark.parametrize("name", ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
 KEY = key_of("model.layers.0.weight")
 
@@ -59,9 +63,12 @@ def on_device(key: int) -> Update:
     return update
 
 
-def of(master: Tensor, dtype: str) -> Planes:
-    planes = Planes.of(master, dtype)
-    return dataclasses.replace(planes, exp_avg=planes.exp_avg.bfloat16(), exp_avg_sq=planes.exp_avg_sq.bfloat16())
+def of(master: Tensor, dtype: str, moments: str = "bfloat16") -> Planes:
+    planes = Planes.of(master, "bfloat16" if dtype == "lone" else dtype)
+    state = {name: getattr(planes, name).to(getattr(torch, moments)) for name in ("exp_avg", "exp_avg_sq")}
+    if dtype == "lone":
+        state["remainder"] = None
+    return dataclasses.replace(planes, **state)
 
 
 def bits_again(first: int, numel: int, step: int, key: int = KEY) -> Tensor:
@@ -73,63 +80,78 @@ def bits_again(first: int, numel: int, step: int, key: int = KEY) -> Tensor:
 
 
 class Rounding(Reference):
-    """torch's AdamW, whose moments are rounded after each step."""
+    """torch's AdamW, whose moments and lone weights are rounded after each step."""
+
+    def __init__(self, planes: Planes) -> None:
+        super().__init__(planes.master().float(), HYPER)
+        self.is_lone = planes.remainder is None and planes.weights.dtype is torch.bfloat16
+        self.rounds_moments = planes.exp_avg.dtype is torch.bfloat16
 
     def round(self, step: int, first: int = 0) -> None:
         state = self.optimizer.state[self.parameter]
         random = bits_again(first, self.numel, step)
-        for name, bits in (("exp_avg", random % 65536), ("exp_avg_sq", random // 65536)):
-            moment = state[name][: self.numel]
-            exact = np.where(moment.isnan(), np.uint32(0x7FC00000), moment.numpy().view(np.uint32))
-            upper = (exact + bits.numpy().astype(np.uint32)) >> np.uint32(16)
-            moment.copy_(torch.from_numpy((upper << np.uint32(16)).view(np.float32)))
+        if self.rounds_moments:
+            self._round(state["exp_avg"], random % 65536)
+            self._round(state["exp_avg_sq"], random // 65536)
+        if self.is_lone:
+            self._round(self.parameter.detach(), random * 0x9E3779B1 % 2**32 // 65536)
+
+    def _round(self, values: Tensor, bits: Tensor) -> None:
+        values = values[: self.numel]
+        exact = np.where(values.isnan(), np.uint32(0x7FC00000), values.numpy().view(np.uint32))
+        upper = (exact + bits.numpy().astype(np.uint32)) >> np.uint32(16)
+        values.copy_(torch.from_numpy((upper << np.uint32(16)).view(np.float32)))
 
 
 def assert_same(ours: Planes, reference: Planes, case: str = "") -> None:
-    wide = dataclasses.replace(ours, exp_avg=ours.exp_avg.float(), exp_avg_sq=ours.exp_avg_sq.float())
     for name in ("master", "exp_avg", "exp_avg_sq"):
-        a, b = (p.master() if name == "master" else getattr(p, name) for p in (wide, reference))
+        a, b = ((p.master() if name == "master" else getattr(p, name)).float() for p in (ours, reference))
         assert torch.equal(a.nan_to_num(7.0, 8.0, 9.0), b.nan_to_num(7.0, 8.0, 9.0)), f"{name} {case}"
 
 
-@PAIRS
+@KINDS
 @NAMES
-def test_matches_torch_with_rounded_moments(name: str, pair: tuple[str, str]) -> None:
+def test_matches_torch_with_rounded_state(name: str, kind: tuple[str, str, str]) -> None:
     """The elements' indices pass 2^32 on the way."""
     update, generator = opened(name), torch.Generator().manual_seed(0)
     for numel, first in ((1, 0), (63, 5), (2 * BLOCK + 1003, (1 << 32) - BLOCK)):
         master = torch.randn(numel, generator=generator)
-        planes, reference = of(master, pair[0]), Rounding(master, HYPER)
+        planes = of(master, kind[0], kind[2])
+        reference = Rounding(planes)
         for step in range(1, 9):
-            grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
+            grads = some_grads(numel, generator).to(getattr(torch, kind[1]))
             update(planes, grads, scalars(HYPER, step), first)
             reference.step(grads)
             reference.round(step, first)
             assert_same(planes, reference.planes(), f"of {numel} in step {step}")
 
 
+@pytest.mark.parametrize("kind", [("float32", "float32"), ("lone", "bfloat16")], ids=["float32", "lone"])
 @NAMES
-def test_special_values(name: str) -> None:
+def test_special_values(name: str, kind: tuple[str, str]) -> None:
     """Infinities stay what they are, and all NaNs become one."""
     update = opened(name)
     master = SPECIAL.repeat_interleave(SPECIAL.numel())
-    planes, reference = of(master, "float32"), Rounding(master, HYPER)
+    planes = of(master, kind[0])
+    reference = Rounding(planes)
     for step, grads in enumerate((SPECIAL.repeat(SPECIAL.numel()), torch.zeros_like(master)), 1):
+        grads = grads.to(getattr(torch, kind[1]))
         update(planes, grads, scalars(HYPER, step), 0)
         reference.step(grads)
         reference.round(step)
         assert_same(planes, reference.planes(), f"step {step}")
         assert step > 1 or planes.exp_avg.isinf().any()
-    assert set(planes.exp_avg.view(torch.int16)[planes.exp_avg.isnan()].tolist()) == {0x7FC0}
+    for plane in (planes.exp_avg, *([planes.weights] if kind[0] == "lone" else [])):
+        assert set(plane.view(torch.int16)[plane.isnan()].tolist()) == {0x7FC0}
 
 
-@PAIRS
+@KINDS
 @NAMES
-def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
+def test_tiles_equal_the_whole(name: str, kind: tuple[str, str, str]) -> None:
     update, generator = opened(name), torch.Generator().manual_seed(3)
     numel = BLOCK + 777
-    master, grads = torch.randn(numel, generator=generator), some_grads(numel, generator).to(getattr(torch, pair[1]))
-    whole, tiled = of(master, pair[0]), of(master, pair[0])
+    master, grads = torch.randn(numel, generator=generator), some_grads(numel, generator).to(getattr(torch, kind[1]))
+    whole, tiled = (of(master, kind[0], kind[2]) for _ in range(2))
     update(whole, grads, scalars(HYPER, 1), 11)
     for begin, end in ((0, 333), (333, BLOCK + 5), (BLOCK + 5, numel)):
         tile = tiled.map(lambda plane, begin=begin, end=end: plane[begin:end])  # type: ignore[misc]
@@ -139,12 +161,12 @@ def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
-@PAIRS
-def test_into_other_planes_as_in_place(name: str, pair: tuple[str, str]) -> None:
+@KINDS
+def test_into_other_planes_as_in_place(name: str, kind: tuple[str, str, str]) -> None:
     backend, generator = choice.load(name, threads=3)[0], torch.Generator().manual_seed(10)
     for numel in (63, 2 * BLOCK + 77):
-        grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
-        before = of(torch.randn(numel, generator=generator), pair[0])
+        grads = some_grads(numel, generator).to(getattr(torch, kind[1]))
+        before = of(torch.randn(numel, generator=generator), kind[0], kind[2])
         in_place, into = before.map(Tensor.clone), before.map(torch.zeros_like)
         opened(name)(in_place, grads, scalars(HYPER, 3, 0.5), 0)
         addresses = {each: 0 if plane is None else plane.data_ptr() for each, plane in vars(into).items()}
@@ -169,6 +191,19 @@ def test_the_second_moment_of_steady_gradients_gets_there() -> None:
     assert nearest.item() < 0.8
 
 
+def test_a_weight_without_a_master_gets_where_its_steps_lead() -> None:
+    """Each step is 1/2560 of it. Rounded to nearest it stands still."""
+    hyper = Hyper(lr=1 / 2560, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+    update, numel = opened("native"), 4096
+    planes, nearest = of(torch.ones(numel), "lone", "float32"), torch.ones((), dtype=torch.bfloat16)
+    grads = torch.full((numel,), -1.0, dtype=torch.bfloat16)
+    for step in range(1, 1025):
+        update(planes, grads, scalars(hyper, step), 0)
+        nearest = (nearest.float() + hyper.lr).bfloat16()
+    assert planes.weights.double().mean().item() == pytest.approx(1.4, abs=3e-3) and nearest.item() == 1.0
+    assert planes.weights.double().std().item() < 0.1
+
+
 def test_the_expectation_is_the_exact_value() -> None:
     """Of each number, the mean over all that may be drawn is the number itself."""
     everything = torch.arange(1 << 16)
@@ -183,20 +218,20 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 
 def test_random_bits_are_uniform_and_unrelated() -> None:
-    """Between halves, neighbours, steps and parameters, within 4.5 standard deviations."""
+    """Between those of moments and weight, neighbours, steps and parameters, within 4.5 standard deviations."""
     numel = 1 << 18
 
-    def halves(key: int, step: int) -> list[Tensor]:
+    def parts(key: int, step: int) -> list[Tensor]:
         random = random_bits(Elements(key), numel, step)
-        return [half.double() / 65536 - 0.5 for half in (random & 0xFFFF, random >> 16)]
+        bits = (random & 0xFFFF, random >> 16, more_random_bits(random))
+        return [part.double() / 65536 - 0.5 for part in bits]
 
     for step in (1, 2, 1000):
-        lower, upper = halves(KEY, step)
-        later, other = halves(KEY, step + 1)[0], halves(KEY + 1, step)[0]
-        pairs = [(lower, upper), (lower, later), (lower, other), (lower[1:], later[:-1])]
-        pairs += [(half[lag:], half[:-lag]) for half in (lower, upper) for lag in (1, 2, 64, 4096)]
+        now, later, other = parts(KEY, step), parts(KEY, step + 1), parts(KEY + 1, step)
+        pairs = [*combinations(now, 2), *zip(now, later), *zip(now, other), (now[0][1:], later[0][:-1])]
+        pairs += [(part[lag:], part[:-lag]) for part in now for lag in (1, 2, 64, 4096)]
         assert max(abs(correlation(x, y)) for x, y in pairs) < 4.5
-        for half in (lower, upper):
+        for half in now:
             counts = torch.histc(half, 256, -0.5, 0.5)
             chi = float(((counts - numel / 256) ** 2).sum() / (numel / 256))
             assert 160 < chi < 370, "of 255 degrees of freedom"

@@ -26,9 +26,15 @@ import psutil
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.memory import host
 from hytrain.readable import gib, table
+from protocol.handles import EXACT, Precision
 from workers import affinity
 
-STATE_DTYPES: Final = {"float32": "exact", "bfloat16": "moments in bf16"}
+#: What is forecast, by the name that a page has for it.
+PRECISIONS: Final = {
+    "exact": EXACT,
+    "moments in bf16": Precision("bfloat16"),
+    "and no masters": Precision("bfloat16", "bfloat16"),
+}
 NUMEL: Final = 1 << 26
 PRODUCT: Final = 8192
 PRODUCTS: Final = 10
@@ -63,7 +69,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found. `cpu_update`: parameters/s by the dtype of the moments, on `cores`, as `backend` says."""
+    """What was found. `cpu_update`: parameters/s by the name of `PRECISIONS`, on `cores`, as `backend` says."""
 
     gpu: Gpu | None
     cpu: str
@@ -161,7 +167,7 @@ def _measure_cpu(cores: str, threads: int | None) -> dict[str, Any]:
     from workers.update_rate import seconds_per_parameter
 
     backend, reason = load("auto", pinning.threads)
-    rates = {dtype: 1 / seconds_per_parameter(backend, [_layer(dtype)]) for dtype in STATE_DTYPES}
+    rates = {name: 1 / seconds_per_parameter(backend, [_layer(one)]) for name, one in PRECISIONS.items()}
     return {
         "pinning": pinning.describe(),
         "is_shared": not pinning.exclusive,
@@ -170,12 +176,11 @@ def _measure_cpu(cores: str, threads: int | None) -> dict[str, Any]:
     }
 
 
-def _layer(state_dtype: str) -> Any:
+def _layer(precision: Precision) -> Any:
     from protocol.messages import Layer, Segment
 
-    segment = Segment(
-        name="scratch", numel=NUMEL, dtype="bfloat16", grads_dtype="bfloat16", state_dtype=state_dtype, group=0
-    )
+    dtypes = {"dtype": "bfloat16", "grads_dtype": "bfloat16", **precision._asdict()}
+    segment = Segment(name="scratch", numel=NUMEL, group=0, **dtypes)
     return Layer(lid=0, position=0, name="scratch", segments=(segment,))
 
 
@@ -190,7 +195,7 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
-    rates = calibrate([_layer("float32")], device, transfers_for(device), None)
+    rates = calibrate([_layer(EXACT)], device, transfers_for(device), None)
     assert rates.d2h_s and rates.h2d_s and rates.gpu_update_s, "measured on a GPU"
     left, right = (torch.randn(PRODUCT, PRODUCT, dtype=torch.bfloat16, device=device) for _ in range(2))
     torch.mm(left, right)
@@ -236,7 +241,7 @@ def render(machine: Machine, batch: int, sequence: int) -> str:
 
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
-    updates = ", ".join(f"{machine.cpu_update[dtype] / 1e9:.2f} {name}" for dtype, name in STATE_DTYPES.items())
+    updates = ", ".join(f"{rate / 1e9:.2f} {name}" for name, rate in machine.cpu_update.items())
     memory = f"{gib(machine.available_bytes)} of {gib(machine.memory_bytes)} free, planes may take "
     found = [
         ("CPU", f"{machine.cpu}, {machine.cores} cores"),
@@ -266,26 +271,23 @@ def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
         return ["Without a GPU, HyTrain trains on the CPU, and nothing is forecast."]
     bounds = {"gpu_bytes": machine.gpu.bound_bytes, "host_bytes": machine.bound_bytes}
     most = ", ".join(
-        f"{forecast.most_parameters(**bounds, state_dtype=dtype) / 1e9:.1f} B ({name})"
-        for dtype, name in STATE_DTYPES.items()
+        f"{forecast.most_parameters(**bounds, precision=one) / 1e9:.1f} B ({name})" for name, one in PRECISIONS.items()
     )
     rates = forecast.Rates(
         product=machine.gpu.product,
         to_host=machine.gpu.to_host,
         from_host=machine.gpu.from_host,
         gpu_update=machine.gpu.update,
-        cpu_update=machine.cpu_update,
+        cpu_update={PRECISIONS[name]: rate for name, rate in machine.cpu_update.items()},
     )
     tokens = batch * sequence
     rows = []
     for shape in forecast.SHAPES:
-        found = [forecast.forecast(shape, rates, tokens=tokens, state_dtype=dtype, **bounds) for dtype in STATE_DTYPES]
+        found = [forecast.forecast(shape, rates, tokens=tokens, precision=one, **bounds) for one in PRECISIONS.values()]
         rows.append([shape.name, *(cell for one in found for cell in _cells(one, tokens))])
         if all(one.step_s is None for one in found):
             break
-    heads = ["model"] + [
-        head for name in STATE_DTYPES.values() for head in (f"{name}: s/step", "tokens/s", "of full speed")
-    ]
+    heads = ["model"] + [head for name in PRECISIONS for head in (f"{name}: s/step", "tokens/s", "of full speed")]
     return [
         f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts:",
         table(heads, rows),

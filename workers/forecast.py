@@ -9,6 +9,7 @@ checkpointing, backward computes forward again. `doctor` measures the rates and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from hytrain.memory.visits import ring_bytes
 from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
 from hytrain.step.streaming import SLOTS
 from protocol import messages as m
+from protocol.handles import DTYPE_BYTES, EXACT, Precision
 from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
@@ -27,8 +29,8 @@ OF_PRODUCT: Final = 0.7
 LAYER_NUMEL: Final = 300_000_000
 #: The loss is taken of so many parts of the sequences, one after the other.
 LOSS_CHUNKS: Final = 8
-#: Of a parameter's remainder and moments, by the dtype of the moments.
-STATE_BYTES: Final = {"float32": 10, "bfloat16": 6}
+#: What a forecast is made for: exact state, and ever smaller ones.
+PRECISIONS: Final = (EXACT, Precision("bfloat16"), Precision("bfloat16", "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,13 @@ SHAPES: Final = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Products in FLOP/s, copies in bytes/s, updates in parameters/s; the CPU's by the dtype of the moments."""
+    """Products in FLOP/s, copies in bytes/s, updates in parameters/s; the CPU's by precision."""
 
     product: float
     to_host: float
     from_host: float
     gpu_update: float
-    cpu_update: dict[str, float]
+    cpu_update: Mapping[Precision, float]
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,11 @@ class Forecast:
     reason: str
 
 
-def forecast(shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tokens: int, state_dtype: str) -> Forecast:
+def forecast(
+    shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tokens: int, precision: Precision
+) -> Forecast:
     """A step over so many tokens, with bf16 weights. `gpu_bytes` are free, `host_bytes` may be taken by planes."""
-    table = _table(shape, gpu_bytes, host_bytes, state_dtype)
+    table = _table(shape, gpu_bytes, host_bytes, precision)
     per_parameter_s = 8 * tokens / (OF_PRODUCT * rates.product)
     work_s = per_parameter_s * (shape.numel - shape.vocabulary * shape.hidden)
     layers = []
@@ -109,9 +113,9 @@ def forecast(shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tok
             "backward_s": works * per_parameter_s * 3 / 4,
             "d2h_s": 2 / rates.to_host,
             "h2d_s": 2 / rates.from_host,
-            "cpu_update_s": BESIDE_TRAINING / rates.cpu_update[state_dtype],
+            "cpu_update_s": BESIDE_TRAINING / rates.cpu_update[precision],
             "gpu_update_s": 1 / rates.gpu_update,
-            "visit_s": STATE_BYTES[state_dtype] / min(rates.to_host, rates.from_host),
+            "visit_s": _state_bytes(precision) / min(rates.to_host, rates.from_host),
         }
         times: dict[str, Any] = {name: layer.numel * value for name, value in each.items()}
         layers.append(LayerProfile(**asdict(facts(layer, table)), **times))
@@ -139,13 +143,18 @@ def forecast(shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tok
     return Forecast(decision.predicted_step_s, work_s, decision.reason)
 
 
-def most_parameters(*, gpu_bytes: int, host_bytes: int, state_dtype: str) -> float:
+def most_parameters(*, gpu_bytes: int, host_bytes: int, precision: Precision) -> float:
     """How many fit, with activations left out: the GPU owns what it has room for, the state of all others visits it."""
-    state = STATE_BYTES[state_dtype]
+    state = _state_bytes(precision)
     return host_bytes / (state + 2) + (1 - GPU_MARGIN) * gpu_bytes / (state + 2)
 
 
-def _table(shape: Shape, gpu_bytes: int, host_bytes: int, state_dtype: str) -> m.LayerTable:
+def _state_bytes(precision: Precision) -> int:
+    """Of a parameter's remainder and moments."""
+    return sum(DTYPE_BYTES[dtype] for dtype in precision.planes("bfloat16").values())
+
+
+def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) -> m.LayerTable:
     """As a trainer would send it: blocks in pieces, which can be streamed, between embedding and head."""
     layers: list[m.Layer] = []
     blocks: list[tuple[int, ...]] = []
@@ -159,8 +168,8 @@ def _table(shape: Shape, gpu_bytes: int, host_bytes: int, state_dtype: str) -> m
                 numel=numel // pieces,
                 dtype="bfloat16",
                 grads_dtype="bfloat16",
-                state_dtype=state_dtype,
                 group=0,
+                **precision._asdict(),
             )
             at = len(layers)
             layers.append(m.Layer(lid=at, position=at, name=f"{name}#{piece}", segments=(segment,)))

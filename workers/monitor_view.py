@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
 from protocol import messages as m
+from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
 from workers.affinity import format_cores, format_threads
 
@@ -183,8 +184,9 @@ def _timing(record: dict[str, Any]) -> list[str]:
     predicted = record["predicted_step_s"]
     foreseen = "" if predicted is None else f" ({seconds(predicted)} predicted)"
     more = [MODES[mode]] if (mode := record.get("mode")) is not None else []
-    if (dtype := record.get("state_dtype", "float32")) != "float32":
-        more.append(f"moments in {dtype}: not exact")
+    precision = Precision(*(record.get(name, "float32") for name in Precision._fields))
+    if not precision.is_exact:
+        more.append(f"{precision}: not exact")
     return [f"step time {seconds(record['step_s'])}{foreseen}", f"stall {seconds(record['stall_s'])}", *more]
 
 

@@ -24,7 +24,7 @@ from hytrain.planner import Infeasible, Limits, Profile
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
-from protocol.handles import layout
+from protocol.handles import Precision, layout
 from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, gpu_fraction
 from workers.effects import Command, Note, Send
 
@@ -88,6 +88,9 @@ class Planning:
 
     def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int) -> None:
         self.table = table
+        segments = [segment for layer in table.layers for segment in layer.segments]
+        lone = any(segment.master_dtype == "bfloat16" for segment in segments)
+        self._precision = Precision(segments[0].state_dtype, "bfloat16" if lone else "float32")
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
@@ -670,7 +673,7 @@ class Planning:
             "policy": self.policy,
             "objective": self.objective,
             "mode": self._mode,
-            "state_dtype": self.table.layers[0].segments[0].state_dtype,
+            **self._precision._asdict(),
             "predicted_step_s": self.predicted_step_s,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
             "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),

@@ -47,13 +47,18 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
 
 def _typical(layers: Sequence[Layer]) -> Layer:
     """A layer of one segment, with at most a tile's elements."""
-    numels: Counter[tuple[str, str, str]] = Counter()
+    numels: Counter[tuple[str, str, str, str]] = Counter()
     for layer in layers:
         for segment in layer.segments:
-            numels[segment.dtype, segment.grads_dtype, segment.state_dtype] += segment.numel
-    [((dtype, grads_dtype, state_dtype), _)] = numels.most_common(1)
-    numel = min(TILE_NUMEL, max(layer.numel for layer in layers))
+            numels[segment.dtype, segment.grads_dtype, segment.state_dtype, segment.master_dtype] += segment.numel
+    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
     segment = Segment(
-        name="scratch", numel=numel, dtype=dtype, grads_dtype=grads_dtype, state_dtype=state_dtype, group=0
+        name="scratch",
+        numel=min(TILE_NUMEL, max(layer.numel for layer in layers)),
+        dtype=dtype,
+        grads_dtype=grads_dtype,
+        group=0,
+        state_dtype=state_dtype,
+        master_dtype=master_dtype,
     )
     return Layer(lid=0, position=0, name="scratch", segments=(segment,))

@@ -4,13 +4,15 @@
 // in an order that is part of the contract: triton_adamw.py and torch's fused CPU AdamW have the same. So there is no
 // fast-math and no contraction, and fused operations are explicit calls of fma.
 //
-//   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`; fp32: the master itself;
+//   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`, or, without one, the master
+//             itself, rounded stochastically; fp32: the master itself;
 //             fp16: the master rounded half to even, only written: the whole master is in `remainder`
 //   grads     bf16, fp16 or fp32, only read
 //   exp_avg, exp_avg_sq   fp32, or bf16, to which they are rounded stochastically
 //
-// Rounding to the nearest bf16 would lose the second moment's small changes: at beta2 = 0.999 it would stand still. So
-// sixteen random bits are added below the bits that are kept, as rounding.py says.
+// Rounding to the nearest bf16 would lose small changes: at beta2 = 0.999 the second moment would stand still, and so
+// would a weight that changes by less than 1/512 of itself. So sixteen random bits are added below the bits that are
+// kept, as rounding.py says.
 //
 // All NaNs are written as the same bit pattern. The payload that survives an operation depends on the processor and on
 // the compiler's operand order, and would be the only difference between two devices.
@@ -46,6 +48,7 @@ namespace {
 
 // Bit patterns.
 enum bf16 : uint16_t {};
+enum lone_bf16 : uint16_t {};  // of weights that have no remainder
 enum fp16 : uint16_t {};
 
 struct Scalars {  // in the order of scalars.py's KERNEL_SCALARS
@@ -68,6 +71,7 @@ inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ?
 
 inline float wide(float x) { return x; }
 inline float wide(bf16 x) { return real(static_cast<uint32_t>(x) << 16); }
+inline float wide(lone_bf16 x) { return real(static_cast<uint32_t>(x) << 16); }
 
 struct Elements {  // in the order of native.py's _Elements: the first one's index, and the seeds
     uint32_t first, before, within;
@@ -82,14 +86,20 @@ inline uint32_t random_bits(Elements elements, int64_t i) {
     return x ^ x >> 16;
 }
 
+// Sixteen more, for the weight.
+inline uint32_t more_random_bits(uint32_t random) { return (random * 0x9e3779b1u) >> 16; }
+
 // `random` has as many bits as are cut off. Of infinities and the one NaN these are zeros, so nothing is carried.
-inline bf16 rounded(float x, uint32_t random) { return static_cast<bf16>((bits(x) + random) >> 16); }
+template <class T>
+inline T rounded(float x, uint32_t random) {
+    return static_cast<T>((bits(x) + random) >> 16);
+}
 
 // The type of `remainder` for each type of weights.
 template <class Weight>
 struct Rest {
     using type = std::conditional_t<std::is_same<Weight, fp16>::value, float, int16_t>;  // float: the master
-    static constexpr bool exists = !std::is_same<Weight, float>::value;
+    static constexpr bool exists = !std::is_same<Weight, float>::value && !std::is_same<Weight, lone_bf16>::value;
 };
 
 // `join` reads the master and `split` writes it. fp16 weights are converted and then treated as fp32.
@@ -199,6 +209,21 @@ inline void update_strip(State<fp16, float> from, const fp16 *grads, State<fp16,
     narrow(to.remainder, to.weights, numel);
 }
 
+// Updates at most one strip of weights that are their own masters, which are in fp32 in the L1 cache meanwhile.
+template <class Grad>
+inline void update_strip(State<lone_bf16, float> from, const Grad *grads, State<lone_bf16, float> to, int64_t numel,
+                         Scalars s, Elements elements) {
+    alignas(64) float master[strip];
+#pragma omp simd
+    for (int64_t i = 0; i < numel; ++i) master[i] = wide(from.weights[i]);
+    const State<float, float> read{master, nullptr, from.exp_avg, from.exp_avg_sq};
+    const State<float, float> written{master, nullptr, to.exp_avg, to.exp_avg_sq};
+    update_strip(read, grads, written, numel, s, elements);
+#pragma omp simd
+    for (int64_t i = 0; i < numel; ++i)
+        to.weights[i] = rounded<lone_bf16>(master[i], more_random_bits(random_bits(elements, i)));
+}
+
 // Updates at most one strip with bf16 moments, which are in fp32 in the L1 cache meanwhile.
 template <class Weight, class Grad>
 inline void update_strip(State<Weight, bf16> from, const Grad *grads, State<Weight, bf16> to, int64_t numel, Scalars s,
@@ -215,8 +240,8 @@ inline void update_strip(State<Weight, bf16> from, const Grad *grads, State<Weig
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i) {
         const uint32_t random = random_bits(elements, i);
-        to.exp_avg[i] = rounded(exp_avg[i], random & 0xffffu);
-        to.exp_avg_sq[i] = rounded(exp_avg_sq[i], random >> 16);
+        to.exp_avg[i] = rounded<bf16>(exp_avg[i], random & 0xffffu);
+        to.exp_avg_sq[i] = rounded<bf16>(exp_avg_sq[i], random >> 16);
     }
 }
 
@@ -330,6 +355,7 @@ extern "C" {
     HYTRAIN_ADAMW(name##_float32, Weight, Grad, float)          \
     HYTRAIN_ADAMW(name##_bfloat16, Weight, Grad, bf16)
 HYTRAIN_ADAMW_OF(bfloat16_bfloat16, bf16, bf16)
+HYTRAIN_ADAMW_OF(lone_bfloat16_bfloat16, lone_bf16, bf16)
 HYTRAIN_ADAMW_OF(float16_float16, fp16, fp16)
 HYTRAIN_ADAMW_OF(float32_bfloat16, float, bf16)
 HYTRAIN_ADAMW_OF(float32_float32, float, float)

@@ -75,8 +75,9 @@ class Backend(Protocol):
     ) -> None:
         """Update `numel` consecutive elements of one segment: in place, or `into` other planes with the same bits.
 
-        The planes are addresses. `remainder` is int16 for bfloat16 weights. For float16 weights, which are only
-        written, it is their float32 master. 0 means none. The moments are of `state_dtype`.
+        The planes are addresses. `remainder` is int16 for bfloat16 weights, or 0 if they are their own masters. For
+        float16 weights, which are only written, it is their float32 master; for float32 weights it is 0. The moments
+        are of `state_dtype`.
         Raises ValueError for dtypes that are not in `DTYPES` and `STATE_DTYPES`.
         """
 
@@ -90,5 +91,5 @@ def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int, state_dty
         raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
-    if (remainder != 0) != (weights_dtype != "float32"):
+    if weights_dtype != "bfloat16" and (remainder != 0) != (weights_dtype == "float16"):
         raise ValueError(f"a remainder belongs to 16-bit weights, and only to them: these are {weights_dtype}")

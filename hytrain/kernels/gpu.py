@@ -46,9 +46,9 @@ def update(
 ) -> None:
     """Update one segment in place, on the current device and stream.
 
-    All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, the float32
-    master for float16 weights. The moments are float32 or bfloat16. `verdict` is a float32 scalar on the device: the
-    gradient is multiplied by it, and nothing is updated if it is below 0.
+    All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, or None if they
+    are their own masters; the float32 master for float16 weights. The moments are float32 or bfloat16. `verdict` is a
+    float32 scalar on the device: the gradient is multiplied by it, and nothing is updated if it is below 0.
     Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
     _check(weights, grads, remainder, exp_avg, exp_avg_sq)
@@ -67,13 +67,15 @@ def update(
     which = (elements.first & _MASK, *seeds(elements.key, scalars.step))
     numbers = (*which, *kernel_scalars(scalars))
     judge, judged = planes[3] if verdict is None else verdict, verdict is not None
+    lone = remainder is None and weights.dtype == torch.bfloat16
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
-    kind = (weights.device, weights.dtype, grads.dtype, exp_avg.dtype, judged, aligned)
+    kind = (weights.device, weights.dtype, grads.dtype, exp_avg.dtype, judged, lone, aligned)
     if (compiled := _compiled.get(kind)) is not None:
-        compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, BLOCK)
+        compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, lone, BLOCK)
         return
-    compiled = adamw_kernel[(grid,)](*planes, numel, *numbers, judge, JUDGED=judged, BLOCK=BLOCK, **OPTIONS)
+    constants = {"JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
+    compiled = adamw_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
     if _takes_all_arguments():
         _compiled[kind] = compiled
 

@@ -20,6 +20,7 @@ from hytrain.kernels.scalars import KERNEL_SCALARS, Scalars, kernel_scalars
 from protocol.messages import STATE_DTYPES
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
+LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
 SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
 
@@ -41,7 +42,7 @@ class NativeBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         library = ctypes.CDLL(str(build(SOURCE)))
-        dtypes = [(*pair, state_dtype) for pair in DTYPES for state_dtype in STATE_DTYPES]
+        dtypes = [(*pair, state_dtype) for pair in (*DTYPES, LONE) for state_dtype in STATE_DTYPES]
         self._update = {each: getattr(library, f"hytrain_adamw_{'_'.join(each)}") for each in dtypes}
         for function in self._update.values():
             planes, numbers, elements = (ctypes.POINTER(each) for each in (_Planes, _Scalars, _Elements))
@@ -73,7 +74,8 @@ class NativeBackend:
         planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)
         to = planes if into is None else _Planes(into.weights, into.remainder, into.exp_avg, into.exp_avg_sq)
         which = _Elements(elements.first, *seeds(elements.key, scalars.step))
-        function = self._update[weights_dtype, grads_dtype, state_dtype]
+        pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
+        function = self._update[(*pair, state_dtype)]
         others = ctypes.byref(rounded), ctypes.byref(which)
         function(ctypes.byref(planes), grads, ctypes.byref(to), numel, *others, self.threads)
 

@@ -1,8 +1,9 @@
-"""Stochastic rounding of moments to bfloat16, in torch.
+"""Stochastic rounding to bfloat16, in torch: of moments, and of weights that are their own masters.
 
-A moment lies between two bfloat16 numbers. The upper one is taken with the probability that makes the expectation
+A number lies between two bfloat16 numbers. The upper one is taken with the probability that makes the expectation
 exact: sixteen random bits are added below the bits that are kept, and the sum is cut off. Rounding to nearest would
-lose changes of less than half a place: at beta2 = 0.999 the second moment of steady gradients would stand still.
+lose changes of less than half a place: at beta2 = 0.999 the second moment of steady gradients would stand still, and
+so would weights whose step is less than 1/512 of them.
 
 The random bits are a function of the parameter's name, the step, and the element's index in the parameter. So they are
 the same for each owner and placement, for any number of threads, and after a resume. Name and step are hashed once to
@@ -11,7 +12,8 @@ wait for its processor instead of its memory. The mixing is that of lowbias32 (C
 functions", 2018), with the second seed inside. adamw.cpp and triton_adamw.py contain the same.
 
     mixed(index; seeds(name, step))  ─▶ 32 bits ─┬─ lower half ─▶ exp_avg
-                                                 └─ upper half ─▶ exp_avg_sq
+                                                 ├─ upper half ─▶ exp_avg_sq
+                                 └─ · odd, upper half ─▶ weights
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ def random_bits(elements: Elements, numel: int, step: int) -> Tensor:
     x = _times(x ^ (x >> 16), 0x7FEB352D) ^ within
     x = _times(x ^ (x >> 15), 0x846CA68B)
     return x ^ (x >> 16)
+
+
+def more_random_bits(random: Tensor) -> Tensor:
+    """Sixteen bits for an element's weight, of its 32 `random` bits. Each half of those says nothing about them."""
+    return _times(random, 0x9E3779B1) >> 16
 
 
 def _times(x: Tensor, factor: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hytrain.kernels.backend import FIRST, Elements, Into, check_dtypes
-from hytrain.kernels.rounding import random_bits, rounded
+from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
@@ -108,8 +108,14 @@ class TorchBackend:
         if scalars.scale != 1.0:
             grads = grads * scalars.scale
         moments = exp_avg.float(), exp_avg_sq.float()  # the planes themselves, if they are float32
+        lone = remainder is None and weights.dtype is torch.bfloat16
+        rounds = lone or exp_avg.dtype is torch.bfloat16
+        random = random_bits(elements, weights.numel(), scalars.step) if rounds else None
         if remainder is None:
-            self._adamw(weights, grads, *moments, scalars)
+            master = weights.float()  # the plane itself, if it is float32
+            self._adamw(master, grads, *moments, scalars)
+            if lone and random is not None:
+                weights.copy_(rounded(master, more_random_bits(random)))
         elif weights.dtype is torch.float16:
             self._adamw(remainder, grads, *moments, scalars)
             weights.copy_(nearest_half(remainder))
@@ -119,8 +125,7 @@ class TorchBackend:
             upper, lower = split(master)
             weights.copy_(upper)
             remainder.copy_(lower)
-        if exp_avg.dtype is torch.bfloat16:
-            random = random_bits(elements, exp_avg.numel(), scalars.step)
+        if exp_avg.dtype is torch.bfloat16 and random is not None:
             exp_avg.copy_(rounded(moments[0], random & 0xFFFF))
             exp_avg_sq.copy_(rounded(moments[1], random >> 16))
 

@@ -1,6 +1,7 @@
 """AdamW in Triton, with the same operations as adamw.cpp. Only gpu.py imports it.
 
-bf16 planes are passed as int16 bit patterns. Moments in bf16 are rounded as rounding.py says. fp16 planes are passed as
+bf16 planes are passed as int16 bit patterns. Moments in bf16, and weights without masters (`LONE`), are rounded as
+rounding.py says. fp16 planes are passed as
 they are: the device widens them exactly and rounds to nearest even, also subnormals. The caller turns contraction off.
 Square root and division are correctly rounded, and only the two explicit fma operations are fused. Full blocks are
 loaded without a mask, because masked loads are vectorised only if the compiler knows a divisor of the length.
@@ -31,9 +32,11 @@ def _load_wide(pointer, mask):
 
 
 @triton.jit
-def _load_master(weights, remainder, mask):
+def _load_master(weights, remainder, mask, LONE: tl.constexpr):
     x = tl.load(remainder if weights.dtype.element_ty == tl.float16 else weights, mask=mask)
-    if x.dtype == tl.int16:
+    if LONE:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.int16:
         lower = tl.load(remainder, mask=mask).to(tl.int32)
         return ((x.to(tl.int32) << 16) + lower).to(tl.float32, bitcast=True)
     else:
@@ -62,9 +65,8 @@ def _store_rounded(pointer, x, random, mask):
 
 
 @triton.jit
-def _store_moments(exp_avg, exp_avg_sq, m, v, index, before, within, mask):
+def _store_moments(exp_avg, exp_avg_sq, m, v, random, mask):
     if exp_avg.dtype.element_ty == tl.int16:
-        random = _random_bits(index, before, within)
         _store_rounded(exp_avg, m, random & 0xFFFF, mask)
         _store_rounded(exp_avg_sq, v, random >> 16, mask)
     else:
@@ -73,8 +75,10 @@ def _store_moments(exp_avg, exp_avg_sq, m, v, index, before, within, mask):
 
 
 @triton.jit
-def _store_master(weights, remainder, master, mask):
-    if weights.dtype.element_ty == tl.int16:
+def _store_master(weights, remainder, master, random, mask, LONE: tl.constexpr):
+    if LONE:
+        _store_rounded(weights, master, (random * 0x9E3779B1) >> 16, mask)
+    elif weights.dtype.element_ty == tl.int16:
         u = _canonical(master.to(tl.int32, bitcast=True))
         hi = (u + 0x8000) >> 16  # round half up: the difference always fits 16 bits
         tl.store(weights, hi.to(tl.int16), mask=mask)
@@ -91,12 +95,12 @@ def _store_master(weights, remainder, master, mask):
 @triton.jit
 def _update(
     weights, grads, remainder, exp_avg, exp_avg_sq, mask, index, before, within,
-    factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+    factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE: tl.constexpr,
 ):  # fmt: skip
     g = factor * _load_wide(grads, mask)
     m_old = _load_wide(exp_avg, mask)
     v_old = _load_wide(exp_avg_sq, mask)
-    p_old = _load_master(weights, remainder, mask)
+    p_old = _load_master(weights, remainder, mask, LONE)
 
     # torch's lerp starts at the nearer end.
     from_average = tl.abs(mix1) < 0.5
@@ -105,8 +109,9 @@ def _update(
     denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
     p = p_old * decay + tl.div_rn(neg_step_size * m, denominator)
 
-    _store_moments(exp_avg, exp_avg_sq, m, v, index, before, within, mask)
-    _store_master(weights, remainder, p, mask)
+    random = _random_bits(index, before, within)  # left out by the compiler where nothing is rounded
+    _store_moments(exp_avg, exp_avg_sq, m, v, random, mask)
+    _store_master(weights, remainder, p, random, mask, LONE)
 
 
 @triton.jit(do_not_specialize=["numel", "first", "before", "within"])
@@ -115,7 +120,7 @@ def adamw_kernel(
     numel: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
     factor: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
     decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
-    verdict, JUDGED: tl.constexpr, BLOCK: tl.constexpr,
+    verdict, JUDGED: tl.constexpr, LONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scalars' types are fixed and no value is specialised, so all steps use one compilation.
 
@@ -136,10 +141,10 @@ def adamw_kernel(
     if begin + BLOCK <= numel:
         _update(
             weights, grads, remainder, exp_avg, exp_avg_sq, None, index, before, within,
-            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE,
         )  # fmt: skip
     else:
         _update(
             weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel, index, before, within,
-            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps,
+            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE,
         )  # fmt: skip

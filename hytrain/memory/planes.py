@@ -215,6 +215,7 @@ def update_on(
     """
     remainder, exp_avg, exp_avg_sq = state
     assert exp_avg is not None and exp_avg_sq is not None
+    assert (remainder is None) is (plane_dtype("remainder", segment) is None), "or the weights would be rounded"
     elements = Elements(segment.key, segment.start + start)
     if grads.is_cuda:
         from hytrain.kernels import gpu

@@ -8,13 +8,13 @@ silently on a gradient that is gone: `clip_grad_norm_`, a second backward, anoth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Self
 
 import torch
 
 from hytrain.errors import UsageError
-from hytrain.kernels.split import REMAINDERS
+from protocol.handles import EXACT
 
 _aten = torch.ops.aten
 
@@ -102,8 +102,8 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 class NoEntry:
     """The value of `opt.state[parameter]`: names only, which torch's distributed checkpoints read."""
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._names = ("step", "exp_avg", "exp_avg_sq", *(["remainder"] if parameter.dtype in REMAINDERS else []))
+    def __init__(self, planes: Iterable[str]) -> None:
+        self._names = ("step", *planes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -114,11 +114,13 @@ class NoEntry:
 class NoState(defaultdict[torch.Tensor, Any]):
     """The value of `opt.state`: empty. Writing an entry raises, and so does reading it."""
 
+    precision = EXACT
+
     def __bool__(self) -> bool:
         """True: else `torch.distributed.checkpoint` would call `step()` with gradients of zero, to create the state."""
         return True
 
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:
-        return NoEntry(parameter)
+        return NoEntry(self.precision.planes(str(parameter.dtype).removeprefix("torch.")))
 
     __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse

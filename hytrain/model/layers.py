@@ -25,7 +25,7 @@ from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.tensors import is_dense, is_plain, local
 from protocol import messages
-from protocol.handles import ALIGN_ELEMENTS
+from protocol.handles import ALIGN_ELEMENTS, Precision
 
 MIN_PIECE_NUMEL: Final = 1 << 22
 MAX_PIECE_NUMEL: Final = 1 << 27
@@ -70,12 +70,12 @@ class ModelLayer:
         return sum(piece.numel for piece in self.pieces)
 
     def describe(
-        self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None, state_dtype: str
+        self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None, precision: Precision
     ) -> messages.Layer:
         """The layer's description for the other processes. `group_of` maps id(parameter) to its group's index.
 
-        `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype. `state_dtype` is that
-        of the moments.
+        `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype. The
+        state is of this `precision`.
         """
         return messages.Layer(
             lid=self.lid,
@@ -88,7 +88,8 @@ class ModelLayer:
                     dtype=_DTYPE_NAMES[piece.parameter.dtype],
                     grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],
                     group=group_of[id(piece.parameter)],
-                    state_dtype=state_dtype,
+                    state_dtype=precision.state_dtype,
+                    master_dtype=precision.master_dtype if piece.parameter.dtype is torch.bfloat16 else "float32",
                     key=key_of(clean(piece.name)),
                     start=piece.start,
                 )

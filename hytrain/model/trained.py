@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError
-from hytrain.kernels.split import REMAINDERS
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Fence, Transfer
@@ -38,15 +37,15 @@ from hytrain.tensors import (
     version,
     with_memory,
 )
-from protocol.handles import ArenaLayout, layout
+from protocol.handles import EXACT, ArenaLayout, Precision, layout
 from protocol.messages import Layer, Segment
 from protocol.placement import GPU, VISIT
 
 
-def plane_dtypes(parameter: nn.Parameter, state_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The planes that a parameter's state has, with moments of `state_dtype`."""
-    remainder = {"remainder": REMAINDERS[parameter.dtype]} if parameter.dtype in REMAINDERS else {}
-    return {**remainder, "exp_avg": state_dtype, "exp_avg_sq": state_dtype}
+def plane_dtypes(parameter: nn.Parameter, precision: Precision) -> dict[str, torch.dtype]:
+    """The planes that a parameter's state has, with their dtypes."""
+    planes = precision.planes(str(parameter.dtype).removeprefix("torch."))
+    return {plane: DTYPES[dtype] for plane, dtype in planes.items()}
 
 
 class TrainedParameter:
@@ -58,11 +57,9 @@ class TrainedParameter:
     nobody else writes the parameter, or None if other tensors share the counter.
     """
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, group: int, state_dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, group: int, precision: Precision = EXACT) -> None:
         self.name, self.parameter, self.group = name, parameter, group
-        self.plane_dtypes = plane_dtypes(parameter, state_dtype)
+        self.plane_dtypes = plane_dtypes(parameter, precision)
         self.count = 0
         self.step = self.backward = -1
         self.awaited = False
@@ -391,31 +388,30 @@ def build_layers(
     grad_dtype: torch.dtype | None,
     before: Sequence[TrainedParameter] = (),
     empty: Sequence[tuple[str, nn.Parameter]] = (),
-    state_dtype: str = "float32",
+    precision: Precision = EXACT,
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
     """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces.
 
-    `empty` are parameters that other ranks have shards of, but this one none: they are in no layer. Moments are of
-    `state_dtype`.
+    `empty` are parameters that other ranks have shards of, but this one none: they are in no layer. The state
+    is of this `precision`.
     """
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-    moments = DTYPES[state_dtype]
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
     for layer in layers:
-        spec = layer.describe(layer.lid, group_of, grad_dtype, state_dtype)
+        spec = layer.describe(layer.lid, group_of, grad_dtype, precision)
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             own_group = group_of[id(piece.parameter)]
             owner = owners.setdefault(
-                id(piece.parameter), TrainedParameter(piece.name, piece.parameter, own_group, moments)
+                id(piece.parameter), TrainedParameter(piece.name, piece.parameter, own_group, precision)
             )
             with with_memory(owner.own):
                 weights = flat(owner.own)[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
-    others = [TrainedParameter(name, one, group_of[id(one)], moments) for name, one in empty]
+    others = [TrainedParameter(name, one, group_of[id(one)], precision) for name, one in empty]
     parameters = [*owners.values(), *others]
     _check_memory(parameters, before)
     return built, parameters

@@ -236,6 +236,7 @@ class Optimizer(Section):
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
     gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as sent to the CPU; auto: the parameter's
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of the moments; bfloat16 halves them, and is not exact
+    master_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: bfloat16 weights without masters; not exact
 
     @model_validator(mode="after")
     def _fixed_k_is_given(self) -> Optimizer:

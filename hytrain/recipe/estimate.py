@@ -30,7 +30,7 @@ from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.streaming import SLOTS
-from protocol.handles import DTYPE_BYTES
+from protocol.handles import DTYPE_BYTES, EXACT, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,8 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     wanted, k = recipe.optimizer, recipe.optimizer.k
     speculates = wanted.speculate if wanted.speculate is not None else wanted.objective != "host-memory"
     second_bank = speculates and recipe.train.max_grad_norm is not None and recipe.train.loss_scale is None
-    planes = planes_of(
-        recipe.model.dtype, wanted.gradient_dtype, state_dtype=wanted.state_dtype, second_bank=second_bank
-    )
+    precision = Precision(wanted.state_dtype, wanted.master_dtype)
+    planes = planes_of(recipe.model.dtype, wanted.gradient_dtype, precision, second_bank=second_bank)
     here = torch.cuda.is_available()
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
@@ -189,17 +188,14 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
 
 
 def planes_of(
-    dtype: str, gradient_dtype: str = "auto", *, state_dtype: str = "float32", second_bank: bool = False
+    dtype: str, gradient_dtype: str = "auto", precision: Precision = EXACT, *, second_bank: bool = False
 ) -> tuple[Plane, ...]:
     """The planes of a layer in this dtype. `remainder` is half of the fp32 master for bf16, all of it for fp16."""
     weight = 4 if dtype == "float32" else 2
     gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
     both, own = "optimizer, trainer", "optimizer"
-    rest = {"bfloat16": 2, "float16": 4}.get(dtype)
-    remainder = () if rest is None else (Plane("remainder", rest, 0, rest, own),)
-    moment = DTYPE_BYTES[state_dtype]
-    moments = (Plane(name, moment, 0, moment, own) for name in ("exp_avg", "exp_avg_sq"))
-    state = (*remainder, *moments)
+    sizes = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype).items()}
+    state = [Plane(name, nbytes, 0, nbytes, own) for name, nbytes in sizes.items()]
     second = (Plane("weights'", weight, 0, 0, both), *(Plane(p.name + "'", p.host_if_cpu, 0, 0, own) for p in state))
     planes = (Plane("grads", gradient, 0, 0, both), Plane("weights", weight, weight, weight, both), *state)
     return (*planes, *second) if second_bank else planes

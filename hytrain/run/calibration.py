@@ -30,20 +30,25 @@ _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.
 
 def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfers, host: Backend | None) -> Calibration:
     """Seconds per parameter, as medians of a few tries on scratch memory."""
-    numels: Counter[tuple[str, str, str]] = Counter()
+    numels: Counter[tuple[str, str, str, str]] = Counter()
     for layer in layers:
         for segment in layer.segments:
-            numels[segment.dtype, segment.grads_dtype, segment.state_dtype] += segment.numel
+            numels[segment.dtype, segment.grads_dtype, segment.state_dtype, segment.master_dtype] += segment.numel
     total = sum(numels.values())
-    grads_bytes = sum(numel * DTYPES[grads].itemsize for (_, grads, _), numel in numels.items()) / total
-    weights_bytes = sum(numel * DTYPES[weights].itemsize for (weights, _, _), numel in numels.items()) / total
+    grads_bytes = sum(numel * DTYPES[grads].itemsize for (_, grads, *_), numel in numels.items()) / total
+    weights_bytes = sum(numel * DTYPES[weights].itemsize for (weights, *_), numel in numels.items()) / total
     copied = min(COPY_BYTES, max(layer.numel for layer in layers) * 4)
     on_host = torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     on_device = torch.zeros(copied, dtype=torch.uint8, device=device)
-    [((dtype, grads_dtype, state_dtype), _)] = numels.most_common(1)
-    updated = min(UPDATE_NUMEL, max(layer.numel for layer in layers))
+    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
     update = Segment(
-        name="scratch", numel=updated, dtype=dtype, grads_dtype=grads_dtype, state_dtype=state_dtype, group=0
+        name="scratch",
+        numel=min(UPDATE_NUMEL, max(layer.numel for layer in layers)),
+        dtype=dtype,
+        grads_dtype=grads_dtype,
+        group=0,
+        state_dtype=state_dtype,
+        master_dtype=master_dtype,
     )
     return Calibration(
         d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,

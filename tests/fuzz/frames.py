@@ -117,6 +117,8 @@ class Maker:
         gradients = self.drawn.choice(m.GRADS_DTYPES[dtype])
         numel = self.drawn.choice([1, 64, 4096, 2**32])
         state = {"state_dtype": self.drawn.choice(m.STATE_DTYPES), "key": self.drawn.randrange(1 << 32)}
+        if dtype == "bfloat16":
+            state["master_dtype"] = self.drawn.choice(m.MASTER_DTYPES)
         group = self.drawn.randrange(2)
         return m.Segment(name="weight", numel=numel, dtype=dtype, grads_dtype=gradients, group=group, **state)
 

@@ -1,4 +1,6 @@
-"""Moments in bfloat16: the same bits wherever they are updated and after a resume, and read in either dtype."""
+"""Moments in bfloat16, and weights without masters: the same bits wherever they are updated and after a resume, and
+read in either dtype.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, state, train, weights
+from helpers import adamw, differing, keep, saved_and_loaded, state, train, weights
 from small_models import gpt2, language_loss, llama, square_loss
 from test_k_invariance import train_and_prepare
 from test_saving import InPieces
 from torch import Tensor, nn
 
+from hytrain.errors import ConfigError
 from hytrain.memory import visits
 from hytrain.step import streaming
 
-MAKES = [(gpt2, torch.float32), (llama, torch.bfloat16)]
+LONE: dict[str, Any] = {"master_dtype": "bfloat16"}
+MAKES = [(gpt2, torch.float32, {}), (llama, torch.bfloat16, {}), (llama, torch.bfloat16, LONE)]
 STEPS = 24
 #: All placements, fixed and moving; with a second bank; with other threads; and without overlap.
 CHOICES: list[dict[str, Any]] = [
@@ -27,7 +31,7 @@ CHOICES: list[dict[str, Any]] = [
     {"policy": "random", "stream": "auto"},
     {"k": 0.0, "overlap": False, "backend": "torch"},
 ]
-both = pytest.mark.parametrize(("make", "dtype"), MAKES, ids=["gpt2-float32", "llama-bfloat16"])
+IDS = ["gpt2-float32", "llama-bfloat16", "llama-lone"]
 
 
 def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -39,8 +43,9 @@ def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         (InPieces, torch.float32, square_loss, {}),
         (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5}),
+        (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **LONE}),
     ],
-    ids=["in pieces", "llama-bfloat16-clipped"],
+    ids=["in pieces", "llama-bfloat16-clipped", "llama-lone-clipped"],
 )
 def test_the_bits_do_not_depend_on_where_layers_are_updated(
     make: Callable[..., nn.Module],
@@ -59,26 +64,30 @@ def test_the_bits_do_not_depend_on_where_layers_are_updated(
             train_and_prepare(model, opt, STEPS, loss_of)
             found.append(state(opt) | weights(model))
     assert {tensor.dtype for tensor in moments(found[0]).values()} == {torch.bfloat16}
+    has_masters = dtype is torch.bfloat16 and "master_dtype" not in more
+    assert any(name.startswith("remainder") for name in found[0]) is has_masters
     for options, other in zip(CHOICES, found[1:], strict=True):
         assert differing(other, found[0]) == [], options
-    with adamw(model := make(dtype), k=0.0, **more) as opt:
+    with adamw(model := make(dtype), k=0.0, **more | {"master_dtype": "float32"}) as opt:
         train(model, opt, range(STEPS), loss_of)
         exact = weights(model)
     assert differing(exact, {name: found[0][name] for name in exact}), "it is not exact"
 
 
-@both
-def test_saved_and_resumed(make: Callable[..., nn.Module], dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "dtype", "more"), MAKES, ids=IDS)
+def test_saved_and_resumed(
+    make: Callable[..., nn.Module], dtype: torch.dtype, more: dict[str, Any], tmp_path: Path
+) -> None:
     whole, first, second = (make(dtype) for _ in range(3))
-    with adamw(whole, k=0.3, state_dtype="bfloat16") as opt:
+    with adamw(whole, k=0.3, state_dtype="bfloat16", **more) as opt:
         train(whole, opt, range(STEPS))
         expected = state(opt)
-    with adamw(first, k=0.0, state_dtype="bfloat16") as opt:
+    with adamw(first, k=0.0, state_dtype="bfloat16", **more) as opt:
         train(first, opt, range(STEPS // 2))
         opt.save(tmp_path)
         kept = opt.state_dict()
     second.load_state_dict(first.state_dict())
-    with adamw(second, k=0.7, state_dtype="bfloat16") as opt:
+    with adamw(second, k=0.7, state_dtype="bfloat16", **more) as opt:
         opt.load_state_dict(kept)
         opt.load(tmp_path)
         train(second, opt, range(STEPS // 2, STEPS))
@@ -106,3 +115,36 @@ def test_a_state_is_read_in_another_dtype_with_a_sentence(
     said = [message for message in caplog.messages if message.startswith("the moments in ")]
     assert len(said) == 1 and f"torch.{saved}: they become torch.{own}" in said[0]
     assert ("rounded to nearest" in said[0]) is (own == "bfloat16")
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+@pytest.mark.parametrize(("saved", "own"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_masters_are_left_out_with_a_sentence_or_begun_anew(
+    saved: str, own: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights stay as they are; those of a parameter that is frozen meanwhile, too."""
+    model = llama(torch.bfloat16)
+    first = next(iter(model.parameters()))
+    with adamw(model, k=0.5, master_dtype=saved) as opt:
+        train(model, opt, range(3))
+        first.requires_grad_(False)
+        opt._session.rebuild()
+        train(model, opt, range(3, 5))
+        load, before, kept = keep(opt, form, tmp_path), weights(model), saved_and_loaded(model.state_dict())
+    with adamw(model, k=0.5, master_dtype=own) as opt:
+        train(model, opt, range(9, 11))  # so that there are other masters
+        load(opt)
+        model.load_state_dict(kept)
+        found = state(opt)
+        remainders = [tensor for name, tensor in found.items() if name.startswith("remainder")]
+        assert bool(remainders) is (own == "float32") and not any(tensor.any() for tensor in remainders)
+        assert differing(weights(model), before) == [] and len(moments(found)) == 2 * len(before)
+        first.requires_grad_(True)
+        train(model, opt, range(5, 8))
+    said = [message for message in caplog.messages if message.startswith("the float32 masters in ")]
+    assert len(said) == (own == "bfloat16")
+
+
+def test_masters_can_only_be_left_out_where_there_are_some() -> None:
+    with pytest.raises(ConfigError, match="model.bfloat16"), adamw(gpt2(torch.float32), master_dtype="bfloat16"):
+        pass
