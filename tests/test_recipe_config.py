@@ -98,6 +98,7 @@ SCALE = 'the loss\'s scale must be "dynamic" or a number'
         ("train.on_divergence=stay", "'continue'"),
         ("run.log_to=[mlflow]", "'wandb'"),
         ("lora.r=4", "lora needs model.path"),
+        ("optimizer.master_dtype=bfloat16", "is for model.dtype: bfloat16"),
         ("model.path=x", "either a path or a config"),
         ("model.config.model_type=3", "needs a model_type"),
         ("model={config: {model_type: llama}, dtype: bfloat16, autocast: true}", "autocast"),

@@ -315,6 +315,8 @@ class Recipe(Section):
             raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
+        if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
+            raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
         if self.sample is not None and self.data.kind == "random":
             raise ValueError("sample needs data.kind: text or chat, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":
