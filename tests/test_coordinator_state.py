@@ -18,6 +18,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
+from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
@@ -62,6 +63,7 @@ class Driver:
             run_name="run", run_dir="/runs/run", pid=1, host="here", replan_every=replan_every, ranks=2
         )
         self.commands: list[Command] = []
+        self.written: list[dict[str, Any]] = []  # all records
 
     def handle(self, message: m.Message, sender: Address | None = None) -> list[Command]:
         """Let `message` arrive: from a trainer, unless it is one that only optimizers or monitors send."""
@@ -69,6 +71,7 @@ class Driver:
             self.commands = self.state.handle(message, sender or usual_sender(message), 0.0)
         finally:
             self.state.check()
+        self.written += self.records
         return self.commands
 
     def sent(self, message: m.Message, sender: Address | None = None) -> Sent:
@@ -771,6 +774,23 @@ def test_a_record_gets_the_stall_of_its_own_step(driver: Driver) -> None:
     assert [record["stall_s"] for record in driver.records] == [0, 1, 2]
     driver.handle(m.Goodbye())
     assert [record["step"] for record in driver.records] == [14]
+
+
+def test_a_record_has_the_reason_of_the_plan_that_takes_effect(driver: Driver) -> None:
+    """Not of one that is proposed; and every number that a record has is in the table of metrics."""
+    first = driver.start()
+    second = driver.next_plan()
+    assert second is not None
+    for step in range(40, 40 + LOG_PATIENCE_STEPS):
+        driver.handle(report(step))
+    driver.hold(second)
+    last = 40 + LOG_PATIENCE_STEPS
+    for step in (last, last + 1):
+        driver.handle(report(step))
+    driver.handle(m.Log(step=last + 2, numbers={}))
+    told = {record["step"]: record["reason"] for record in driver.written if "reason" in record}
+    assert told == {1: first.reason, last + 1: second.reason}
+    assert all(record.keys() <= BY_NAME.keys() for record in driver.written)
 
 
 def test_a_record_does_not_wait_for_ever(driver: Driver) -> None:

@@ -33,6 +33,7 @@ PURE = (
     "protocol/handshake.py",
     "protocol/messages.py",
     "protocol/handles.py",
+    "protocol/metrics.py",
     "protocol/placement.py",
     "workers/coordinator_state.py",
     "workers/fleet.py",

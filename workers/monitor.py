@@ -1,10 +1,11 @@
-"""`hytrain-monitor`: watches a running run from outside, and lists and deletes the folders of runs.
+"""`hytrain-monitor`: watches a running run from outside, reports on runs, and lists and deletes their folders.
 
     hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
     hytrain-monitor [RUN] --once [--json]    the current status
     hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
+    hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
     hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
 
@@ -40,7 +41,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
-from workers import run_folder
+from workers import report, run_folder
 from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
@@ -67,8 +68,11 @@ T = TypeVar("T", m.Status, m.CommandReply)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when the run has ended, and 2 if there is no such run or it refuses a command."""
-    arguments = _parse(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
+        if words[:1] == ["report"]:
+            return report.main(words[1:])
+        arguments = _parse(words)
         if arguments.list:
             return _list(arguments.run, as_json=arguments.json)
         if arguments.prune:
@@ -85,8 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if isinstance(error, ConfigError) else 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hytrain-monitor", description="Watch a running HyTrain run.")
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hytrain-monitor",
+        description="Watch a running HyTrain run.",
+        epilog="hytrain-monitor report RUN [RUN …] writes a page about runs, live or ended.",
+    )
     parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default: the newest")
     parser.add_argument("--keep", type=int, metavar="N", help="with --prune: keep the N newest runs, and do not ask")
     mode = parser.add_mutually_exclusive_group()
@@ -191,7 +199,7 @@ def find(wanted: str | None, *, alone: bool = False) -> Cluster:
     if (elsewhere := _live(path)) is not None:  # a socket folder under another TMPDIR
         return elsewhere[1]
     if (path / "metrics.jsonl").is_file():
-        raise ConfigError(f"the run in {path} is not live; its records are in its metrics.jsonl")
+        raise ConfigError(f"the run in {path} is not live: hytrain-monitor report {wanted} writes a page about it")
     raise ConfigError(f"no live run is called {wanted!r}; live runs: {names}")
 
 

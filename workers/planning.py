@@ -110,6 +110,7 @@ class Planning:
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
         self._same_steps = WHOLE_STEPS
         self.reason = ""
+        self._came: str | None = None  # the reason of a plan that has taken effect since the last record
         self.predicted_step_s: float | None = None
         self.moved = 0
         self.threads: int | None = None
@@ -579,6 +580,8 @@ class Planning:
         self._shares = self._planned if as_planned else self._shares_of(applied.placements, streamed)
         self._rest = self._rest if as_planned else None
         self.moved += applied.moved
+        if self._plan is not None and self._plan.plan_id == applied.plan_id:
+            self._came = self._plan.reason
         self._steps[applied.step].moved |= applied.moved > 0
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
         note = Note(
@@ -656,6 +659,7 @@ class Planning:
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
         several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
+        news, self._came = {} if self._came is None else {"reason": self._came}, None
         return {
             **several,
             "step": report.number,
@@ -670,6 +674,7 @@ class Planning:
             "visiting_layers": report.placements.count(VISIT.name),
             "streamed_layers": len(report.streamed),
             "moved": self.moved,
+            **news,
             "policy": self.policy,
             "objective": self.objective,
             "mode": self._mode,

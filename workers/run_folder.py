@@ -30,6 +30,7 @@ CONTENTS: Final = (
     "metrics*.jsonl",
     "environment.json",
     "loss.png",
+    "report.html",
     "trace.json",
     "traces",
     "checkpoints",

@@ -28,6 +28,7 @@ from hytrain.memory.capacity import gpu_memory
 from hytrain.recipe import config as recipes
 from hytrain.recipe.saved import latest
 from hytrain.state_folder import INDEX
+from protocol.metrics import BY_NAME
 from workers import launcher, run_folder
 from workers import supervisor as supervisor_module
 from workers.run_folder import claim
@@ -134,6 +135,7 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
         assert re.search(rf"{role}\D+\d+", ran.stdout), ran.stdout
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 21))
+    assert all(record.keys() <= BY_NAME.keys() for record in records)
     assert records[-1]["loss"] < records[0]["loss"] and 0.3 <= records[-1]["k"] < 1
     assert [record["step"] for record in records if "validation_loss" in record] == [10, 20]
     assert [record["loss_scale"] for record in records] == [2.0**16] * 20

@@ -1,0 +1,161 @@
+"""`hytrain-monitor report`: what its page says of runs' folders, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hytrain.errors import ConfigError
+from protocol.metrics import METRICS
+from workers import monitor, report
+from workers.report import POINTS, WARM_UP_STEPS, page, read
+
+ROOT = Path(__file__).resolve().parent.parent
+NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    usual = {"step": step, "at_s": float(step), "step_s": 0.5, "stall_s": 0.05, "cpu_busy_s": 0.2, "k": 0.25}
+    layers = {"gpu_layers": 2, "visiting_layers": 1, "streamed_layers": 0, "moved": 3}
+    return {**usual, **layers, "predicted_step_s": 0.4, "loss": 4.0 - step / 1000, **more}
+
+
+def run(folder: Path, records: list[dict[str, Any]], *, recipe: str | None = None, start: Any = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    if recipe is not None:
+        (folder / "recipe.yaml").write_text(recipe)
+    if start is not None:
+        (folder / "environment.json").write_text(json.dumps([start]))
+    return folder
+
+
+def rows(text: str, caption: str) -> list[list[str]]:
+    """The cells of the table with this caption."""
+    [found] = [table for table in re.findall(r"<table>(.*?)</table>", text, re.S) if f">{caption}<" in table]
+    lines = re.findall(r"<tr>(.*?)</tr>", found)
+    return [[unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", one)] for one in lines]
+
+
+def drawn(text: str) -> dict[str, Any]:
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return {chart["title"]: chart for chart in json.loads(data)["charts"]}
+
+
+def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
+    records = [record(step, step_s=9.0 if step <= WARM_UP_STEPS else 0.5) for step in range(1, 41)]
+    records[-1] |= {"validation_loss": 3.5, "tokens_per_s": 1000.0, "mfu": 0.4}
+    start = {"gpu": "a GPU", "cpu": "a CPU", "cores": 8, "versions": {"torch": "2.13", "hytrain": "0.1"}}
+    text = page([read(run(tmp_path / "one", records, recipe="train: {steps: 50}", start=start))], NOW)
+    told = {cells[0]: cells[1] for cells in rows(text, "Summary")}
+    assert told["steps"] == "40 of 50" and told["state"] == "ended" and told["optimizer state"] == "exact"
+    assert told["step time, median"] == "500.0 ms" and told["waiting for weights or memory"] == "10.0%"
+    assert told["steps relative to the prediction, median"] == "1.25" and told["MFU, last"] == "40.0%"
+    assert told["validation loss"] == "3.5000" and told["CPU"] == "a CPU, 8 cores" and told["layers moved"] == "3"
+    assert {"Loss", "Step time", "k: share of parameters that the GPU owns"} <= drawn(text).keys()
+    assert "GPU memory, as planned" not in drawn(text), "there are no such records"
+
+
+def test_what_is_not_exact_is_told(tmp_path: Path) -> None:
+    smaller = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
+    text = page([read(run(tmp_path / "one", [record(step, **smaller) for step in range(9)]))], NOW)
+    assert ["optimizer state", "moments in bfloat16, without masters: not exact"] in rows(text, "Summary")
+
+
+def test_each_plan_has_its_reason_and_how_its_steps_were(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 31)]
+    records[0]["reason"] = "the first"
+    records[9] |= {"reason": "k=0.50 is <better>", "k": 0.5}
+    for one in records[9:]:
+        one |= {"step_s": 0.3, "predicted_step_s": 0.2}
+    found = rows(page([read(run(tmp_path / "one", records))], NOW), "Plans of one")[1:]
+    assert found[0] == ["1", "0.250", "1", "0", "400.0 ms", "500.0 ms", "1.25", "the first"]
+    assert found[1] == ["10", "0.500", "1", "0", "200.0 ms", "300.0 ms", "1.50", "k=0.50 is <better>"]
+    assert WARM_UP_STEPS < 9, "the first plan has measured steps"
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    """Runs of one name are told apart by their folders. A run without a loss is in no chart of losses."""
+    for name in ("a", "b"):
+        run(tmp_path / name / "run", [record(step, loss=None if name == "b" else 1.0) for step in range(1, 20)])
+    text = page([read(tmp_path / name / "run") for name in ("a", "b")], NOW)
+    assert rows(text, "Summary")[0][1:] == ["a/run", "b/run"]
+    assert [line["label"] for line in drawn(text)["Loss"]["lines"]] == ["a/run: training"]
+    assert [line["run"] for line in drawn(text)["Step time"]["lines"]] == [0, 0, 1, 1]
+
+
+def test_long_runs_become_means(tmp_path: Path) -> None:
+    steps = 4 * POINTS
+    records = [record(step, loss=float(step % 4), grad_norm=1e3 if step == 99 else 1.0) for step in range(1, steps + 1)]
+    charts = drawn(page([read(run(tmp_path / "one", records))], NOW))
+    [line] = charts["Loss"]["lines"]
+    assert line["steps"] == list(range(4, steps + 1, 4)) and set(line["values"]) == {1.5}
+    assert charts["Norm of the gradients"]["top"] == 1.25 and charts["Loss"]["top"] is None
+
+
+def test_the_last_steps_are_drawn_though_they_are_few(tmp_path: Path) -> None:
+    steps = 2 * POINTS + 1
+    charts = drawn(page([read(run(tmp_path / "one", [record(step) for step in range(1, steps + 1)]))], NOW))
+    assert charts["Loss"]["lines"][0]["steps"][-1] == steps
+
+
+def test_lines_that_a_crash_has_cut_off_are_left_out(tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", [record(step) for step in range(1, 9)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss"')
+    assert read(folder).last["step"] == 8
+
+
+def test_nothing_in_a_folder_gets_out_of_its_place(tmp_path: Path) -> None:
+    nasty = "</script><script>alert(1)</script>"
+    start = {"command": [nasty], "started": nasty, "host": nasty}
+    records = [record(step, reason=nasty) for step in range(1, 9)]
+    text = page([read(run(tmp_path / "<b>one", records, recipe=nasty, start=start))], NOW)
+    assert nasty not in text and "<b>" not in text
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "one", [record(step) for step in range(1, 9)])
+    assert monitor.main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.split() == [str(folder / "report.html")]
+    assert "<h1>one</h1>" in (folder / "report.html").read_text()
+    assert monitor.main(["report", str(tmp_path)]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+    assert monitor.main(["report", str(folder), "--out", str(tmp_path / "none" / "x.html")]) == 2
+    assert "choose another with --out" in capsys.readouterr().err
+    assert monitor.main([str(folder)]) == 2
+    assert f"hytrain-monitor report {folder} writes a page" in capsys.readouterr().err
+    run(tmp_path / "two", [{"loss": 1.0}])
+    with pytest.raises(ConfigError, match="no record of a step"):
+        report.read(tmp_path / "two")
+
+
+def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
+    """In Chromium, without a word on its console."""
+    browser = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("needs chromium or google-chrome on the PATH")
+    records = [record(step, tokens_per_s=10.0 * step, lr=1e-3) for step in range(1, 200)]
+    file = tmp_path / "report.html"
+    file.write_text(page([read(run(tmp_path / name, records)) for name in ("one", "two")], NOW))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [browser, *options, profile, "--dump-dom", file.as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    charts = drawn(file.read_text())
+    assert f'data-charts="{len(charts)}"' in ran.stdout and ran.stdout.count("<canvas") == len(charts) >= 7
+    assert "CONSOLE" not in ran.stderr
+
+
+def test_the_page_of_records_has_every_metric() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Records\n")[2]
+    found = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.M)
+    assert found == [(metric.name, metric.unit, metric.meaning) for metric in METRICS]

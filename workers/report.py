@@ -1,0 +1,404 @@
+"""`hytrain-monitor report`: one HTML page about one or several runs, read from their folders, live or ended.
+
+    metrics.jsonl ─ every record once ─▶ Story: lines for charts, plans, sums ┐
+    environment.json, recipe.yaml ────────────────────────────────────────────┼─▶ page ─▶ report.html
+    pages/: style, script, uPlot ─────────────────────────────────────────────┘
+
+The page needs nothing else: it can be mailed, or kept. Charts have at most `POINTS` points per line, each the mean of
+as many steps. Where there are no records of a metric, there is no chart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from statistics import fmean, median
+from string import Template
+from typing import Any, Final
+
+import yaml
+
+from hytrain.errors import ConfigError
+from hytrain.readable import GIB
+from protocol.handles import Precision
+from protocol.metrics import BY_NAME
+from workers import monitor_view as view
+from workers import run_folder
+
+PAGES: Final = Path(__file__).with_name("pages")
+POINTS: Final = 500
+#: The last so many steps are those of "at the end".
+LAST_STEPS: Final = 50
+#: The first steps are slow, and belong to no median.
+WARM_UP_STEPS: Final = 5
+#: At most so many plans are listed; the newest ones.
+MOST_PLANS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart's title, its unit, the factor of its values, and its lines: metrics with their names.
+
+    If it `cuts`, a few peaks may be higher than the chart: what most steps need is to be seen.
+    """
+
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    factor: float = 1.0
+    cuts: bool = False
+
+
+CHARTS: Final = (
+    Chart("Loss", "nats", (("loss", "training"), ("validation_loss", "validation"))),
+    Chart("Step time", "s", (("step_s", "measured"), ("predicted_step_s", "predicted")), cuts=True),
+    Chart("Waiting for weights or memory", "s", (("stall_s", "stall"),), cuts=True),
+    Chart("The CPU's updates", "s", (("cpu_busy_s", "busy"),), cuts=True),
+    Chart("k: share of parameters that the GPU owns", "", (("k", "k"),)),
+    Chart(
+        "Layers by placement",
+        "layers",
+        (("gpu_layers", "GPU owns"), ("visiting_layers", "state visits"), ("streamed_layers", "weights streamed")),
+    ),
+    Chart("Tokens per second", "1/s", (("tokens_per_s", "tokens/s"),)),
+    Chart("Learning rate", "", (("lr", "learning rate"),)),
+    Chart("Norm of the gradients", "", (("grad_norm", "norm"),), cuts=True),
+    Chart("GPU memory, as planned", "GiB", (("predicted_gpu_bytes", "peak"),), 1 / GIB),
+    Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes and processes"),), 1 / GIB),
+)
+DRAWN: Final = tuple(dict.fromkeys(name for chart in CHARTS for name, _ in chart.lines))
+
+
+@dataclass(slots=True)
+class Plan:
+    """A plan that took effect in `step`: what it expected, and how long its steps were."""
+
+    step: int
+    k: float
+    visiting: int
+    streamed: int
+    reason: str
+    expected_s: float | None = None
+    steps_s: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(slots=True)
+class Story:
+    """What a run's folder tells. `lines` has, for each metric, steps and means."""
+
+    run: run_folder.Run
+    starts: list[dict[str, Any]]
+    recipe: str | None
+    lines: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)
+    steps: int = 0  # records
+    first: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    newest: dict[str, float] = field(default_factory=dict)  # the last value of each metric
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    missed: array[float] = field(default_factory=lambda: array("d"))  # measured steps relative to predicted ones
+    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
+    losses: list[float] = field(default_factory=list)
+    stall_s: float = 0.0
+    diverged_at: float | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line of `hytrain-monitor report`. Raises `ConfigError` for a folder without records."""
+    parser = argparse.ArgumentParser(
+        prog="hytrain-monitor report", description="Write one HTML page about runs, live or ended."
+    )
+    parser.add_argument("run", nargs="+", help="a run's folder, or the name of a run of a program")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (report.html in the first folder)")
+    asked = parser.parse_args(argv)
+    folders = [_folder(wanted) for wanted in asked.run]
+    out = asked.out or folders[0] / "report.html"
+    text = page([read(folder) for folder in folders], datetime.now(UTC))
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; choose another with --out") from None
+    print(out)
+    return 0
+
+
+def _folder(wanted: str) -> Path:
+    for folder in (Path(wanted), run_folder.default() / wanted):
+        if (folder / "metrics.jsonl").is_file():
+            return folder.resolve()
+    raise ConfigError(f"{wanted} has no metrics.jsonl: give the folder of a run that has trained a step")
+
+
+# ---------------------------------------------------------------- what a run's folder tells
+
+
+def read(folder: Path) -> Story:
+    """Read a run's folder. Lines that a crash has cut off are left out."""
+    starts: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        starts = json.loads((folder / "environment.json").read_text())
+    recipe = folder / "recipe.yaml"
+    story = Story(run_folder.look(folder), starts, recipe.read_text() if recipe.is_file() else None)
+    metrics = folder / "metrics.jsonl"
+    with metrics.open("rb") as file:
+        count = sum(1 for _ in file)
+    means = _Means(max(1, math.ceil(count / POINTS)))
+    with metrics.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    means.add(record)
+                    _add(story, record)
+    if not story.steps:
+        raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
+    story.lines = means.lines()
+    return story
+
+
+class _Means:
+    """The means of each metric over so many records."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._count = size, 0
+        self._open: dict[str, tuple[float, int]] = {}
+        self._lines: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in DRAWN}
+        self._step = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        self._step = record["step"]
+        for name in DRAWN:
+            if (value := record.get(name)) is not None:
+                total, count = self._open.get(name, (0.0, 0))
+                self._open[name] = total + value, count + 1
+        self._count += 1
+        if self._count == self._size:
+            self._close()
+
+    def lines(self) -> dict[str, tuple[list[int], list[float]]]:
+        self._close()
+        return {name: line for name, line in self._lines.items() if line[0]}
+
+    def _close(self) -> None:
+        for name, (total, count) in self._open.items():
+            self._lines[name][0].append(self._step)
+            self._lines[name][1].append(total / count)
+        self._open.clear()
+        self._count = 0
+
+
+def _add(story: Story, record: dict[str, Any]) -> None:
+    story.first = story.first or record
+    story.last = record
+    story.steps += 1
+    story.newest |= {name: record[name] for name in BY_NAME if record.get(name) is not None}
+    if (reason := record.get("reason")) is not None:
+        layers = record.get("visiting_layers", 0), record.get("streamed_layers", 0)
+        story.plans.append(Plan(record["step"], record["k"], *layers, reason))
+    if (loss := record.get("loss")) is not None:
+        story.losses = [*story.losses[1 - LAST_STEPS :], loss]
+    if story.diverged_at is None:
+        story.diverged_at = record.get("diverged_at")
+    if (rate := record.get("tokens_per_s")) is not None:
+        story.tokens_per_s.append(rate)
+    step_s, predicted_s = record.get("step_s"), record.get("predicted_step_s")
+    if step_s is None or story.steps <= WARM_UP_STEPS:
+        return
+    story.step_s.append(step_s)
+    story.stall_s += record.get("stall_s") or 0.0
+    if predicted_s:
+        story.missed.append(step_s / predicted_s)
+    if story.plans:
+        plan = story.plans[-1]
+        plan.steps_s.append(step_s)
+        plan.expected_s = plan.expected_s or predicted_s
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(stories: Sequence[Story], now: datetime) -> str:
+    """The whole page."""
+    names = _names(stories)
+    title = ", ".join(names)
+    data = {"runs": names, "charts": list(_charts(stories, names))}
+    parts = [_summary(stories, names), '<section aria-label="Charts" id="charts"></section>']
+    for name, story in zip(names, stories, strict=True):
+        parts += [_plans(name, story), _details(name, story)]
+    return Template((PAGES / "report.html").read_text()).substitute(
+        title=escape(title),
+        written=f"{now:%Y-%m-%d %H:%M} UTC",
+        style=(PAGES / "uplot" / "uPlot.min.css").read_text() + (PAGES / "page.css").read_text(),
+        licence=escape((PAGES / "uplot" / "LICENSE").read_text().replace("--", "- -")),
+        body="\n".join(part for part in parts if part),
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        script=(PAGES / "uplot" / "uPlot.iife.min.js").read_text() + (PAGES / "charts.js").read_text(),
+    )
+
+
+def _names(stories: Sequence[Story]) -> list[str]:
+    """The folders' names, with as much of their paths as tells them apart."""
+    paths = [story.run.folder for story in stories]
+    for depth in range(1, 9):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]
+
+
+def _charts(stories: Sequence[Story], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for chart in CHARTS:
+        lines = []
+        for index, (name, story) in enumerate(zip(names, stories, strict=True)):
+            for style, (metric, label) in enumerate(chart.lines):
+                steps, values = story.lines.get(metric, ([], []))
+                if any(values):  # a line of zeros says nothing
+                    own = label if len(stories) == 1 else f"{name}: {label}"
+                    scaled = [float(f"{value * chart.factor:.6g}") for value in values]
+                    lines.append({"label": own, "run": index, "style": style, "steps": steps, "values": scaled})
+        if lines:
+            meanings = [f"{label}: {BY_NAME[metric].meaning}" for metric, label in chart.lines]
+            about, top = "; ".join(meanings), _top(chart, lines)
+            yield {"title": chart.title, "unit": chart.unit, "about": about, "top": top, "lines": lines}
+
+
+def _top(chart: Chart, lines: Sequence[dict[str, Any]]) -> float | None:
+    """Where to cut a chart off; None if all of it fits."""
+    values = sorted(value for line in lines for value in line["values"])
+    enough = 1.25 * values[math.ceil(0.98 * len(values)) - 1]
+    return float(f"{enough:.3g}") if chart.cuts and values[-1] > 2 * enough else None
+
+
+#: What the summary says of a run, and how: None where there is nothing to say.
+FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
+    ("state", lambda it: _state(it)),
+    ("steps", lambda it: _steps(it)),
+    (f"loss, mean of the last {LAST_STEPS} steps", lambda it: f"{fmean(it.losses):.4f}" if it.losses else None),
+    ("validation loss", lambda it: _newest(it, "validation_loss", "{:.4f}")),
+    ("step time, median", lambda it: view.seconds(median(it.step_s)) if it.step_s else None),
+    ("steps relative to the prediction, median", lambda it: f"{median(it.missed):.2f}" if it.missed else None),
+    ("waiting for weights or memory", lambda it: f"{it.stall_s / sum(it.step_s):.1%}" if it.step_s else None),
+    ("tokens per second, median", lambda it: f"{median(it.tokens_per_s):,.0f}" if it.tokens_per_s else None),
+    ("MFU, last", lambda it: _newest(it, "mfu", "{:.1%}")),
+    ("k, last", lambda it: _newest(it, "k", "{:.3f}")),
+    ("layers moved", lambda it: _newest(it, "moved", "{:,.0f}")),
+    ("optimizer state", lambda it: _precision(it)),
+    ("GPU", lambda it: _of_start(it, "gpu")),
+    ("CPU", lambda it: _cpu(it)),
+    ("torch", lambda it: it.starts[-1].get("versions", {}).get("torch") if it.starts else None),
+    ("HyTrain", lambda it: _version(it)),
+)
+
+
+def _summary(stories: Sequence[Story], names: Sequence[str]) -> str:
+    head = "".join(
+        f'<th scope="col"><span class="mark run-{i % 6}"></span>{escape(n)}</th>' for i, n in enumerate(names)
+    )
+    rows = []
+    for name, tell in FACTS:
+        told = [tell(story) for story in stories]
+        if any(told):
+            cells = "".join(f"<td>{escape(text or '–')}</td>" for text in told)
+            rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+    return _table("Summary", f"<td></td>{head}", rows)
+
+
+def _plans(name: str, story: Story) -> str:
+    heads = ("step", "k", "visiting", "streamed", "expected", "measured", "ratio", "why")
+    head = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    rows = []
+    for plan in story.plans[-MOST_PLANS:]:
+        steps_s = median(plan.steps_s) if plan.steps_s else None
+        ratio = f"{steps_s / plan.expected_s:.2f}" if steps_s and plan.expected_s else "–"
+        times = (view.seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
+        numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.streamed), *times, ratio)
+        cells = "".join(f"<td>{cell}</td>" for cell in numbers)
+        rows.append(f'<tr>{cells}<td class="words">{escape(plan.reason)}</td></tr>')
+    left = len(story.plans) - len(rows)
+    title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
+    return _table(title, head, rows) if rows else ""
+
+
+def _details(name: str, story: Story) -> str:
+    parts = []
+    for start in story.starts:
+        versions = ", ".join(f"{package} {version}" for package, version in start.get("versions", {}).items())
+        words = {
+            "started": start.get("started"),
+            "command": " ".join(map(str, start.get("command", ()))),
+            "folder": start.get("folder"),
+            "commit": start.get("commit"),
+            "host": start.get("host"),
+            "versions": versions,
+        }
+        items = "".join(f"<dt>{key}</dt><dd>{escape(str(value))}</dd>" for key, value in words.items() if value)
+        parts.append(f"<details><summary>Start of {escape(name)}, {escape(str(words['started']))}</summary>")
+        parts.append(f"<dl>{items}</dl></details>")
+    if story.recipe is not None:
+        text = f'<pre tabindex="0">{escape(story.recipe)}</pre>'
+        parts.append(f"<details><summary>Recipe of {escape(name)}</summary>{text}</details>")
+    return "\n".join(parts)
+
+
+def _table(title: str, head: str, rows: Iterable[str]) -> str:
+    """In a box that scrolls, so that a narrow window shows all columns."""
+    whole = (
+        f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+    return f'<div class="box" tabindex="0" role="region" aria-label="{escape(title)}">{whole}</div>'
+
+
+# ---------------------------------------------------------------- facts
+
+
+def _state(story: Story) -> str:
+    if story.diverged_at is not None:
+        return f"diverged at step {story.diverged_at:g}"
+    return "live" if story.run.live else "ended"
+
+
+def _steps(story: Story) -> str:
+    with suppress(yaml.YAMLError, AttributeError):
+        wanted = yaml.safe_load(story.recipe or "").get("train", {}).get("steps")
+        if wanted is not None:
+            return f"{story.last['step']:,} of {wanted:,}"
+    return f"{story.last['step']:,}"
+
+
+def _newest(story: Story, name: str, text: str) -> str | None:
+    value = story.newest.get(name)
+    return None if value is None else text.format(value)
+
+
+def _precision(story: Story) -> str:
+    precision = Precision(*(story.last.get(name, "float32") for name in Precision._fields))
+    return "exact" if precision.is_exact else f"{precision}: not exact"
+
+
+def _of_start(story: Story, name: str) -> str | None:
+    value = story.starts[-1].get(name) if story.starts else None
+    return None if value is None else str(value)
+
+
+def _cpu(story: Story) -> str | None:
+    cpu, cores = _of_start(story, "cpu"), _of_start(story, "cores")
+    return None if cpu is None else f"{cpu}, {cores} cores"
+
+
+def _version(story: Story) -> str | None:
+    version = story.starts[-1].get("versions", {}).get("hytrain") if story.starts else None
+    commit = _of_start(story, "commit")
+    return version if version is None or commit is None else f"{version}, {commit[:10]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
