@@ -41,9 +41,15 @@ METRICS: Final = (
     Metric("mode", "", "speculate: the CPU updates ahead of the norm; defer: after it; null: there is none"),
     Metric("state_dtype", "", "dtype of the moments"),
     Metric("master_dtype", "", "dtype of the masters of bf16 weights"),
-    Metric("predicted_gpu_bytes", "byte", "torch's peak on the GPU that the planner expects; null without a GPU"),
+    Metric("gpu_peak_bytes", "byte", "torch's peak on the GPU so far; null without a GPU"),
+    Metric("predicted_gpu_bytes", "byte", "the peak that the planner expects; null without a GPU"),
     Metric("predicted_host_bytes", "byte", "host memory for planes and processes that it expects"),
     Metric("missing_records", "", "records before this one that a full disk has cost"),
+    Metric(
+        "skipped_steps", "", "steps that were skipped so far, as their gradients were not finite; if steps are skipped"
+    ),
+    Metric("steps", "", "how many steps the run is to have; of recipes"),
+    Metric("remaining_s", "s", "until the run ends, at the mean pace since it was started; of recipes"),
     Metric("loss", "nat", "training loss per token, or what the loop logs under this name"),
     Metric("lr", "", "learning rate"),
     Metric("grad_norm", "", "norm of all gradients, before clipping; null if it was not finite"),

@@ -793,6 +793,16 @@ def test_a_record_has_the_reason_of_the_plan_that_takes_effect(driver: Driver) -
     assert all(record.keys() <= BY_NAME.keys() for record in driver.written)
 
 
+def test_a_record_counts_skipped_steps(driver: Driver) -> None:
+    """Where steps can be skipped; and on with other layers."""
+    driver.start(awaits_verdict=True)
+    for step, skipped in enumerate((True, False, True)):
+        driver.handle(judge(step, skipped=skipped))
+    driver.handle(report(3))
+    driver.handle(m.Log(step=4, numbers={}))
+    assert [record["skipped_steps"] for record in driver.records] == [2]
+
+
 def test_a_record_does_not_wait_for_ever(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     for step in range(LOG_PATIENCE_STEPS):

@@ -305,6 +305,10 @@ def test_a_line_has_what_the_record_has() -> None:
     full = {**RECORD, "loss": 1.5, "tokens_per_s": 1234.5, "predicted_step_s": None}
     assert view.line(status(record=json.dumps(full))).startswith("step 7  loss 1.5000  1,234 tokens/s  k")
     clipped = {**RECORD, "loss": 1.5, "grad_norm": 0.12345, "loss_scale": 65536.0}
+    far = {**RECORD, "loss": 1.5, "lr": 2e-3, "steps": 70.0, "remaining_s": 130.0, "skipped_steps": 3}
+    assert view.line(status(record=json.dumps(far))).startswith(
+        "step 7 of 70, 2 min left  loss 1.5000  lr 0.002  3 skip"
+    )
     diverged = RECORD | {"loss": None, "diverged_at": 5.0}
     assert view.line(status(record=json.dumps(diverged))).startswith("step 7  diverged at step 5  k")
     assert view.line(status(record=json.dumps(clipped))).startswith("step 7  loss 1.5000  norm 0.123  scale 65536  k")

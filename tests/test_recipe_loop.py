@@ -619,10 +619,21 @@ def test_trackers_have_the_numbers_of_the_records(runs: Runs, monkeypatch: pytes
     for name in ("loss", "lr", "validation_loss"):
         found = [(scalar.step, pytest.approx(scalar.value)) for scalar in events.Scalars(name)]
         assert [(step, numbers[name]) for step, numbers in expected if name in numbers] == found
-    assert {"k", "stall_s", *expected[0][1]} <= {*events.Tags()["scalars"]}
+    scalars, left = {*events.Tags()["scalars"]}, {"steps", "remaining_s"}
+    assert {"k", "stall_s", *expected[0][1]} - left <= scalars and not left & scalars, "these draw no curve"
     [offline] = (runs.folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"validation_loss" in offline.read_bytes()
     assert psutil.Process().children(recursive=True) == children
+
+
+def test_records_tell_how_far_the_run_has_come(runs: Runs) -> None:
+    """To where this run stops, not to where its schedule ends."""
+    runs.train("run", "train.steps=8", "train.stop_at=4")
+    [optimizer] = runs.optimizers
+    told = [(step, numbers["steps"], numbers["remaining_s"]) for step, numbers in optimizer.records]
+    assert [(step, steps) for step, steps, _ in told] == [(step, 4) for step in range(1, 5)]
+    remaining_s = [left_s for *_, left_s in told]
+    assert min(remaining_s[:-1]) > 0.0 == remaining_s[-1]
 
 
 def test_missing_trackers_are_one_sentence(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,12 +164,13 @@ def _waiting(status: m.Status) -> list[str]:
 
 def _training(record: dict[str, Any]) -> list[str]:
     """The loop's own numbers, as far as the program logs them."""
-    shown = [f"step {record['step']}"]
+    shown = [_progress(record)]
     if (step := record.get("diverged_at")) is not None:
         shown.append(f"diverged at step {step:g}")
     for name, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),
+        ("lr", "lr {:.3g}"),
         ("grad_norm", "norm {:.3g}"),
         ("loss_scale", "scale {:g}"),
         ("tokens_per_s", "{:,.0f} tokens/s"),
@@ -177,7 +178,16 @@ def _training(record: dict[str, Any]) -> list[str]:
     ):
         if (value := record.get(name)) is not None:
             shown.append(text.format(value))
+    if skipped := record.get("skipped_steps"):
+        shown.append(f"{skipped} skipped")
     return shown
+
+
+def _progress(record: dict[str, Any]) -> str:
+    """The step, of how many, and how long the rest takes, as far as the loop tells."""
+    steps, remaining_s = record.get("steps"), record.get("remaining_s")
+    of_all = "" if steps is None else f" of {steps:.0f}"
+    return f"step {record['step']}{of_all}" + ("" if remaining_s is None else f", {age(remaining_s)} left")
 
 
 def _timing(record: dict[str, Any]) -> list[str]:

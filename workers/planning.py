@@ -116,6 +116,7 @@ class Planning:
         self.threads: int | None = None
         self.speculates, self._knows_mode = table.speculate is not False, True
         self._clipped = planner.ClippedShare()
+        self.skipped = 0  # steps
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
         self._facts = [facts(layer, table) for layer in table.layers]
@@ -143,6 +144,7 @@ class Planning:
         """Continue the same training with other layers: keep its commands and its share of clipped steps."""
         self.policy, self.k, self.objective = before.policy, before.k, before.objective
         self._commanded_threads, self._clipped = before._commanded_threads, before._clipped
+        self.skipped = before.skipped
 
     def rejoin(self, message: m.Rejoin) -> None:
         """Go on with a trainer that has trained before, under a coordinator that has died."""
@@ -368,6 +370,7 @@ class Planning:
     def on_verdict(self, verdict: m.Verdict) -> None:
         """Count whether the step was clipped or skipped, so that early updates had to be undone."""
         self._clipped.add(clipped=verdict.skipped or verdict.scale != 1.0)
+        self.skipped += verdict.skipped
 
     def _counts(self, step: int) -> bool:
         return step >= self._first_measured and not self._steps[step].moved
@@ -680,6 +683,8 @@ class Planning:
             "mode": self._mode,
             **self._precision._asdict(),
             "predicted_step_s": self.predicted_step_s,
+            **({"skipped_steps": self.skipped} if self.table.awaits_verdict else {}),
+            "gpu_peak_bytes": report.gpu_needed_bytes,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
             "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),
         }

@@ -25,8 +25,6 @@ from statistics import fmean, median
 from string import Template
 from typing import Any, Final
 
-import yaml
-
 from hytrain.errors import ConfigError
 from hytrain.readable import GIB
 from protocol.handles import Precision
@@ -72,7 +70,7 @@ CHARTS: Final = (
     Chart("Tokens per second", "1/s", (("tokens_per_s", "tokens/s"),)),
     Chart("Learning rate", "", (("lr", "learning rate"),)),
     Chart("Norm of the gradients", "", (("grad_norm", "norm"),), cuts=True),
-    Chart("GPU memory, as planned", "GiB", (("predicted_gpu_bytes", "peak"),), 1 / GIB),
+    Chart("GPU memory", "GiB", (("gpu_peak_bytes", "peak"), ("predicted_gpu_bytes", "planned")), 1 / GIB),
     Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes and processes"),), 1 / GIB),
 )
 DRAWN: Final = tuple(dict.fromkeys(name for chart in CHARTS for name, _ in chart.lines))
@@ -289,6 +287,7 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
     ("waiting for weights or memory", lambda it: f"{it.stall_s / sum(it.step_s):.1%}" if it.step_s else None),
     ("tokens per second, median", lambda it: f"{median(it.tokens_per_s):,.0f}" if it.tokens_per_s else None),
     ("MFU, last", lambda it: _newest(it, "mfu", "{:.1%}")),
+    ("steps skipped", lambda it: _newest(it, "skipped_steps", "{:,.0f}")),
     ("k, last", lambda it: _newest(it, "k", "{:.3f}")),
     ("layers moved", lambda it: _newest(it, "moved", "{:,.0f}")),
     ("optimizer state", lambda it: _precision(it)),
@@ -367,11 +366,8 @@ def _state(story: Story) -> str:
 
 
 def _steps(story: Story) -> str:
-    with suppress(yaml.YAMLError, AttributeError):
-        wanted = yaml.safe_load(story.recipe or "").get("train", {}).get("steps")
-        if wanted is not None:
-            return f"{story.last['step']:,} of {wanted:,}"
-    return f"{story.last['step']:,}"
+    wanted = story.newest.get("steps")
+    return f"{story.last['step']:,}" + ("" if wanted is None else f" of {wanted:,.0f}")
 
 
 def _newest(story: Story, name: str, text: str) -> str | None:

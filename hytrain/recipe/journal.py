@@ -81,7 +81,8 @@ class Journal:
         self._clock = clock
         self._readout = Readout(task.device)
         self._entry: tuple[int, float, Speed] | None = None  # step, learning rate, speed
-        self._since = clock()
+        self._began = self._since = clock()
+        self._noted = 0  # steps
 
     def note(self, step: int, loss: Tensor, lr: float, tokens: int, wishes: Tensor | None = None) -> None:
         """Step number `step` (from 1) is done, with `tokens` tokens. Writes the entry of the step before.
@@ -93,6 +94,7 @@ class Journal:
         previous = self._readout.swap({name: number for name, number in found.items() if number is not None})
         if previous is not None:
             self._write(previous)
+        self._noted += 1
         self._entry = step, lr, self._speed(tokens)
 
     def validated(self, validation: Validation | None) -> None:
@@ -119,6 +121,13 @@ class Journal:
         mfu = cost.mfu(rate, self._task.peak_tflops)
         return Speed(rate, cost.tflops(rate), mfu, statistics.k, statistics.stall_s)
 
+    def _left(self, step: int) -> dict[str, float]:
+        """How far the run has come: with all that it does between steps."""
+        train = self._task.recipe.train
+        steps = train.length if train.stop_at is None else train.stop_at
+        pace_s = (self._clock() - self._began) / self._noted
+        return {"steps": steps, "remaining_s": pace_s * (steps - step)}
+
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
         step, lr, speed = self._entry
@@ -136,7 +145,7 @@ class Journal:
         if self.divergence.step is not None:
             numbers["diverged_at"] = self.divergence.step
         if self._task.job.speaks:
-            self._opt.log(step, **numbers)
+            self._opt.log(step, **numbers, **self._left(step))
         for write in self._trackers:
             write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))
