@@ -295,6 +295,7 @@ class Session:
                 window_bytes=window_bytes(self._blocks),
                 ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
                 hold_bytes=hold_bytes,
+                gpu=environment.gpu_uuid(self._device),
             )
             plan = self._link.agree(table, calibration, plans)
             self._link.start(engine)

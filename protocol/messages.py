@@ -167,6 +167,7 @@ class LayerTable(Message):
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
     `rank` of `world`: the trainer's place in its job.
+    `gpu`: the UUID of its GPU, as NVML has it; empty without one.
     """
 
     layers: tuple[Layer, ...]
@@ -190,6 +191,7 @@ class LayerTable(Message):
     window_bytes: int = 0
     ring_bytes: int = 0
     hold_bytes: int = 0
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))

@@ -803,6 +803,16 @@ def test_a_record_counts_skipped_steps(driver: Driver) -> None:
     assert [record["skipped_steps"] for record in driver.records] == [2]
 
 
+def test_a_record_has_what_was_last_read_of_its_gpu(driver: Driver) -> None:
+    driver.start()
+    driver.state.fleet.seat(0).gauges = {"gpu_watts": 600.0}
+    driver.handle(report(0))
+    driver.state.fleet.seat(0).gauges = {}
+    driver.handle(report(1))
+    driver.handle(m.Log(step=2, numbers={}))
+    assert [record.get("gpu_watts") for record in driver.records] == [600.0, None]
+
+
 def test_a_record_does_not_wait_for_ever(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     for step in range(LOG_PATIENCE_STEPS):

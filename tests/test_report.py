@@ -64,6 +64,17 @@ def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
     assert "GPU memory" not in drawn(text), "there are no such records"
 
 
+def test_energy_is_told_per_token(tmp_path: Path) -> None:
+    """Of the steps in which power is known."""
+    known = {"tokens_per_s": 1000.0, "gpu_watts": 600.0}
+    records = [record(step, **(known if step % 2 else {"tokens_per_s": 1000.0})) for step in range(1, 41)]
+    text = page([read(run(tmp_path / "one", records))], NOW)
+    assert ["joules per token, GPU", "0.6"] in rows(text, "Summary") and "host" not in text.partition("Charts")[0][
+        -900:
+    ]
+    assert [line["label"] for line in drawn(text)["Power"]["lines"]] == ["GPU"]
+
+
 def test_what_is_not_exact_is_told(tmp_path: Path) -> None:
     smaller = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
     text = page([read(run(tmp_path / "one", [record(step, **smaller) for step in range(9)]))], NOW)

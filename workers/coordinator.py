@@ -36,6 +36,7 @@ from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Abort, Amend, Answer, Command, Keep, Note, Publish, Send, Write
 from workers.fleet import Commands
+from workers.gauges import Gauges
 from workers.heartbeats import BEAT_S
 from workers.metrics_file import MetricsFile
 from workers.nodes import Nodes
@@ -152,6 +153,7 @@ class Coordinator:
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
+        self._gauges = Gauges()
         self._kept = kept or {}
         self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
         self._attempts = self._beats = 0
@@ -208,6 +210,9 @@ class Coordinator:
                     self._state.heartbeats.answered(address, answer)
         for command in self._state.beat():
             self._carry_out(command)
+        for seat in self._state.fleet.taken:
+            if seat.planning is not None:
+                seat.gauges = self._gauges.read(seat.planning.table.gpu, time.monotonic())
 
     def _finish(self) -> None:
         """Handle the messages that were sent before the end: the last records."""
@@ -254,6 +259,9 @@ class Coordinator:
                 self._carry_out(command)
         if self._trace is not None:
             _draw(self._trace, incoming, commands, now_s)
+        if isinstance(incoming.message, m.LayerTable | m.Rejoin):
+            table = incoming.message if isinstance(incoming.message, m.LayerTable) else incoming.message.table
+            self._gauges.watch(table.gpu)
         if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
             self._watch(incoming.address, incoming.sender, incoming.message.pid)
 

@@ -190,6 +190,7 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
 
     from hytrain.memory.transfer import transfers_for
     from hytrain.run.calibration import calibrate
+    from hytrain.run.environment import gpu_uuid
 
     if not torch.cuda.is_available():
         return None
@@ -214,13 +215,13 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
         from_host=2 / rates.h2d_s,
         update=1 / rates.gpu_update_s,
         product=2 * PRODUCT**3 / product_s,
-        link=_link(str(torch.cuda.get_device_properties(device).uuid)),
+        link=_link(gpu_uuid(device)),
     )
 
 
 def _link(uuid: str) -> tuple[int, ...] | None:
     """PCIe generation now and at most, lanes now and at most, as the driver tells; None if it does not."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_LINK)}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(_LINK)}", "--format=csv,noheader", f"--id={uuid}"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASK_S).stdout
         numbers = tuple(int(number) for number in told.split(","))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from protocol import messages as m
@@ -36,6 +36,7 @@ class TrainerSeat:
         self.records = Records()
         self.waiting: m.Hello | None = None
         self.commands: Commands = ()  # that were given to it
+        self.gauges: Mapping[str, float] = {}  # of its GPU and host, as last read
         self._replan_every = replan_every
         self._before: Planning | None = None  # of the previous trainer
         self._calibration: m.Calibration | None = None
@@ -108,7 +109,7 @@ class TrainerSeat:
             case m.Verdict():
                 planning.on_verdict(message)
             case m.TrainerReport():
-                record = planning.record(message)
+                record = {**planning.record(message), **self.gauges}
                 if message.measured is not None:
                     self._measured(message, message.measured)
                 return [*self._write(self.records.add(record)), *planning.on_trainer(message)]

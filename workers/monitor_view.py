@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
+from hytrain.readable import GIB
 from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
@@ -200,6 +201,17 @@ def _timing(record: dict[str, Any]) -> list[str]:
     return [f"step time {seconds(record['step_s'])}{foreseen}", f"stall {seconds(record['stall_s'])}", *more]
 
 
+def _gauges(record: dict[str, Any]) -> list[str]:
+    """What NVML and the host's counters tell, as far as they do."""
+    shown = (
+        ("gpu_watts", "GPU {:.0f} W", 1.0),
+        ("gpu_utilization", "in use {:.0%}", 1.0),
+        ("gpu_used_bytes", "{:.1f} GiB of its memory", 1 / GIB),
+        ("host_watts", "host {:.0f} W", 1.0),
+    )
+    return [text.format(record[name] * factor) for name, text, factor in shown if record.get(name) is not None]
+
+
 def seconds(duration_s: float) -> str:
     """A duration in seconds or milliseconds."""
     return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
@@ -278,6 +290,8 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
     if record:
         facts.add_row("training", "   ".join(_training(record)))
         facts.add_row("time", "   ".join(_timing(record)))
+        if used := _gauges(record):
+            facts.add_row("power", "   ".join(used))
         facts.add_row(
             "k", Text(f"{record['k']:.3f}   {status.policy or record['policy']}: {status.reason}".rstrip(": "))
         )

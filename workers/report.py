@@ -71,6 +71,8 @@ CHARTS: Final = (
     Chart("Learning rate", "", (("lr", "learning rate"),)),
     Chart("Norm of the gradients", "", (("grad_norm", "norm"),), cuts=True),
     Chart("GPU memory", "GiB", (("gpu_peak_bytes", "peak"), ("predicted_gpu_bytes", "planned")), 1 / GIB),
+    Chart("Power", "W", (("gpu_watts", "GPU"), ("host_watts", "host"))),
+    Chart("Time in which the GPU ran something", "", (("gpu_utilization", "share"),)),
     Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes and processes"),), 1 / GIB),
 )
 DRAWN: Final = tuple(dict.fromkeys(name for chart in CHARTS for name, _ in chart.lines))
@@ -107,6 +109,7 @@ class Story:
     tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
     losses: list[float] = field(default_factory=list)
     stall_s: float = 0.0
+    joules: dict[str, list[float]] = field(default_factory=dict)  # of each counter, with the tokens meanwhile
     diverged_at: float | None = None
 
 
@@ -213,6 +216,11 @@ def _add(story: Story, record: dict[str, Any]) -> None:
         return
     story.step_s.append(step_s)
     story.stall_s += record.get("stall_s") or 0.0
+    for name in ("gpu_watts", "host_watts"):
+        if (watts := record.get(name)) is not None and rate:
+            total = story.joules.setdefault(name, [0.0, 0.0])
+            total[0] += watts * step_s
+            total[1] += rate * step_s
     if predicted_s:
         story.missed.append(step_s / predicted_s)
     if story.plans:
@@ -287,6 +295,8 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
     ("waiting for weights or memory", lambda it: f"{it.stall_s / sum(it.step_s):.1%}" if it.step_s else None),
     ("tokens per second, median", lambda it: f"{median(it.tokens_per_s):,.0f}" if it.tokens_per_s else None),
     ("MFU, last", lambda it: _newest(it, "mfu", "{:.1%}")),
+    ("joules per token, GPU", lambda it: _joules(it, "gpu_watts")),
+    ("joules per token, host", lambda it: _joules(it, "host_watts")),
     ("steps skipped", lambda it: _newest(it, "skipped_steps", "{:,.0f}")),
     ("k, last", lambda it: _newest(it, "k", "{:.3f}")),
     ("layers moved", lambda it: _newest(it, "moved", "{:,.0f}")),
@@ -373,6 +383,11 @@ def _steps(story: Story) -> str:
 def _newest(story: Story, name: str, text: str) -> str | None:
     value = story.newest.get(name)
     return None if value is None else text.format(value)
+
+
+def _joules(story: Story, name: str) -> str | None:
+    joules, tokens = story.joules.get(name, (0.0, 0.0))
+    return f"{joules / tokens:.4g}" if tokens else None
 
 
 def _precision(story: Story) -> str:

@@ -28,6 +28,11 @@ LIBRARIES: Final = ("hytrain", "torch", "numpy", "transformers", "accelerate", "
 _log = logging.getLogger(__name__)
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """The GPU's UUID, as NVML has it; empty if the device is none."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+
 def write(folder: Path, device: torch.device, launcher: int | None) -> None:
     """Add an entry for this process. `launcher`: the process that was given the command line, if it was not this one.
 
