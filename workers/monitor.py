@@ -5,6 +5,7 @@
     hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
+    hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
     hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
     hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
@@ -41,7 +42,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
-from workers import report, run_folder
+from workers import report, run_folder, web
 from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
@@ -100,6 +101,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="print the current status and exit")
     mode.add_argument("--follow", action="store_true", help="print one line per step, until the run ends")
+    mode.add_argument(
+        "--web",
+        nargs="?",
+        type=int,
+        const=web.PORT,
+        metavar="PORT",
+        help=f"serve a page and Prometheus's /metrics on {web.HOST}, by default on port {web.PORT}",
+    )
+    parser.add_argument(
+        "--web-token", metavar="TOKEN", help="with --web: the token of its addresses; default: a new one"
+    )
     for name, value, effect in SETTINGS:
         command = partial(lambda name, value: m.Command(name=name, value=value), name)
         mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
@@ -108,6 +120,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
     parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one per step")
     arguments = parser.parse_args(argv)
+    if arguments.web_token is not None and (arguments.web is None or not arguments.web_token):
+        parser.error("--web-token TOKEN is for --web, and not empty")
     if arguments.keep is not None and (arguments.keep < 0 or not arguments.prune):
         parser.error("--keep N is for --prune: how many runs are kept, 0 or more")
     return arguments
@@ -121,6 +135,9 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
     if arguments.once:
         snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
+    elif arguments.web is not None:
+        folder, token = Path(attachment.run.run_dir), arguments.web_token or secrets.token_urlsafe(16)
+        web.serve(attachment.statuses(), Observer(attachment.run).look, folder, arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         _follow(attachment, as_json=arguments.json)
     else:

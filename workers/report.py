@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from string import Template
@@ -33,6 +34,7 @@ from workers import monitor_view as view
 from workers import run_folder
 
 PAGES: Final = Path(__file__).with_name("pages")
+SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "charts.js")
 POINTS: Final = 500
 #: The last so many steps are those of "at the end".
 LAST_STEPS: Final = 50
@@ -232,22 +234,30 @@ def _add(story: Story, record: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def page(stories: Sequence[Story], now: datetime) -> str:
-    """The whole page."""
-    names = _names(stories)
+def page(stories: Sequence[Story], now: datetime, *, live: tuple[str, int] | None = None) -> str:
+    """The whole page. One that web.py keeps up to date has a `live` run's name, and how many records came before.
+
+    Such a run may have no story yet.
+    """
+    names = _names(stories) if live is None else [live[0]]
     title = ", ".join(names)
-    data = {"runs": names, "charts": list(_charts(stories, names))}
-    parts = [_summary(stories, names), '<section aria-label="Charts" id="charts"></section>']
-    for name, story in zip(names, stories, strict=True):
-        parts += [_plans(name, story), _details(name, story)]
+    kind = "A HyTrain report, written" if live is None else "A HyTrain run, live. The summary is of"
+    charts = list(_charts(stories, names, is_live=live is not None))
+    data = {"runs": names, "after": 0 if live is None else live[1], "charts": charts}
+    parts = [] if live is None else [(PAGES / "live.html").read_text()]
+    parts += [_summary(stories, names)] if stories else []
+    parts.append('<section aria-label="Charts" id="charts"></section>')
+    for name, story in zip_longest(names, stories):
+        parts.append(_plans(name, story, is_live=live is not None))
+        parts += [_details(name, story)] if story is not None else []
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
-        written=f"{now:%Y-%m-%d %H:%M} UTC",
+        kind=f"{kind} {now:%Y-%m-%d %H:%M} UTC",
         style=(PAGES / "uplot" / "uPlot.min.css").read_text() + (PAGES / "page.css").read_text(),
         licence=escape((PAGES / "uplot" / "LICENSE").read_text().replace("--", "- -")),
         body="\n".join(part for part in parts if part),
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        script=(PAGES / "uplot" / "uPlot.iife.min.js").read_text() + (PAGES / "charts.js").read_text(),
+        script="".join((PAGES / one).read_text() for one in (*SCRIPTS, *([] if live is None else ["live.js"]))),
     )
 
 
@@ -261,20 +271,23 @@ def _names(stories: Sequence[Story]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _charts(stories: Sequence[Story], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _charts(stories: Sequence[Story], names: Sequence[str], *, is_live: bool) -> Iterator[dict[str, Any]]:
+    """What charts.js draws. A live run's lines may be empty: numbers may come."""
     for chart in CHARTS:
         lines = []
-        for index, (name, story) in enumerate(zip(names, stories, strict=True)):
+        for index, (name, story) in enumerate(zip_longest(names, stories)):
             for style, (metric, label) in enumerate(chart.lines):
-                steps, values = story.lines.get(metric, ([], []))
-                if any(values):  # a line of zeros says nothing
-                    own = label if len(stories) == 1 else f"{name}: {label}"
+                steps, values = ([], []) if story is None else story.lines.get(metric, ([], []))
+                if is_live or any(values):  # a line of zeros says nothing
+                    own = label if len(names) == 1 else f"{name}: {label}"
                     scaled = [float(f"{value * chart.factor:.6g}") for value in values]
-                    lines.append({"label": own, "run": index, "style": style, "steps": steps, "values": scaled})
+                    about = {"label": own, "metric": metric, "run": index, "style": style}
+                    lines.append({**about, "steps": steps, "values": scaled})
         if lines:
             meanings = [f"{label}: {BY_NAME[metric].meaning}" for metric, label in chart.lines]
-            about, top = "; ".join(meanings), _top(chart, lines)
-            yield {"title": chart.title, "unit": chart.unit, "about": about, "top": top, "lines": lines}
+            top = None if is_live else _top(chart, lines)
+            head = {"title": chart.title, "unit": chart.unit, "factor": chart.factor}
+            yield {**head, "about": "; ".join(meanings), "top": top, "lines": lines}
 
 
 def _top(chart: Chart, lines: Sequence[dict[str, Any]]) -> float | None:
@@ -321,20 +334,21 @@ def _summary(stories: Sequence[Story], names: Sequence[str]) -> str:
     return _table("Summary", f"<td></td>{head}", rows)
 
 
-def _plans(name: str, story: Story) -> str:
+def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
     heads = ("step", "k", "visiting", "streamed", "expected", "measured", "ratio", "why")
     head = "".join(f'<th scope="col">{head}</th>' for head in heads)
     rows = []
-    for plan in story.plans[-MOST_PLANS:]:
+    plans = [] if story is None else story.plans
+    for plan in plans[-MOST_PLANS:]:
         steps_s = median(plan.steps_s) if plan.steps_s else None
         ratio = f"{steps_s / plan.expected_s:.2f}" if steps_s and plan.expected_s else "–"
         times = (view.seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
         numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.streamed), *times, ratio)
         cells = "".join(f"<td>{cell}</td>" for cell in numbers)
         rows.append(f'<tr>{cells}<td class="words">{escape(plan.reason)}</td></tr>')
-    left = len(story.plans) - len(rows)
+    left = len(plans) - len(rows)
     title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
-    return _table(title, head, rows) if rows else ""
+    return f'<div id="plans">{_table(title, head, rows)}</div>' if rows or is_live else ""
 
 
 def _details(name: str, story: Story) -> str:

@@ -1,21 +1,22 @@
 "use strict";
 // Draws the charts of the page's data, in the colours of its style; again if the window or its colours change.
-(() => {
+const hytrain = (() => {
   const { charts } = JSON.parse(document.getElementById("data").textContent);
   const place = document.getElementById("charts");
   const DASHES = [[], [7, 4], [2, 3]];
-  const HEIGHT = 230;
+  const HEIGHT = 230, MOST_POINTS = 4000;
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value) => (value == null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 5 }));
-  const drawn = new Map();
+  const says = (line) => line.values.some((value) => value !== 0); // a line of zeros says nothing
+  const joined = (chart) => uPlot.join(chart.lines.map((line) => [line.steps, line.values]));
 
   function describe(chart) {
     const told = chart.lines.map(({ label, values }) => `${label} from ${number(values[0])} to ${number(values.at(-1))}`);
     return `${chart.title}${chart.unit ? `, in ${chart.unit}` : ""}. ${chart.about}. ${told.join("; ")}.`;
   }
 
-  function draw(chart, figure) {
-    drawn.get(figure)?.destroy();
+  function draw(chart) {
+    chart.plot?.destroy();
     const ink = colour("--ink"), faint = colour("--faint");
     const axis = { stroke: ink, grid: { stroke: faint, width: 1 }, ticks: { stroke: faint, width: 1 } };
     const lines = chart.lines.map((line) => ({
@@ -27,9 +28,9 @@
       spanGaps: true,
       value: (_, value) => number(value),
     }));
-    const plot = new uPlot(
+    const plot = (chart.plot = new uPlot(
       {
-        width: Math.max(figure.clientWidth, 200),
+        width: Math.max(chart.figure.clientWidth, 200),
         height: HEIGHT,
         scales: { x: { time: false }, y: chart.top === null ? {} : { range: [0, chart.top] } },
         series: [{ label: "step", value: (_, value) => number(value) }, ...lines],
@@ -39,9 +40,9 @@
         ],
         cursor: { drag: { x: true, y: false } },
       },
-      uPlot.join(chart.lines.map((line) => [line.steps, line.values])),
-      figure,
-    );
+      joined(chart),
+      chart.figure,
+    ));
     plot.root.querySelectorAll(".u-legend .u-series").forEach((row, index) => {
       if (index === 0) return;
       const label = row.querySelector("th");
@@ -54,11 +55,9 @@
         plot.setSeries(index, { show: !plot.series[index].show });
       });
     });
-    drawn.set(figure, plot);
   }
 
-  function steer(figure, event) {
-    const plot = drawn.get(figure);
+  function steer(plot, event) {
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -25, PageDown: 25 }[event.key];
     if (event.key === "Escape") plot.setData(plot.data);
     if (move === undefined) return;
@@ -68,26 +67,63 @@
     plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: HEIGHT / 3 });
   }
 
-  for (const chart of charts) {
-    const figure = document.createElement("figure"), caption = document.createElement("figcaption");
+  function begin(chart) {
+    const figure = (chart.figure = document.createElement("figure")), caption = document.createElement("figcaption");
     caption.textContent = chart.unit ? `${chart.title} (${chart.unit})` : chart.title;
     if (chart.top !== null) caption.append(`, some peaks above ${number(chart.top)} are cut off`);
     figure.append(caption);
     figure.tabIndex = 0;
     figure.setAttribute("aria-label", describe(chart));
     figure.title = chart.about;
-    figure.addEventListener("keydown", (event) => steer(figure, event));
-    place.append(figure);
-    draw(chart, figure);
+    figure.addEventListener("keydown", (event) => steer(chart.plot, event));
+    const next = charts.slice(charts.indexOf(chart) + 1).find((other) => other.figure);
+    place.insertBefore(figure, next ? next.figure : null);
+    draw(chart);
     let width = figure.clientWidth;
     new ResizeObserver(() => {
       if (figure.clientWidth === width) return;
       width = figure.clientWidth;
-      drawn.get(figure).setSize({ width: Math.max(width, 200), height: HEIGHT });
+      chart.plot.setSize({ width: Math.max(width, 200), height: HEIGHT });
     }).observe(figure);
+    document.body.dataset.charts = String(charts.filter((other) => other.figure).length);
   }
+
+  function extend(line, step, value) {
+    while (line.steps.length && line.steps.at(-1) >= step) line.steps.pop(), line.values.pop(); // the loop went back
+    if (line.steps.length >= MOST_POINTS) {
+      line.steps = line.steps.filter((_, index) => index % 2);
+      line.values = line.values.filter((_, index) => index % 2);
+    }
+    line.steps.push(step);
+    line.values.push(value);
+  }
+
+  // A live run's next record.
+  function add(record) {
+    for (const chart of charts) {
+      let grows = false;
+      for (const line of chart.lines) {
+        const value = record[line.metric];
+        if (typeof value !== "number") continue;
+        extend(line, record.step, value * chart.factor);
+        grows = true;
+      }
+      if (!grows || !chart.lines.some(says)) continue;
+      if (!chart.figure) {
+        begin(chart);
+        continue;
+      }
+      const { min, max } = chart.plot.scales.x, steps = chart.plot.data[0];
+      const isZoomed = min > steps[0] || max < steps.at(-1);
+      chart.plot.setData(joined(chart), !isZoomed);
+      chart.figure.setAttribute("aria-label", describe(chart));
+    }
+  }
+
+  document.body.dataset.charts = "0";
+  charts.filter((chart) => chart.lines.some(says)).forEach(begin);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    charts.forEach((chart, index) => draw(chart, place.children[index]));
+    charts.filter((chart) => chart.figure).forEach(draw);
   });
-  document.body.dataset.charts = String(charts.length);
+  return { add };
 })();

@@ -1,0 +1,194 @@
+"""`hytrain-monitor --web`: the page, its events, and what Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from test_monitor import rank, status
+from test_report import drawn, record, run
+
+from hytrain.errors import ConfigError
+from protocol import messages as m
+from protocol.metrics import METRICS
+from workers import web
+from workers.monitor_view import Snapshot
+from workers.web import Feed, application, exposition
+
+TOKEN = "a token"
+
+
+def look(shown: m.Status) -> Snapshot:
+    return Snapshot(shown, tuple((process, None) for process in shown.processes))
+
+
+def at(step: int, **more: Any) -> m.Status:
+    usual = {"policy": "deadline", "stall_s": 0.05, "predicted_step_s": None}
+    return status(record=json.dumps({**usual, **record(step, **more)}))
+
+
+def followed(*statuses: m.Status) -> Feed:
+    feed = Feed(look)
+    feed.follow(statuses)
+    return feed
+
+
+def client(feed: Feed, folder: Path, **cookies: str) -> TestClient:
+    return TestClient(application(feed, folder, TOKEN), cookies=cookies or {"token": TOKEN})
+
+
+def news(feed: Feed, folder: Path, after: str = "", **headers: str) -> list[dict[str, Any]]:
+    """All events, up to the end of the run."""
+    text = client(feed, folder).get("/events", params={"after": after}, headers=headers).text
+    return [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.M)]
+
+
+def test_the_page_has_what_came_before_and_says_where_to_go_on(tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", [record(step) for step in range(1, 9)])
+    page = client(followed(at(7), at(8)), folder).get("/").text
+    assert '<p id="line">' in page and "<h1>one</h1>" in page and "A HyTrain run, live" in page
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert json.loads(data)["after"] == 2
+    assert [line["steps"] for line in drawn(page)["Loss"]["lines"]] == [list(range(1, 9)), []], "no validation yet"
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", [])
+    page = client(followed(status(record="{}")), folder).get("/").text
+    assert "Summary" not in page and 'id="plans"' in page
+    [told] = news(followed(status(record="{}")), folder)
+    assert told["line"] == "no step has ended yet" and told["records"] == []
+
+
+def test_events_bring_what_has_come_since(tmp_path: Path) -> None:
+    """Each record once: after the page's, or after those that a broken connection has brought."""
+    folder = run(tmp_path / "one", [record(1)])
+    feed = followed(*(at(step) for step in (1, 2, 2, 3, 4)), status(record="{}", layer_names=()))
+    assert [one["step"] for one in news(feed, folder, "1")[0]["records"]] == [2, 3, 4]
+    assert [one["step"] for one in news(feed, folder, "1", **{"last-event-id": "3"})[0]["records"]] == [4]
+    [told] = news(feed, folder)
+    assert told["records"] == [] and told["state"] == "the run has ended" and told["ended"]
+    assert told["line"].startswith("step 4") and told["processes"][0]["alive"] is False
+
+
+def test_a_silent_process_is_named() -> None:
+    first, *others = at(1).processes
+    feed = Feed(look)
+    feed.status = replace(at(1), processes=(replace(first, silent_s=7.0), *others))
+    assert feed.news(0)[1]["state"] == f"{first.address} has not answered for 7 s"
+    assert Feed(look).news(0)[1]["state"] == "waiting for the coordinator"
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/metrics"])
+def test_nothing_is_told_without_the_token(path: str, tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", [record(1)])
+    stranger = client(followed(at(1)), folder, token="another")
+    answer = stranger.get(path)
+    assert answer.status_code == 403 and "with its token" in answer.text and "loss" not in answer.text
+    assert stranger.get("/", params={"token": TOKEN}).status_code == 200
+    assert stranger.get(path).status_code == 200, "the page has set a cookie"
+
+
+def test_prometheus_gets_every_number_that_has_a_name(tmp_path: Path) -> None:
+    feed = followed(at(7, reason="words", grad_norm=None, tflops=3.0))
+    answer = client(feed, run(tmp_path / "one", [record(1)])).get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    told = answer.text
+    assert 'hytrain_up{run="demo"} 0\n' in told, "it has ended"
+    assert '# TYPE hytrain_step_seconds gauge\nhytrain_step_seconds{run="demo",rank="0"} 0.5\n' in told
+    assert "# TYPE hytrain_moved_layers_total counter\n" in told
+    names = set(re.findall(r"^(\w+)\{", told, re.M))
+    assert names - {"hytrain_up"} <= {metric.prometheus for metric in METRICS} and "hytrain_gradient_norm" not in names
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=told, capture_output=True, text=True, check=False
+        )
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_prometheus_gets_all_ranks_and_odd_names() -> None:
+    several = replace(at(7), run_name='a "run"\\\n', ranks=(rank(0, 0.7), rank(1, 0.1)))
+    told = exposition(several, ended=False)
+    assert 'hytrain_up{run="a \\"run\\"\\\\\\n"} 1\n' in told
+    assert re.findall(r'hytrain_step_seconds\{.*rank="(\d)"\}', told) == ["0", "1"]
+    assert exposition(None, ended=False).endswith('hytrain_up{run=""} 0\n')
+
+
+def test_names_for_prometheus_are_unlike() -> None:
+    names = [metric.prometheus for metric in METRICS if metric.prometheus]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"hytrain_[a-z_]+", name) for name in names)
+
+
+def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken, pytest.raises(ConfigError, match="choose another with --web PORT"):
+        taken.bind((web.HOST, 0))
+        taken.listen()
+        web.serve([], look, tmp_path, taken.getsockname()[1], TOKEN)
+
+
+class Waiting(Feed):
+    """Follows once a page listens."""
+
+    def __init__(self) -> None:
+        super().__init__(look)
+        self.listens = threading.Event()
+
+    def news(self, after: int) -> tuple[int, dict[str, Any]]:
+        self.listens.set()
+        return super().news(after)
+
+
+def test_a_browser_follows_the_run(tmp_path: Path) -> None:
+    """In Chromium: values move, charts and plans grow, the end is told, and nothing is on its console."""
+    import uvicorn
+
+    browser = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("needs chromium or google-chrome on the PATH")
+    feed = Waiting()
+
+    def statuses() -> Iterator[m.Status]:
+        feed.listens.wait(60)
+        for step in range(1, 30):
+            yield at(step, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
+
+    app = application(feed, run(tmp_path / "one", []), TOKEN)
+    listening = socket.create_server((web.HOST, 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    threads = [
+        threading.Thread(target=asyncio.run, args=(server.serve([listening]),)),
+        threading.Thread(target=feed.follow, args=(statuses(),)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            "--virtual-time-budget=9000",
+        ]
+        address = f"http://{web.HOST}:{listening.getsockname()[1]}/?token={TOKEN}"
+        command = [browser, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    finally:
+        feed.listens.set()
+        server.should_exit = True
+        for thread in threads:
+            thread.join()
+    assert '<p id="line">step 29' in ran.stdout and "the run has ended" in ran.stdout
+    assert ran.stdout.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', ran.stdout)[0]) >= 6
+    assert re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', ran.stdout) == ["4", "9"]
+    assert "CONSOLE" not in ran.stderr, ran.stderr

@@ -1,0 +1,48 @@
+"use strict";
+// Follows a live run: new records go into the charts and the plans, and the rest is shown as it is.
+(() => {
+  const [line, reason, state, rows] = ["line", "reason", "state", "processes"].map((id) => document.getElementById(id));
+  const plans = document.querySelector("#plans tbody");
+
+  const known = new Set([...plans.rows].map((one) => Number(one.cells[0].textContent))); // the steps of plans
+
+  function row(cells, words = -1) {
+    const made = document.createElement("tr");
+    cells.forEach((text, index) => {
+      const cell = made.insertCell();
+      cell.textContent = text;
+      if (index === words) cell.className = "words";
+    });
+    return made;
+  }
+
+  function show(news) {
+    state.textContent = news.state;
+    state.classList.toggle("alarm", news.state !== "");
+    for (const record of news.records) {
+      hytrain.add(record);
+      if (record.reason === undefined || known.has(record.step)) continue;
+      known.add(record.step);
+      const numbers = [record.k.toFixed(3), record.visiting_layers, record.streamed_layers];
+      plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
+    }
+    if (news.line === undefined) return;
+    line.textContent = news.line;
+    reason.textContent = news.reason;
+    rows.replaceChildren(
+      ...news.processes.map((it) => {
+        const use = it.alive ? [`${Math.round(100 * it.cpu_share)}%`, `${(it.rss_bytes / 2 ** 30).toFixed(2)} GiB`] : ["", "gone"];
+        return row([`${it.role}-${it.rank}`, it.pid, ...use, it.detail]);
+      }),
+    );
+  }
+
+  const { after } = JSON.parse(document.getElementById("data").textContent);
+  const events = new EventSource(`/events?after=${after}`);
+  events.onmessage = (event) => {
+    const news = JSON.parse(event.data);
+    show(news);
+    if (news.ended) events.close();
+  };
+  events.onerror = () => show({ records: [], state: "this monitor does not answer: was it ended?" });
+})();

@@ -1,0 +1,183 @@
+"""`hytrain-monitor --web`: a run as a page on this machine, which follows it, and its numbers for Prometheus.
+
+    coordinator ─ statuses ─▶ Feed, on a thread ─┬─▶ /events    server-sent events: new records, processes
+                                                 └─▶ /metrics   the newest records, in Prometheus's text format
+    the run's folder ─ report.read ─────────────────▶ /         the report so far; live.js adds what comes
+
+Whoever has the address with its token may look. Nothing here can change the run, or slow it down: the coordinator does
+not wait for monitors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+from hytrain.errors import ClusterTimeout, ConfigError
+from protocol import messages as m
+from protocol.metrics import METRICS
+from workers import monitor_view as view
+from workers import report
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+HOST: Final = "127.0.0.1"
+PORT: Final = 6180
+#: How often a page gets what is new.
+EVERY_S: Final = 0.5
+#: A coordinator that does not answer is waited for so long at the end.
+STOP_S: Final = 5.0
+#: So many records wait for a page that reads slowly; it loses older ones.
+KEPT: Final = 512
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Feed:
+    """What comes from the coordinator: the newest status, and the last records in the order in which they came."""
+
+    def __init__(self, look: Callable[[m.Status], view.Snapshot]) -> None:
+        self._look = look
+        self.status: m.Status | None = None
+        self.ended = self.stops = False
+        self.count = 0  # of all records that have come
+        self._records: deque[tuple[int, str]] = deque(maxlen=KEPT)
+
+    def follow(self, statuses: Iterable[m.Status]) -> None:
+        """Take statuses until there are no more, since the run has ended, or until told to stop."""
+        with suppress(ConfigError, ClusterTimeout):
+            for status in statuses:
+                if self.stops:
+                    return
+                known = self.status
+                if known is not None and known.layer_names and not status.layer_names:
+                    continue  # the trainer has left: keep its last numbers until the next trainer
+                if status.record != "{}" and (known is None or status.record != known.record):
+                    self._records.append((self.count + 1, status.record))
+                    self.count += 1
+                self.status = status
+        self.ended = True
+
+    def news(self, after: int) -> tuple[int, dict[str, Any]]:
+        """What has come after so many records: how many there are by now, and what a page shows."""
+        status, known = self.status, list(self._records)
+        if status is None:
+            return after, {"records": [], "state": "waiting for the coordinator"}
+        silent = [process for process in status.processes if process.silent_s]
+        state = "; ".join(f"{process.address} {view.silence(process)}" for process in silent)
+        return known[-1][0] if known else after, {
+            "records": [json.loads(record) for number, record in known if number > after],
+            "state": "the run has ended" if self.ended else state,
+            "line": view.line(status) if status.record != "{}" else "no step has ended yet",
+            "reason": status.reason,
+            "processes": json.loads(view.as_json(self._look(status)))["processes"],
+        }
+
+
+def application(feed: Feed, folder: Path, token: str) -> Starlette:
+    """The three addresses. Each wants `token` as a parameter, or in a cookie that the page sets."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
+    from starlette.routing import Route
+
+    def page(request: Request) -> Response:
+        count = feed.count  # before the file is read: a record that comes twice is shown once
+        try:
+            stories = [report.read(folder)]
+        except (ConfigError, OSError):  # no step has ended yet
+            stories = []
+        response = HTMLResponse(report.page(stories, datetime.now(UTC), live=(folder.name, count)))
+        response.set_cookie("token", token, httponly=True, samesite="strict")
+        return response
+
+    def metrics(request: Request) -> Response:
+        return PlainTextResponse(exposition(feed.status, ended=feed.ended), media_type=EXPOSITION)
+
+    async def events(count: int) -> AsyncIterator[str]:
+        has_ended = False
+        while not has_ended:
+            has_ended = feed.ended  # first: then what follows has everything
+            count, found = await asyncio.to_thread(feed.news, count)
+            yield f"id: {count}\ndata: {json.dumps(found | {'ended': has_ended})}\n\n"
+            await asyncio.sleep(0.0 if has_ended else EVERY_S)
+
+    def stream(request: Request) -> Response:
+        known = request.headers.get("last-event-id") or request.query_params.get("after") or ""
+        count = int(known) if known.isdecimal() else feed.count
+        headers = {"Cache-Control": "no-store"}
+        return StreamingResponse(events(count), media_type="text/event-stream", headers=headers)
+
+    def guarded(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        def checked(request: Request) -> Response:
+            given = request.query_params.get("token") or request.cookies.get("token") or ""
+            if secrets.compare_digest(given.encode(), token.encode()):
+                return answer(request)
+            return PlainTextResponse("open the address that hytrain-monitor has printed, with its token\n", 403)
+
+        return checked
+
+    routes = {"/": page, "/events": stream, "/metrics": metrics}
+    return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
+
+
+def exposition(status: m.Status | None, *, ended: bool) -> str:
+    """The newest record of each rank in Prometheus's text format. Without a status, only that there is none."""
+    name = "" if status is None else _escaped(status.run_name)
+    is_up = status is not None and not ended and not status.processes[0].silent_s
+    lines = ["# HELP hytrain_up Whether the run's coordinator answers.", "# TYPE hytrain_up gauge"]
+    lines.append(f'hytrain_up{{run="{name}"}} {int(is_up)}')
+    records = [] if status is None else [(rank.rank, rank.record) for rank in status.ranks] or [(0, status.record)]
+    of_ranks = [(rank, json.loads(record)) for rank, record in records]
+    for metric in METRICS:
+        samples = [
+            f'{metric.prometheus}{{run="{name}",rank="{rank}"}} {value!r}'
+            for rank, record in of_ranks
+            if isinstance(value := record.get(metric.name), int | float) and math.isfinite(value)
+        ]
+        if metric.prometheus and samples:
+            kind = "counter" if metric.prometheus.endswith("_total") else "gauge"
+            meaning = metric.meaning[0].upper() + metric.meaning[1:]
+            lines += [f"# HELP {metric.prometheus} {meaning}.", f"# TYPE {metric.prometheus} {kind}", *samples]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def serve(
+    statuses: Iterable[m.Status], look: Callable[[m.Status], view.Snapshot], folder: Path, port: int, token: str
+) -> None:
+    """Serve until interrupted; print the address. Raises `ConfigError` without the packages, or for a taken port."""
+    try:
+        import starlette  # noqa: F401, only checks that it exists
+        import uvicorn
+    except ImportError:
+        raise ConfigError("--web needs starlette and uvicorn: python -m pip install 'hytrain[monitor]'") from None
+    feed = Feed(look)
+    try:
+        listening = socket.create_server((HOST, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"port {port}: {error}; choose another with --web PORT, or 0 for a free one") from None
+    config = uvicorn.Config(application(feed, folder, token), log_level="error", timeout_graceful_shutdown=1)
+    thread = threading.Thread(target=feed.follow, args=(statuses,), name="feed", daemon=True)
+    thread.start()
+    print(f"http://{HOST}:{listening.getsockname()[1]}/?{urlencode({'token': token})}", flush=True)
+    try:
+        uvicorn.Server(config).run([listening])
+    finally:
+        feed.stops = True
+        thread.join(STOP_S)  # it uses the connection, which is closed next
