@@ -54,7 +54,7 @@ SYSTEMS: Final[dict[str, list[str]]] = {
 STYLES: Final = dict(
     zip(
         SYSTEMS,
-        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", ":"), ("#e0a458", "-."), ("#8f6593", (0, (1, 3)))),
+        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", "-"), ("#e0a458", "-."), ("#8f6593", ":")),
         strict=True,
     )
 )
@@ -183,8 +183,8 @@ def draw(found: dict[str, dict[int, History]], path: Path) -> None:
         for index, history in enumerate(runs.values()):
             name = system if index == 0 else None
             steps, losses = zip(*((step, loss) for step, loss, _ in history.training), strict=True)
-            whole.plot(steps, smoothed(losses), style, color=colour, label=name)
-            end.plot(*zip(*history.validation, strict=True), style, color=colour)
+            whole.plot(steps, smoothed(losses), linestyle=style, color=colour, label=name)
+            end.plot(*zip(*history.validation, strict=True), linestyle=style, color=colour)
     whole.set(xlabel="step", ylabel="nats per token", title=f"training loss, mean of {SMOOTHING} steps")
     end.set(xlabel="step", title="validation loss")
     whole.legend(frameon=False)
