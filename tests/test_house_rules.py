@@ -40,6 +40,7 @@ PURE = (
     "workers/planning.py",
     "workers/records.py",
     "workers/effects.py",
+    "workers/alerts.py",
 )
 # What turns bytes into code. `multiprocessing` pickles what it sends.
 UNSAFE_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}

@@ -2,7 +2,8 @@
 
     hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
     hytrain-monitor [RUN] --once [--json]    the current status
-    hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends
+    hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends; with --on-stall CMD and
+                                             --on-divergence CMD, it runs a command when that happens
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
     hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
@@ -25,10 +26,11 @@ import os
 import secrets
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +45,7 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
 from workers import report, run_folder, web
+from workers.alerts import Alerts
 from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
@@ -109,6 +112,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PORT",
         help=f"serve a page and Prometheus's /metrics on {web.HOST}, by default on port {web.PORT}",
     )
+    for kind, when in (("stall", "the run waits long, or a process does not answer"), ("divergence", "it diverges")):
+        parser.add_argument(f"--on-{kind}", metavar="CMD", help=f"with --follow: run this in a shell when {when}")
     parser.add_argument(
         "--web-token", metavar="TOKEN", help="with --web: the token of its addresses; default: a new one"
     )
@@ -122,6 +127,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.web_token is not None and (arguments.web is None or not arguments.web_token):
         parser.error("--web-token TOKEN is for --web, and not empty")
+    if (arguments.on_stall or arguments.on_divergence) and not arguments.follow:
+        parser.error("--on-stall and --on-divergence are for --follow")
     if arguments.keep is not None and (arguments.keep < 0 or not arguments.prune):
         parser.error("--keep N is for --prune: how many runs are kept, 0 or more")
     return arguments
@@ -139,7 +146,8 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
         folder, token = Path(attachment.run.run_dir), arguments.web_token or secrets.token_urlsafe(16)
         web.serve(attachment.statuses(), Observer(attachment.run).look, folder, arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
-        _follow(attachment, as_json=arguments.json)
+        commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
+        _follow(attachment, as_json=arguments.json, commands=commands)
     else:
         _watch(attachment)
     return 0
@@ -341,9 +349,15 @@ class Attachment:
 # ---------------------------------------------------------------- the modes
 
 
-def _follow(attachment: Attachment, *, as_json: bool) -> None:
+def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str | None]) -> None:
     shown, silent = "{}", set[str]()  # the record before the first step, and who does not answer
+    alerts, running = Alerts(), list[subprocess.Popen[bytes]]()
     for status in attachment.statuses():
+        for alert in alerts.look(status):
+            if (command := commands[alert.kind]) is not None:
+                about = {"HYTRAIN_ALERT": alert.kind, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
+                began = subprocess.Popen(command, shell=True, env={**os.environ, **about}, stdin=subprocess.DEVNULL)
+                running = [began, *(other for other in running if other.poll() is None)]
         for process in status.processes:
             if process.silent_s and str(process.address) not in silent and not as_json:
                 print(f"{process.address} (process {process.pid}) {view.silence(process)}", flush=True)
@@ -351,6 +365,8 @@ def _follow(attachment: Attachment, *, as_json: bool) -> None:
         if status.record != shown:
             shown = status.record
             print(view.record_json(status) if as_json else view.line(status), flush=True)
+    for last in running:
+        last.wait()
 
 
 def _watch(attachment: Attachment) -> None:
