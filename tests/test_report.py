@@ -64,6 +64,18 @@ def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
     assert "GPU memory" not in drawn(text), "there are no such records"
 
 
+def test_ranks_are_compared(tmp_path: Path) -> None:
+    """Where there are several. The slowest one spends the least time in all-gathers."""
+    folder = run(tmp_path / "one", [record(step, rank=4, gather_s=0.2) for step in range(1, 20)])
+    assert read(folder).ranks == []
+    others = [record(step, rank=5, gather_s=None, stall_s=0.1, k=0.5) for step in range(1, 20)]
+    (folder / "metrics-1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in others) + '{"rank"')
+    (folder / "metrics-2.jsonl").write_text("")
+    (folder / "metrics-replaced.jsonl").write_text(json.dumps(record(1, rank=9)) * 9)
+    found = rows(page([read(folder)], NOW), "Ranks of one on this machine, medians of steps")[1:]
+    assert found == [["4", "500.0 ms", "50.0 ms", "200.0 ms", "0.250"], ["5", "500.0 ms", "100.0 ms", "–", "0.500"]]
+
+
 def test_energy_is_told_per_token(tmp_path: Path) -> None:
     """Of the steps in which power is known."""
     known = {"tokens_per_s": 1000.0, "gpu_watts": 600.0}

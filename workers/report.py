@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from string import Template
@@ -93,6 +93,17 @@ class Plan:
     steps_s: array[float] = field(default_factory=lambda: array("d"))
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of several ranks on this machine: its medians, and its last k."""
+
+    rank: int
+    step_s: float
+    stall_s: float
+    gather_s: float | None
+    k: float
+
+
 @dataclass(slots=True)
 class Story:
     """What a run's folder tells. `lines` has, for each metric, steps and means."""
@@ -100,6 +111,7 @@ class Story:
     run: run_folder.Run
     starts: list[dict[str, Any]]
     recipe: str | None
+    ranks: list[Rank] = field(default_factory=list)
     lines: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     steps: int = 0  # records
@@ -165,7 +177,27 @@ def read(folder: Path) -> Story:
     if not story.steps:
         raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
     story.lines = means.lines()
+    if others := sorted(folder.glob("metrics-[0-9]*.jsonl")):
+        story.ranks = [rank for path in (metrics, *others) if (rank := _rank(path)) is not None]
     return story
+
+
+def _rank(metrics: Path) -> Rank | None:
+    """None for a rank without a step after the first slow ones."""
+    found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "gather_s": []}
+    rank, k = 0, 0.0
+    with metrics.open("rb") as file:
+        for line in islice(file, WARM_UP_STEPS, None):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads(line)
+                rank, k = record["rank"], record["k"]
+                for name, values in found.items():
+                    if (value := record.get(name)) is not None:
+                        values.append(value)
+    if not found["step_s"]:
+        return None
+    step_s, stall_s, gather_s = (median(values) if values else None for values in found.values())
+    return Rank(rank, step_s or 0.0, stall_s or 0.0, gather_s, k)
 
 
 class _Means:
@@ -249,6 +281,7 @@ def page(stories: Sequence[Story], now: datetime, *, live: tuple[str, int] | Non
     parts.append('<section aria-label="Charts" id="charts"></section>')
     for name, story in zip_longest(names, stories):
         parts.append(_plans(name, story, is_live=live is not None))
+        parts += [] if story is None else [_ranks(name, story)]
         parts += [_details(name, story)] if story is not None else []
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
@@ -349,6 +382,17 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
     left = len(plans) - len(rows)
     title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
     return f'<div id="plans">{_table(title, head, rows)}</div>' if rows or is_live else ""
+
+
+def _ranks(name: str, story: Story) -> str:
+    heads = ("rank", "step", "waiting for weights", "all-gathers", "k, last")
+    rows = []
+    for one in sorted(story.ranks, key=lambda one: one.rank):
+        gather = "–" if one.gather_s is None else view.seconds(one.gather_s)
+        cells = (str(one.rank), view.seconds(one.step_s), view.seconds(one.stall_s), gather, f"{one.k:.3f}")
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    title = f"Ranks of {name} on this machine, medians of steps"
+    return _table(title, "".join(f'<th scope="col">{head}</th>' for head in heads), rows) if rows else ""
 
 
 def _details(name: str, story: Story) -> str:
