@@ -21,7 +21,6 @@ A monitor cannot slow a run down: the coordinator never waits for it, and the fe
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import select
@@ -57,7 +56,6 @@ LAG_S: Final = 0.2
 ANSWER_S: Final = 10.0
 #: While a run is followed, a coordinator that has not replied for so long is shown as silent.
 SILENT_S: Final = 3.0
-REDRAW_S: Final = 0.25
 
 #: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
@@ -370,21 +368,23 @@ def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str
 
 
 def _watch(attachment: Attachment) -> None:
-    """Draw the live table, which stays on the terminal. It is redrawn rarely, to take little CPU from the run."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave the terminal as it was
-    observer, drawn_s = Observer(attachment.run), -math.inf
-    shown: Snapshot | None = None
-    with view.live() as screen:
-        for status in attachment.statuses():
-            if shown is not None and shown.status.layer_names and not status.layer_names:
-                continue  # the trainer has left: keep its last table until the next trainer
-            if shown is None or time.monotonic() - drawn_s >= REDRAW_S:
-                shown = observer.look(status)
-                screen.update(view.table(shown), refresh=True)
-                drawn_s = time.monotonic()
-            shown = replace(shown, status=status)
-        if shown is not None:
-            screen.update(view.table(shown, ended=True), refresh=True)
+    """Show the live view on the terminal, until the user leaves it."""
+    try:
+        from workers.screen import Screen
+    except ImportError:
+        raise ConfigError(
+            "the live view needs textual: python -m pip install 'hytrain[monitor]'; --follow works without it"
+        ) from None
+
+    def send(command: m.Command) -> m.CommandReply:
+        with Attachment(attachment.run) as other:  # a connection is for one thread
+            return other.require(command, m.CommandReply)
+
+    screen = Screen(attachment.statuses(), Observer(attachment.run).look, send, SETTINGS)
+    screen.run()
+    screen.has_followed.wait(ANSWER_S)  # the connection is closed next
+    if screen.shown is not None:
+        print(view.as_text(screen.shown))
 
 
 class Observer:

@@ -3,7 +3,7 @@
     record of metrics.jsonl ─┬─▶ line, record_json  --follow
     ranks, the slowest one ──┤
     layers, places, reason ──┼─▶ as_json            --once --json
-    processes, their use ────┴─▶ table ─▶ as_text   --once; `live` redraws it
+    processes, their use ────┴─▶ table ─▶ as_text   --once; `screen` redraws it
     runs' folders ─────────────▶ listing           --list, --prune
 
 It reads no clock, file or socket. Only the table needs rich.
@@ -25,7 +25,6 @@ from workers.affinity import format_cores, format_threads
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
@@ -254,14 +253,6 @@ def age(seconds_ago: float) -> str:
 
 
 # ---------------------------------------------------------------- the table
-
-
-def live() -> Live:
-    """A part of the terminal that each update redraws. Raises `ConfigError` without rich."""
-    _require_rich()
-    from rich.live import Live
-
-    return Live(auto_refresh=False)
 
 
 def as_text(snapshot: Snapshot) -> str:

@@ -1,15 +1,19 @@
-"""`hytrain-monitor --web` beside a run: its address, its numbers, and its end."""
+"""What shows a run live, beside it: `hytrain-monitor` on a terminal, and its page. The run goes on without them."""
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import select
 import signal
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers import adamw, train
+from helpers import adamw, train, wait_for_coordinator
 from programs import read_until, started
 from small_models import perceptron, square_loss
 
@@ -43,3 +47,40 @@ def test_a_run_is_served_and_interrupting_the_page_leaves_it_alone() -> None:
                 assert page.wait(30) == EXIT_INTERRUPTED
         train(model, opt, range(16, 20), square_loss)
         assert opt.statistics().step == 20
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_terminal_shows_a_run_and_a_key_changes_its_plan() -> None:
+    pytest.importorskip("textual")
+    model = perceptron()
+    ours, theirs = pty.openpty()
+    seen = b""
+
+    def press(keys: bytes, until: bytes) -> None:
+        """Press keys, and read the terminal until it shows this."""
+        nonlocal seen
+        seen, ends_s = b"", time.monotonic() + 60
+        os.write(ours, keys)
+        while until not in seen:
+            assert time.monotonic() < ends_s, seen
+            if select.select([ours], [], [], 0.1)[0]:
+                seen += os.read(ours, 1 << 16)
+
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(8), square_loss)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+        with started(sys.executable, MONITOR, opt.run_dir, env=env, **streams) as screen:
+            press(b"", b"trainer-0")
+            press(b"k", b"Escape: leave it")
+            press(b"0\r", b"k=0 from the next plan on")
+            press(b"q", b"trainer-0")
+            assert screen.wait(30) == 0
+        os.close(theirs)
+        os.close(ours)
+        for step in range(8, 60):
+            train(model, opt, [step], square_loss)
+            wait_for_coordinator(opt)
+            if opt.statistics().k == 0.0:
+                break
+        assert opt.statistics().k == 0.0

@@ -1,0 +1,147 @@
+"""The live view on a terminal, through Textual's pilot: what it shows, and what its keys command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("textual")
+
+from test_monitor import status
+from test_report import record
+from textual.pilot import Pilot
+from textual.widgets import Input, Label, RichLog, Sparkline
+
+from hytrain.errors import ConfigError
+from protocol import messages as m
+from workers.monitor import SETTINGS
+from workers.monitor_view import Snapshot
+from workers.screen import KEPT, PEAK, Screen
+
+
+def look(shown: m.Status) -> Snapshot:
+    return Snapshot(shown, tuple((process, None) for process in shown.processes))
+
+
+def at(step: int, **more: Any) -> m.Status:
+    return status(record=json.dumps(record(step, policy="deadline", **more)))
+
+
+class Run:
+    """A run that goes on until it is told to end, and the commands that it was given."""
+
+    def __init__(self, *statuses: m.Status, reply: m.CommandReply | Exception | None = None) -> None:
+        self.commands: list[m.Command] = []
+        self.ends = threading.Event()
+        self._statuses, self._reply = statuses, reply
+        self.newest = statuses[-1].record
+
+    def statuses(self) -> Iterator[m.Status]:
+        yield from self._statuses
+        while not self.ends.wait(0.02):
+            yield self._statuses[-1]
+
+    def send(self, command: m.Command) -> m.CommandReply:
+        self.commands.append(command)
+        if isinstance(self._reply, Exception):
+            raise self._reply
+        return self._reply or m.CommandReply(ok=True, text=f"{command.name}={command.value} from the next plan on")
+
+
+def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Screen, dict[str, Any]]:
+    """The screen after these keys, and what it showed then."""
+    screen, found = Screen(run.statuses(), look, run.send, SETTINGS), dict[str, Any]()
+
+    async def until(pilot: Pilot[None], is_so: Any) -> None:
+        for _ in range(500):
+            if is_so():
+                return
+            await pilot.pause(0.02)
+
+    async def drive() -> None:
+        async with screen.run_test(size=size) as pilot:
+            await until(pilot, lambda: screen.shown is not None and screen.shown.status.record == run.newest)
+            for key in keys:
+                await pilot.press(key)
+            await until(pilot, lambda: len(run.commands) >= ("enter" in keys))
+            await pilot.pause(0.1)
+            found["plans"] = [line.text for line in screen.query_one("#plans", RichLog).lines]
+            found["curves"] = {
+                name: list(screen.query_one(f"#{name}", Sparkline).data or ()) for name in ("loss", "step_s")
+            }
+            found["labels"] = [str(label.content) for label in screen.query(Label)]
+            found["told"] = [notification.message for notification in screen._notifications]
+            found["asks"] = bool(screen.screen.query(Input))
+            run.ends.set()
+            await until(pilot, screen.has_followed.is_set)
+            await pilot.pause(0.1)
+            found["end"] = [notification.message for notification in screen._notifications]
+
+    asyncio.run(drive())
+    assert screen.has_followed.is_set()
+    return screen, found
+
+
+def test_curves_plans_and_the_table_follow_the_run() -> None:
+    """A slow step does not hide the others."""
+    statuses = [at(step, **({"reason": f"[plan] {step}"} if step in (3, 7) else {})) for step in range(1, KEPT + 9)]
+    statuses[99] = at(100, step_s=90.0)
+    screen, found = shown(Run(*statuses))
+    assert found["plans"] == ["step 3  k 0.250  [plan] 3", "step 7  k 0.250  [plan] 7"], "brackets are text"
+    assert len(found["curves"]["loss"]) == KEPT and found["curves"]["loss"][-1] == pytest.approx(
+        4.0 - (KEPT + 8) / 1000
+    )
+    assert set(found["curves"]["step_s"]) == {0.5, PEAK * 0.5} and "step time 500.0 ms" in found["labels"]
+    assert screen.shown is not None and json.loads(screen.shown.status.record)["step"] == KEPT + 8
+    assert found["end"][-1] == "the run has ended: q leaves"
+
+
+def test_a_key_asks_and_gives_the_command() -> None:
+    run = Run(at(1))
+    _, found = shown(run, "k", "0", ".", "5", "enter")
+    assert run.commands == [m.Command(name="k", value="0.5")] and not found["asks"]
+    assert found["told"] == ["k=0.5 from the next plan on"]
+    run = Run(at(1))
+    shown(run, "o", *"speed", "enter")
+    assert run.commands == [m.Command(name="objective", value="speed")]
+
+
+@pytest.mark.parametrize("keys", [("t", "4", "escape"), ("p", "enter")])
+def test_nothing_is_commanded_by_escape_or_without_a_value(keys: tuple[str, ...]) -> None:
+    run = Run(at(1))
+    screen, found = Screen(run.statuses(), look, run.send, SETTINGS), None
+
+    async def drive() -> None:
+        async with screen.run_test() as pilot:
+            for key in keys:
+                await pilot.press(key)
+            await pilot.pause(0.1)
+            run.ends.set()
+
+    asyncio.run(drive())
+    assert run.commands == [] and found is None
+
+
+@pytest.mark.parametrize(
+    "reply", [m.CommandReply(ok=False, text="k is '9': give [a] number"), ConfigError("k is '9': give [a] number")]
+)
+def test_a_refusal_is_told(reply: m.CommandReply | Exception) -> None:
+    _, found = shown(Run(at(1), reply=reply), "k", "9", "enter")
+    assert found["told"] == ["k is '9': give [a] number"]
+
+
+def test_leaving_stops_the_thread_that_follows() -> None:
+    run = Run(at(1))
+    screen = Screen(run.statuses(), look, run.send, SETTINGS)
+
+    async def drive() -> None:
+        async with screen.run_test() as pilot:
+            await pilot.press("q")
+
+    asyncio.run(drive())
+    assert screen.has_followed.wait(10)

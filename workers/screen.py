@@ -1,0 +1,177 @@
+"""The terminal's live view of a run: the table, three curves, the plans, and keys that give the coordinator commands.
+
+    statuses ─ a thread ─▶ Screen.show ─▶ table, curves, plans
+    k p o t ─▶ Ask: a value ─▶ Send, on a thread, over a connection of its own ─▶ the coordinator's reply
+
+The monitor imports it only where there is a terminal. It needs Textual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any, ClassVar, Final
+
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Footer, Input, Label, RichLog, Sparkline, Static
+
+from hytrain.errors import ClusterTimeout, ConfigError
+from protocol import messages as m
+from workers import monitor_view as view
+
+#: So many steps are in a curve.
+KEPT: Final = 240
+#: Drawing takes CPU from the run.
+REDRAW_S: Final = 0.25
+STAYS_S: Final = 3600.0
+#: A curve cuts off what is above so many medians: a slow first step would leave nothing else to see.
+PEAK: Final = 3.0
+CURVES: Final = (("loss", "loss", "{:.4f}"), ("step_s", "step time", None), ("stall_s", "stall", None))
+
+Send = Callable[[m.Command], m.CommandReply]
+
+
+class Ask(ModalScreen[str | None]):
+    """Asks for a setting's value. Enter gives the command, Escape does not."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "leave it as it is")]
+
+    def __init__(self, setting: str, value: str, effect: str) -> None:
+        super().__init__()
+        self._setting, self._value, self._effect = setting, value, effect
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="ask"):
+            yield Label(f"{self._setting}: {self._effect}", markup=False)
+            yield Input(placeholder=self._value)
+            yield Label("Enter: from the next plan on. Escape: leave it as it is.")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value.strip() or None)
+
+
+class Screen(App[None]):
+    """Reads `statuses` on a thread, until they end or it is left. `settings`: name, value and effect of each."""
+
+    TITLE = "hytrain-monitor"
+    CSS = """
+    VerticalScroll { height: auto; max-height: 65%; }
+    #facts { height: auto; padding: 0 1; }
+    #curves { height: 5; padding: 0 1; }
+    #curves Vertical { width: 1fr; margin-right: 2; }
+    Sparkline { height: 3; }
+    #plans { height: 1fr; min-height: 4; padding: 0 1; border-top: solid $panel; }
+    #ask { width: 70; height: auto; padding: 1 2; background: $panel; }
+    Ask { align: center middle; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "ask('k')", "k"),
+        Binding("p", "ask('policy')", "policy"),
+        Binding("o", "ask('objective')", "objective"),
+        Binding("t", "ask('threads')", "threads"),
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
+
+    def __init__(
+        self,
+        statuses: Iterable[m.Status],
+        look: Callable[[m.Status], view.Snapshot],
+        send: Send,
+        settings: Iterable[tuple[str, str, str]],
+    ) -> None:
+        super().__init__()
+        self._statuses, self._look, self._send = statuses, look, send
+        self._settings = {name: (value, effect) for name, value, effect in settings}
+        self._values: dict[str, list[float]] = {name: [] for name, *_ in CURVES}
+        self.shown: view.Snapshot | None = None
+        self.has_followed = threading.Event()  # the thread is done with `statuses`
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(id="facts")
+        with Horizontal(id="curves"):
+            for name, label, _ in CURVES:
+                with Vertical():
+                    yield Label(label, id=f"name-{name}")
+                    yield Sparkline([], id=name)
+        yield RichLog(id="plans", wrap=True, markup=False, min_width=0)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
+        self._follow()
+
+    @work(thread=True, group="feed")
+    def _follow(self) -> None:
+        last, drawn_s, new, record = None, -math.inf, list[dict[str, Any]](), "{}"
+        try:
+            for status in self._statuses:
+                if not self.is_running:
+                    return
+                if last is not None and last.layer_names and not status.layer_names:
+                    continue  # the trainer has left: keep its last table until the next trainer
+                if status.record != record:
+                    record = status.record
+                    new.append(json.loads(record))
+                last = status
+                if time.monotonic() - drawn_s >= REDRAW_S:
+                    self.call_from_thread(self.show, self._look(status), new)
+                    drawn_s, new = time.monotonic(), []
+            if last is not None:
+                self.call_from_thread(self.show, self._look(last), new, ended=True)
+        except (ConfigError, ClusterTimeout) as error:
+            self.call_from_thread(self.notify, str(error), severity="error", timeout=STAYS_S)
+        except RuntimeError:
+            if self.is_running:  # or else the screen was left meanwhile
+                raise
+        finally:
+            self.has_followed.set()
+
+    def show(self, snapshot: view.Snapshot, records: Iterable[dict[str, Any]], *, ended: bool = False) -> None:
+        """Draw a status, and the records that are new."""
+        below = self.screen_stack[0] if self.screen_stack else None  # a question may lie above
+        if below is None or not below.query("#facts"):
+            return  # it is being left
+        self.shown = snapshot
+        below.query_one("#facts", Static).update(view.table(snapshot, ended=ended))
+        for record in records:
+            for name, *_ in CURVES:
+                if (value := record.get(name)) is not None:
+                    self._values[name] = [*self._values[name][1 - KEPT :], value]
+            if (reason := record.get("reason")) is not None:
+                below.query_one("#plans", RichLog).write(f"step {record['step']}  k {record['k']:.3f}  {reason}")
+        for name, label, text in CURVES:
+            if values := self._values[name]:
+                below.query_one(f"#{name}", Sparkline).data = [min(value, PEAK * median(values)) for value in values]
+                now = view.seconds(values[-1]) if text is None else text.format(values[-1])
+                below.query_one(f"#name-{name}", Label).update(f"{label} {now}")
+        if ended:
+            self.notify("the run has ended: q leaves", timeout=STAYS_S)
+
+    def action_ask(self, name: str) -> None:
+        """A key: ask for the setting's value, and give the command."""
+
+        def give(value: str | None) -> None:
+            if value is not None:
+                self._give(m.Command(name=name, value=value))
+
+        self.push_screen(Ask(name, *self._settings[name]), give)
+
+    @work(thread=True, group="commands")
+    def _give(self, command: m.Command) -> None:
+        try:
+            reply = self._send(command)
+        except (ConfigError, ClusterTimeout) as error:
+            reply = m.CommandReply(ok=False, text=str(error))
+        self.call_from_thread(self.notify, reply.text, severity="information" if reply.ok else "error", markup=False)
