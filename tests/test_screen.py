@@ -96,7 +96,7 @@ def test_curves_plans_and_the_table_follow_the_run() -> None:
     assert len(found["curves"]["loss"]) == KEPT and found["curves"]["loss"][-1] == pytest.approx(
         4.0 - (KEPT + 8) / 1000
     )
-    assert set(found["curves"]["step_s"]) == {0.5, PEAK * 0.5} and "step time 500.0 ms" in found["labels"]
+    assert set(found["curves"]["step_s"]) == {0.0, 0.5, PEAK * 0.5} and "step time 500.0 ms" in found["labels"]
     assert screen.shown is not None and json.loads(screen.shown.status.record)["step"] == KEPT + 8
     assert found["end"][-1] == "the run has ended: q leaves"
 

@@ -150,10 +150,12 @@ class Screen(App[None]):
                 if (value := record.get(name)) is not None:
                     self._values[name] = [*self._values[name][1 - KEPT :], value]
             if (reason := record.get("reason")) is not None:
-                below.query_one("#plans", RichLog).write(f"step {record['step']}  k {record['k']:.3f}  {reason}")
+                words = f"step {record['step']}  k {record['k']:.3f}  {reason}"
+                below.query_one("#plans", RichLog).write(words, expand=True)
         for name, label, text in CURVES:
             if values := self._values[name]:
-                below.query_one(f"#{name}", Sparkline).data = [min(value, PEAK * median(values)) for value in values]
+                shown = [min(value, PEAK * median(values)) for value in values]
+                below.query_one(f"#{name}", Sparkline).data = shown if text else [0.0, *shown]  # times begin at 0
                 now = view.seconds(values[-1]) if text is None else text.format(values[-1])
                 below.query_one(f"#name-{name}", Label).update(f"{label} {now}")
         if ended:
