@@ -176,7 +176,8 @@ def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
 
 def check_same(ranks: Ranks, options: Options) -> None:
     """Raise `UsageError` on all ranks if what decides about a step differs between them; k and its like may."""
-    names = ("grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "stream")
+    names = ["grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "stream"]
+    names += ["state_dtype", "master_dtype"]
     ranks.require_same(
         tuple(getattr(options, name) for name in names),
         f"ranks have different options: give all of them the same {', '.join(names)}",

@@ -86,7 +86,7 @@ class Precision(NamedTuple):
 
     def planes(self, dtype: str) -> dict[str, str]:
         """The state planes that weights of this dtype have, with their dtypes."""
-        remainder = None if dtype == self.master_dtype else REMAINDER_DTYPES[dtype]
+        remainder = None if dtype == self.master_dtype else REMAINDER_DTYPES.get(dtype)
         first = {} if remainder is None else {"remainder": remainder}
         return {**first, "exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
 

@@ -26,7 +26,7 @@ class Metric:
 METRICS: Final = (
     Metric("step", "", "the step's number, as the loop counts", "hytrain_step"),
     Metric("wall_time", "s", "when the step ended, since 1970", "hytrain_last_step_timestamp_seconds"),
-    Metric("at_s", "s", "the same on the machine's monotonic clock"),
+    Metric("at_s", "s", "when the step ended, on the machine's monotonic clock"),
     Metric("step_s", "s", "from the end of the step before to the end of this one", "hytrain_step_seconds"),
     Metric(
         "predicted_step_s",
@@ -67,7 +67,7 @@ METRICS: Final = (
     Metric(
         "host_watts",
         "W",
-        "the same of the host's processors, if Linux lets the coordinator read it",
+        "mean power of the host's processors since the reading before, if Linux lets the coordinator read it",
         "hytrain_host_power_watts",
     ),
     Metric(
@@ -86,7 +86,7 @@ METRICS: Final = (
     Metric(
         "skipped_steps",
         "",
-        "steps that were skipped so far, as their gradients were not finite; if steps are skipped",
+        "steps skipped since the coordinator began, as gradients were not finite; if steps await their norm",
         "hytrain_skipped_steps_total",
     ),
     Metric("steps", "", "how many steps the run is to have; of recipes", "hytrain_planned_steps"),
@@ -103,8 +103,9 @@ METRICS: Final = (
     ),
     Metric("loss_scale", "", "scale of the loss", "hytrain_loss_scale"),
     Metric("tokens_per_s", "1/s", "tokens per second", "hytrain_tokens_per_second"),
+    Metric("tokens", "", "tokens of the step, on all ranks; of recipes", "hytrain_step_tokens"),
     Metric("tflops", "TFLOP/s", "of the model, without what checkpointing computes again"),
-    Metric("mfu", "", "the same as a share of the GPU's peak", "hytrain_mfu_ratio"),
+    Metric("mfu", "", "FLOP/s of the model as a share of the GPU's peak", "hytrain_mfu_ratio"),
     Metric("validation_loss", "nat", "validation loss per token", "hytrain_validation_loss_nats"),
     Metric("validation_nats_per_byte", "nat", "validation loss per byte of text", "hytrain_validation_nats_per_byte"),
     Metric(

@@ -793,6 +793,17 @@ def test_a_record_has_the_reason_of_the_plan_that_takes_effect(driver: Driver) -
     assert all(record.keys() <= BY_NAME.keys() for record in driver.written)
 
 
+def test_a_loops_numbers_do_not_replace_the_records_own(driver: Driver) -> None:
+    """Whether they come before the step's end or after it."""
+    driver.start(policy="fixed", k=0.5)
+    driver.handle(m.Log(step=1, numbers={"k": 9.0, "reason": 1.0, "own": 2.0}, ahead=True))
+    driver.handle(report(0, k=0.5))
+    driver.handle(m.Log(step=1, numbers={"stall_s": 9.0, "loss": 3.0}))
+    (record,) = driver.records
+    assert (record["k"], record["stall_s"], record["own"], record["loss"]) == (0.5, 0.1, 2.0, 3.0)
+    assert isinstance(record["reason"], str)
+
+
 def test_a_record_counts_skipped_steps(driver: Driver) -> None:
     """Where steps can be skipped; and on with other layers."""
     driver.start(awaits_verdict=True)

@@ -379,7 +379,7 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     assert all(word in trainer for word in ("0-1,4", "150%", "1.00 GiB", "1.50 s 75%", "500.0 ms 25%"))
     power = {"gpu_watts": 612.4, "gpu_utilization": 0.98, "gpu_used_bytes": 17.25 * 2**30}
     powered = view.as_text(replace(shown, status=status(record=json.dumps({**RECORD, **power}))))
-    assert "power     GPU 612 W   in use 98%   17.2 GiB of its memory\n" in powered and "power" not in text
+    assert "hardware  GPU 612 W   in use 98%   17.2 GiB of its memory\n" in powered and "hardware" not in text
     assert "gone" in optimizer and "200.0 ms 10%" in optimizer and "on cores 2" in optimizer
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))

@@ -619,7 +619,7 @@ def test_trackers_have_the_numbers_of_the_records(runs: Runs, monkeypatch: pytes
     for name in ("loss", "lr", "validation_loss"):
         found = [(scalar.step, pytest.approx(scalar.value)) for scalar in events.Scalars(name)]
         assert [(step, numbers[name]) for step, numbers in expected if name in numbers] == found
-    scalars, left = {*events.Tags()["scalars"]}, {"steps", "remaining_s"}
+    scalars, left = {*events.Tags()["scalars"]}, {"steps", "remaining_s", "tokens"}
     assert {"k", "stall_s", *expected[0][1]} - left <= scalars and not left & scalars, "these draw no curve"
     [offline] = (runs.folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"validation_loss" in offline.read_bytes()

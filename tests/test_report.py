@@ -71,6 +71,7 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
     others = [record(step, rank=5, gather_s=None, stall_s=0.1, k=0.5) for step in range(1, 20)]
     (folder / "metrics-1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in others) + '{"rank"')
     (folder / "metrics-2.jsonl").write_text("")
+    (folder / "metrics-1-replaced.jsonl").write_text((folder / "metrics-1.jsonl").read_text())
     (folder / "metrics-replaced.jsonl").write_text(json.dumps(record(1, rank=9)) * 9)
     found = rows(page([read(folder)], NOW), "Ranks of one on this machine, medians of steps")[1:]
     assert found == [["4", "500.0 ms", "50.0 ms", "200.0 ms", "0.250"], ["5", "500.0 ms", "100.0 ms", "–", "0.500"]]
@@ -78,13 +79,15 @@ def test_ranks_are_compared(tmp_path: Path) -> None:
 
 def test_energy_is_told_per_token(tmp_path: Path) -> None:
     """Of the steps in which power is known."""
-    known = {"tokens_per_s": 1000.0, "gpu_watts": 600.0}
-    records = [record(step, **(known if step % 2 else {"tokens_per_s": 1000.0})) for step in range(1, 41)]
+    known = {"tokens": 500.0, "gpu_watts": 600.0}
+    records = [record(step, **(known if step % 2 else {"tokens": 500.0})) for step in range(1, 41)]
     text = page([read(run(tmp_path / "one", records))], NOW)
     assert ["joules per token, GPU", "0.6"] in rows(text, "Summary") and "host" not in text.partition("Charts")[0][
         -900:
     ]
     assert [line["label"] for line in drawn(text)["Power"]["lines"]] == ["GPU"]
+    several = [one | {"rank": 0} for one in records]
+    assert "joules" not in page([read(run(tmp_path / "several", several))], NOW), "the tokens are those of all GPUs"
 
 
 def test_what_is_not_exact_is_told(tmp_path: Path) -> None:
@@ -128,6 +131,22 @@ def test_the_last_steps_are_drawn_though_they_are_few(tmp_path: Path) -> None:
     steps = 2 * POINTS + 1
     charts = drawn(page([read(run(tmp_path / "one", [record(step) for step in range(1, steps + 1)]))], NOW))
     assert charts["Loss"]["lines"][0]["steps"][-1] == steps
+
+
+def test_what_a_loop_has_written_under_other_names_is_left_out(tmp_path: Path) -> None:
+    odd = {"loss": "low", "lr": None, "reason": 3, "stall_s": float("nan"), "predicted_step_s": True, "steps": "many"}
+    records = [record(step, **odd) for step in range(1, 9)] + [record(9, step_s=0.0)]
+    folder = run(tmp_path / "one", records, start={"versions": None})
+    (folder / "environment.json").write_text('[1, {"versions": null, "cpu": 3}]')
+    text = page([read(folder)], NOW)
+    assert ["steps", "9"] in rows(text, "Summary") and "Plans of" not in text
+    (folder / "environment.json").write_text("{}")
+    assert read(folder).starts == []
+
+
+def test_few_numbers_above_zero_are_seen(tmp_path: Path) -> None:
+    records = [record(step, cpu_busy_s=0.2 if step == 9 else 0.0) for step in range(1, 101)]
+    assert drawn(page([read(run(tmp_path / "one", records))], NOW))["The CPU's updates"]["top"] is None
 
 
 def test_lines_that_a_crash_has_cut_off_are_left_out(tmp_path: Path) -> None:

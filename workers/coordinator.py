@@ -210,9 +210,10 @@ class Coordinator:
                     self._state.heartbeats.answered(address, answer)
         for command in self._state.beat():
             self._carry_out(command)
+        gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.fleet.taken if seat.planning is not None}
+        read = self._gauges.read(gpus.values(), time.monotonic()) if gpus else {}
         for seat in self._state.fleet.taken:
-            if seat.planning is not None:
-                seat.gauges = self._gauges.read(seat.planning.table.gpu, time.monotonic())
+            seat.gauges = read[gpus[seat.trainer]]
 
     def _finish(self) -> None:
         """Handle the messages that were sent before the end: the last records."""

@@ -10,7 +10,7 @@ package or a permission does not give is left out.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,8 @@ class Gauges:
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self._nvml: Any = None
         self._joules: dict[object, tuple[float, float]] = {}  # the last reading of each counter, and when it was
-        packages = (path for path in powercap.glob("intel-rapl:*") if path.name.count(":") == 1)  # AMD's, too
-        self._packages = [path for path in sorted(packages) if _number(path / "energy_uj") is not None]
+        zones = [path for path in sorted(powercap.glob("intel-rapl:*")) if _text(path / "name").startswith("package")]
+        self._packages = [path for path in zones if _joules(path) is not None]  # AMD's have this name, too
 
     def watch(self, gpu: str) -> None:
         """This GPU will be asked for, by its UUID."""
@@ -41,22 +41,33 @@ class Gauges:
             except Exception as error:  # the library's, of any kind
                 _log.info("power and use of the GPU are not recorded: %s", error)
 
-    def read(self, gpu: str, now_s: float) -> dict[str, float]:
-        """The numbers of one GPU and of the host, as records have them. `now_s` is monotonic."""
-        return {**self._of_gpu(gpu, now_s), **self._of_host(now_s)}
+    def read(self, gpus: Iterable[str], now_s: float) -> dict[str, dict[str, float]]:
+        """For each GPU, its numbers and the host's, as records have them; "" is none. `now_s` is monotonic."""
+        of_host = self._of_host(now_s)
+        return {gpu: {**self._of_gpu(gpu, now_s), **of_host} for gpu in set(gpus)}
 
     def _of_gpu(self, gpu: str, now_s: float) -> dict[str, float]:
-        nvml, found = self._nvml, dict[str, float]()
-        if nvml is None or not gpu:
-            return found
-        with suppress(nvml.NVMLError):
-            device = nvml.nvmlDeviceGetHandleByUUID(gpu)
-            found["gpu_used_bytes"] = float(nvml.nvmlDeviceGetMemoryInfo(device).used)
-            found["gpu_utilization"] = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
-            joules = nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
-            if (watts := self._watts(gpu, joules, now_s)) is not None:
-                found["gpu_watts"] = watts
-        return found
+        device = self._asked(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(gpu)) if gpu else None
+        if device is None:
+            return {}
+        used = self._asked(lambda nvml: float(nvml.nvmlDeviceGetMemoryInfo(device).used))
+        share = self._asked(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+        joules = self._asked(lambda nvml: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3)
+        found = {"gpu_used_bytes": used, "gpu_utilization": share, "gpu_watts": self._watts(gpu, joules, now_s)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _asked(self, question: Callable[[Any], Any]) -> Any:
+        """NVML's answer; None where it gives none. A library that is not NVML's own is not asked again."""
+        if self._nvml is None:
+            return None
+        try:
+            return question(self._nvml)
+        except self._nvml.NVMLError:
+            return None
+        except Exception as error:  # another package has the same name
+            _log.info("power and use of the GPU are not recorded any more: %r", error)
+            self._nvml = None
+            return None
 
     def _of_host(self, now_s: float) -> dict[str, float]:
         """The sum of all packages, unless one of them is not known."""
@@ -75,12 +86,14 @@ class Gauges:
 
 
 def _joules(package: Path) -> float | None:
-    microjoules = _number(package / "energy_uj")
-    return None if microjoules is None else microjoules / 1e6
-
-
-def _number(path: Path) -> float | None:
     try:
-        return float(path.read_text())
-    except (OSError, ValueError):
+        return float(_text(package / "energy_uj")) / 1e6
+    except ValueError:
         return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -282,7 +282,7 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         facts.add_row("training", "   ".join(_training(record)))
         facts.add_row("time", "   ".join(_timing(record)))
         if used := _gauges(record):
-            facts.add_row("power", "   ".join(used))
+            facts.add_row("hardware", "   ".join(used))
         facts.add_row(
             "k", Text(f"{record['k']:.3f}   {status.policy or record['policy']}: {status.reason}".rstrip(": "))
         )

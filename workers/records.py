@@ -45,7 +45,7 @@ class Records:
         """Add a finished step's record; return the lines of records that have waited long enough."""
         step = record["step"]
         again = self._close() if step <= max(self._open, default=step - 1) else []  # the loop went back
-        self._open[step] = {**record, **self._early.pop(step, {})}
+        self._open[step] = {**self._early.pop(step, {}), **record}  # its own numbers go before the loop's
         return again + self._close(through=step - LOG_PATIENCE_STEPS)
 
     def measured(self, step: int, **times: float) -> None:
@@ -62,7 +62,7 @@ class Records:
             return []
         if log.step not in self._open:
             return [Late(log.step, _finite(log.numbers))] if log.numbers else []
-        self._open[log.step].update(log.numbers)
+        self._open[log.step] = {**log.numbers, **self._open[log.step]}
         return [*self._close(through=log.step)]
 
     def close(self) -> list[Line | Late]:

@@ -139,10 +139,10 @@ def main(argv: Sequence[str]) -> int:
     out = asked.out or folders[0] / "report.html"
     text = page([read(folder) for folder in folders], datetime.now(UTC))
     try:
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}; choose another with --out") from None
-    print(out)
+    print(str(out).encode(errors="replace").decode())
     return 0
 
 
@@ -160,7 +160,8 @@ def read(folder: Path) -> Story:
     """Read a run's folder. Lines that a crash has cut off are left out."""
     starts: list[dict[str, Any]] = []
     with suppress(OSError, ValueError):
-        starts = json.loads((folder / "environment.json").read_text())
+        known = json.loads((folder / "environment.json").read_text())
+        starts = [one for one in known if isinstance(one, dict)] if isinstance(known, list) else []
     recipe = folder / "recipe.yaml"
     story = Story(run_folder.look(folder), starts, recipe.read_text() if recipe.is_file() else None)
     metrics = folder / "metrics.jsonl"
@@ -177,7 +178,8 @@ def read(folder: Path) -> Story:
     if not story.steps:
         raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
     story.lines = means.lines()
-    if others := sorted(folder.glob("metrics-[0-9]*.jsonl")):
+    others = sorted(folder.glob("metrics-[0-9]*.jsonl"))
+    if others := [path for path in others if not path.stem.endswith("replaced")]:
         story.ranks = [rank for path in (metrics, *others) if (rank := _rank(path)) is not None]
     return story
 
@@ -212,7 +214,7 @@ class _Means:
     def add(self, record: dict[str, Any]) -> None:
         self._step = record["step"]
         for name in DRAWN:
-            if (value := record.get(name)) is not None:
+            if (value := _number(record, name)) is not None:
                 total, count = self._open.get(name, (0.0, 0))
                 self._open[name] = total + value, count + 1
         self._count += 1
@@ -235,32 +237,39 @@ def _add(story: Story, record: dict[str, Any]) -> None:
     story.first = story.first or record
     story.last = record
     story.steps += 1
-    story.newest |= {name: record[name] for name in BY_NAME if record.get(name) is not None}
-    if (reason := record.get("reason")) is not None:
+    story.newest |= {name: value for name in BY_NAME if (value := _number(record, name)) is not None}
+    if isinstance(reason := record.get("reason"), str):
         layers = record.get("visiting_layers", 0), record.get("streamed_layers", 0)
-        story.plans.append(Plan(record["step"], record["k"], *layers, reason))
-    if (loss := record.get("loss")) is not None:
+        story.plans.append(Plan(record["step"], _number(record, "k") or 0.0, *layers, reason))
+    if (loss := _number(record, "loss")) is not None:
         story.losses = [*story.losses[1 - LAST_STEPS :], loss]
     if story.diverged_at is None:
-        story.diverged_at = record.get("diverged_at")
-    if (rate := record.get("tokens_per_s")) is not None:
+        story.diverged_at = _number(record, "diverged_at")
+    if (rate := _number(record, "tokens_per_s")) is not None:
         story.tokens_per_s.append(rate)
-    step_s, predicted_s = record.get("step_s"), record.get("predicted_step_s")
-    if step_s is None or story.steps <= WARM_UP_STEPS:
+    step_s, predicted_s = _number(record, "step_s"), _number(record, "predicted_step_s")
+    if not step_s or story.steps <= WARM_UP_STEPS:
         return
     story.step_s.append(step_s)
-    story.stall_s += record.get("stall_s") or 0.0
+    story.stall_s += _number(record, "stall_s") or 0.0
+    tokens = _number(record, "tokens") if "rank" not in record else None  # those of all ranks, on all GPUs
     for name in ("gpu_watts", "host_watts"):
-        if (watts := record.get(name)) is not None and rate:
+        if (watts := _number(record, name)) is not None and tokens:
             total = story.joules.setdefault(name, [0.0, 0.0])
             total[0] += watts * step_s
-            total[1] += rate * step_s
+            total[1] += tokens
     if predicted_s:
         story.missed.append(step_s / predicted_s)
     if story.plans:
         plan = story.plans[-1]
         plan.steps_s.append(step_s)
         plan.expected_s = plan.expected_s or predicted_s
+
+
+def _number(record: dict[str, Any], name: str) -> float | None:
+    """A number of a record; None for what is none."""
+    value = record.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------- the page
@@ -327,7 +336,7 @@ def _top(chart: Chart, lines: Sequence[dict[str, Any]]) -> float | None:
     """Where to cut a chart off; None if all of it fits."""
     values = sorted(value for line in lines for value in line["values"])
     enough = 1.25 * values[math.ceil(0.98 * len(values)) - 1]
-    return float(f"{enough:.3g}") if chart.cuts and values[-1] > 2 * enough else None
+    return float(f"{enough:.3g}") if chart.cuts and values[-1] > 2 * enough > 0 else None
 
 
 #: What the summary says of a run, and how: None where there is nothing to say.
@@ -349,8 +358,9 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
     ("optimizer state", lambda it: _precision(it)),
     ("GPU", lambda it: _of_start(it, "gpu")),
     ("CPU", lambda it: _cpu(it)),
-    ("torch", lambda it: it.starts[-1].get("versions", {}).get("torch") if it.starts else None),
-    ("HyTrain", lambda it: _version(it)),
+    ("torch", lambda it: _version(it, "torch")),
+    ("HyTrain", lambda it: _version(it, "hytrain")),
+    ("commit of its folder", lambda it: _of_start(it, "commit")),
 )
 
 
@@ -398,7 +408,7 @@ def _ranks(name: str, story: Story) -> str:
 def _details(name: str, story: Story) -> str:
     parts = []
     for start in story.starts:
-        versions = ", ".join(f"{package} {version}" for package, version in start.get("versions", {}).items())
+        versions = ", ".join(f"{package} {version}" for package, version in (start.get("versions") or {}).items())
         words = {
             "started": start.get("started"),
             "command": " ".join(map(str, start.get("command", ()))),
@@ -463,10 +473,9 @@ def _cpu(story: Story) -> str | None:
     return None if cpu is None else f"{cpu}, {cores} cores"
 
 
-def _version(story: Story) -> str | None:
-    version = story.starts[-1].get("versions", {}).get("hytrain") if story.starts else None
-    commit = _of_start(story, "commit")
-    return version if version is None or commit is None else f"{version}, {commit[:10]}"
+def _version(story: Story, package: str) -> str | None:
+    found = (story.starts[-1].get("versions") or {}).get(package) if story.starts else None
+    return None if found is None else str(found)
 
 
 if __name__ == "__main__":

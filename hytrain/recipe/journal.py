@@ -80,7 +80,7 @@ class Journal:
         self._trackers = trackers
         self._clock = clock
         self._readout = Readout(task.device)
-        self._entry: tuple[int, float, Speed] | None = None  # step, learning rate, speed
+        self._entry: tuple[int, float, Speed, int] | None = None  # step, learning rate, speed, tokens
         self._began = self._since = clock()
         self._noted = 0  # steps
 
@@ -95,7 +95,7 @@ class Journal:
         if previous is not None:
             self._write(previous)
         self._noted += 1
-        self._entry = step, lr, self._speed(tokens)
+        self._entry = step, lr, self._speed(tokens), tokens
 
     def validated(self, validation: Validation | None) -> None:
         """Writes the last step's entry together with its validation."""
@@ -130,7 +130,7 @@ class Journal:
 
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
-        step, lr, speed = self._entry
+        step, lr, speed, tokens = self._entry
         self.wishes |= read.pop("wishes", 0.0) > 0
         numbers = {**read, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
         if speed.mfu is not None:
@@ -145,7 +145,7 @@ class Journal:
         if self.divergence.step is not None:
             numbers["diverged_at"] = self.divergence.step
         if self._task.job.speaks:
-            self._opt.log(step, **numbers, **self._left(step))
+            self._opt.log(step, **numbers, tokens=tokens, **self._left(step))
         for write in self._trackers:
             write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))
