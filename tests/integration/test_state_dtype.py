@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from test_k_invariance import train_and_prepare
 from test_saving import InPieces
 from torch import Tensor, nn
 
+from hytrain.checks import check_options, check_same
 from hytrain.errors import ConfigError
 from hytrain.memory import visits
 from hytrain.step import streaming
@@ -148,3 +150,19 @@ def test_masters_are_left_out_with_a_sentence_or_begun_anew(
 def test_masters_can_only_be_left_out_where_there_are_some() -> None:
     with pytest.raises(ConfigError, match="model.bfloat16"), adamw(gpt2(torch.float32), master_dtype="bfloat16"):
         pass
+
+
+def test_ranks_with_another_precision_are_refused() -> None:
+    """Each would train shards of its own kind."""
+    given = dict.fromkeys(("k", "visit", "stream"), 0.0) | {"policy": "fixed", "objective": "speed", "backend": "auto"}
+    given |= {"gradient_dtype": None, "grad_accumulation": 1, "accumulate_on": "auto", "max_grad_norm": None}
+    given |= {"clip": "global", "on_nonfinite": None, "speculate": None, "loss_scale": None, "overlap": True}
+
+    def compared(state_dtype: str, master_dtype: str) -> Any:
+        ranks = Mock(world=1)
+        check_same(ranks, check_options(**given, state_dtype=state_dtype, master_dtype=master_dtype))
+        return ranks.require_same.call_args.args[0]
+
+    exact = compared("float32", "float32")
+    assert exact == compared("float32", "float32")
+    assert exact not in (compared("bfloat16", "float32"), compared("float32", "bfloat16"))
