@@ -188,7 +188,14 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     records = [record(step, tokens_per_s=10.0 * step, lr=1e-3) for step in range(1, 200)]
     file = tmp_path / "report.html"
     file.write_text(page([read(run(tmp_path / name, records)) for name in ("one", "two")], NOW))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     command = [browser, *options, profile, "--dump-dom", file.as_uri()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
