@@ -177,6 +177,7 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
+            "--disable-dev-shm-usage",
             "--enable-logging=stderr",
             "--virtual-time-budget=9000",
         ]
