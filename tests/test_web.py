@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.testclient import TestClient
 from test_monitor import rank, status
 from test_report import drawn, record, run
 
-from hytrain.errors import ConfigError
+from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import web
@@ -88,6 +89,27 @@ def test_a_silent_process_is_named() -> None:
     feed.status = replace(at(1), processes=(replace(first, silent_s=7.0), *others))
     assert feed.news(0)[1]["state"] == f"{first.address} has not answered for 7 s"
     assert Feed(look).news(0)[1]["state"] == "waiting for the coordinator"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ClusterTimeout("the coordinator does not reply"), "the coordinator does not reply"),
+        (KeyError("x"), "this monitor has failed: KeyError('x')"),
+    ],
+)
+def test_why_nothing_comes_any_more_is_told(error: Exception, words: str) -> None:
+    """Whether a status has come before or not."""
+
+    def statuses(*before: m.Status) -> Iterator[m.Status]:
+        yield from before
+        raise error
+
+    for before in ((), (at(1),)):
+        feed = Feed(look)
+        with nullcontext() if isinstance(error, ClusterTimeout) else pytest.raises(type(error)):
+            feed.follow(statuses(*before))
+        assert feed.ended and feed.news(0)[1]["state"] == words
 
 
 @pytest.mark.parametrize("path", ["/", "/events", "/metrics"])

@@ -18,7 +18,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -53,12 +52,13 @@ class Feed:
         self._look = look
         self.status: m.Status | None = None
         self.ended = self.stops = False
+        self._end = "the run has ended"
         self.count = 0  # of all records that have come
         self._records: deque[tuple[int, str]] = deque(maxlen=KEPT)
 
     def follow(self, statuses: Iterable[m.Status]) -> None:
         """Take statuses until there are no more, since the run has ended, or until told to stop."""
-        with suppress(ConfigError, ClusterTimeout):
+        try:
             for status in statuses:
                 if self.stops:
                     return
@@ -69,18 +69,24 @@ class Feed:
                     self._records.append((self.count + 1, status.record))
                     self.count += 1
                 self.status = status
-        self.ended = True
+        except (ConfigError, ClusterTimeout) as error:
+            self._end = str(error)
+        except Exception as error:  # or the page would stand still, and not say why
+            self._end = f"this monitor has failed: {error!r}"
+            raise
+        finally:
+            self.ended = True
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
         """What has come after so many records: how many there are by now, and what a page shows."""
         status, known = self.status, list(self._records)
         if status is None:
-            return after, {"records": [], "state": "waiting for the coordinator"}
+            return after, {"records": [], "state": self._end if self.ended else "waiting for the coordinator"}
         silent = [process for process in status.processes if process.silent_s]
         state = "; ".join(f"{process.address} {view.silence(process)}" for process in silent)
         return known[-1][0] if known else after, {
             "records": [json.loads(record) for number, record in known if number > after],
-            "state": "the run has ended" if self.ended else state,
+            "state": self._end if self.ended else state,
             "line": view.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
             "processes": json.loads(view.as_json(self._look(status)))["processes"],
