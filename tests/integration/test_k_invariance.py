@@ -160,23 +160,30 @@ def no_gpu_memory(pid: int) -> Iterator[None]:
 def test_layers_for_which_there_is_no_memory_stay(
     shortage: Callable[[int], AbstractContextManager[None]], k: float, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As soon as there is some, they move."""
-    model = perceptron()
+    """As soon as there is some, they move. A busy machine may need more steps until a plan is in effect."""
+    model, step = perceptron(), 3
+
+    def told() -> list[str]:
+        return [message for message in caplog.messages if said in message]
+
     with adamw(model, k=k) as opt:
-        train(model, opt, range(3), square_loss)
+        train(model, opt, range(step), square_loss)
         with shortage(process(opt, "optimizer").pid):
             assert monitor.main([str(opt.run_dir), "--set-k", str(1.0 - k)]) == 0
-            train_and_prepare(model, opt, 40, square_loss, start=3)
+            while step < 43 or (not told() and step < 1000):
+                train_and_prepare(model, opt, 1, square_loss, start=step)
+                step += 1
             assert opt.statistics().k == k
-        told = [message for message in caplog.messages if said in message]
         plans = (opt.run_dir / "logs" / "coordinator-0.log").read_text()
-        assert told and len(told) == len(set(told)), f"once for each layer: {caplog.messages}, {plans}"
-        train_and_prepare(model, opt, 40, square_loss, start=43)
+        assert told() and len(told()) == len(set(told())), f"once for each layer: {caplog.messages}, {plans}"
+        while opt.statistics().k != 1.0 - k and step < 2000:
+            train_and_prepare(model, opt, 1, square_loss, start=step)
+            step += 1
         assert opt.statistics().k == 1.0 - k
         moved = state(opt) | weights(model)
     expected = perceptron()
     with adamw(expected, k=0.5) as opt:
-        train(expected, opt, range(83), square_loss)
+        train(expected, opt, range(step), square_loss)
         assert differing(moved, state(opt) | weights(expected)) == []
 
 
