@@ -72,7 +72,7 @@ def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Scre
             await pilot.pause(0.1)
             found["plans"] = [line.text for line in screen.query_one("#plans", RichLog).lines]
             found["curves"] = {
-                name: list(screen.query_one(f"#{name}", Sparkline).data or ()) for name in ("loss", "step_s")
+                name: list(screen.query_one(f"#{name}", Sparkline).data or ()) for name in ("loss", "step_s", "stall_s")
             }
             found["labels"] = [str(label.content) for label in screen.query(Label)]
             found["told"] = [notification.message for notification in screen._notifications]
@@ -133,6 +133,24 @@ def test_nothing_is_commanded_by_escape_or_without_a_value(keys: tuple[str, ...]
 def test_a_refusal_is_told(reply: m.CommandReply | Exception) -> None:
     _, found = shown(Run(at(1), reply=reply), "k", "9", "enter")
     assert found["told"] == ["k is '9': give [a] number"]
+
+
+def test_few_stalls_are_seen_and_losses_may_be_negative() -> None:
+    statuses = [at(step, stall_s=2.0 if step == 5 else 0.0, loss=-float(step)) for step in range(1, 20)]
+    _, found = shown(Run(*statuses))
+    assert max(found["curves"]["stall_s"]) == 2.0 and found["curves"]["loss"] == [-float(step) for step in range(1, 20)]
+
+
+def test_a_run_that_ends_before_it_says_a_word() -> None:
+    screen = Screen([], look, Run(at(1)).send, SETTINGS)
+
+    async def drive() -> list[str]:
+        async with screen.run_test() as pilot:
+            while not screen.has_followed.is_set() or not screen._notifications:
+                await pilot.pause(0.02)
+            return [notification.message for notification in screen._notifications]
+
+    assert asyncio.run(drive()) == ["the run has ended: q leaves"]
 
 
 def test_leaving_stops_the_thread_that_follows() -> None:

@@ -45,8 +45,18 @@ def followed(*statuses: m.Status) -> Feed:
     return feed
 
 
-def client(feed: Feed, folder: Path, **cookies: str) -> TestClient:
-    return TestClient(application(feed, folder, TOKEN), cookies=cookies or {"token": TOKEN})
+class Client:
+    """Asks with a token."""
+
+    def __init__(self, feed: Feed, folder: Path, token: str) -> None:
+        self._client, self._token = TestClient(application(feed, folder, TOKEN)), token
+
+    def get(self, path: str, *, params: dict[str, str] | None = None, headers: dict[str, str] | None = None) -> Any:
+        return self._client.get(path, params={"token": self._token, **(params or {})}, headers=headers)
+
+
+def client(feed: Feed, folder: Path, token: str = TOKEN) -> Client:
+    return Client(feed, folder, token)
 
 
 def news(feed: Feed, folder: Path, after: str = "", **headers: str) -> list[dict[str, Any]]:
@@ -89,6 +99,14 @@ def test_a_silent_process_is_named() -> None:
     feed.status = replace(at(1), processes=(replace(first, silent_s=7.0), *others))
     assert feed.news(0)[1]["state"] == f"{first.address} has not answered for 7 s"
     assert Feed(look).news(0)[1]["state"] == "waiting for the coordinator"
+    gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
+    quiet = replace(gone, processes=(replace(first, silent_s=9.0), *others))
+    for last, state in ((quiet, f"{first.address} has not answered for 9 s"), (gone, "")):
+        feed = Feed(look)
+        feed.follow([at(1), quiet, last])
+        feed.ended = False
+        told = feed.news(0)[1]
+        assert (told["state"], told["line"][:6]) == (state, "step 1"), "also once the trainer has left"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +136,9 @@ def test_nothing_is_told_without_the_token(path: str, tmp_path: Path) -> None:
     stranger = client(followed(at(1)), folder, token="another")
     answer = stranger.get(path)
     assert answer.status_code == 403 and "with its token" in answer.text and "loss" not in answer.text
-    assert stranger.get("/", params={"token": TOKEN}).status_code == 200
-    assert stranger.get(path).status_code == 200, "the page has set a cookie"
+    answer = stranger.get("/", params={"token": TOKEN})
+    assert answer.status_code == 200 and not answer.cookies
+    assert stranger.get(path).status_code == 403, "each address wants it"
 
 
 def test_prometheus_gets_every_number_that_has_a_name(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """When a followed run needs somebody: `hytrain-monitor --follow --on-stall CMD --on-divergence CMD`.
 
-    statuses ─▶ Alerts.look ─▶ Alert: its kind, and what has happened in words ─▶ run: CMD, which is not waited for
+    statuses ─▶ Alerts.look ─▶ Alert: its kind, and what has happened in words ─▶ run: CMD, while the monitor goes on
 
 An alert comes once, and again only after things were well in between. It reads no clock, file or socket.
 """
@@ -52,7 +52,7 @@ class Alerts:
         self._records.append(record)
         diverged_at = record.get("diverged_at")
         if self._is_new("divergence", begins=diverged_at is not None, ends=diverged_at is None):
-            yield Alert("divergence", f"training has diverged at step {diverged_at:g}")
+            yield Alert("divergence", f"training has diverged at step {diverged_at:.0f}")
         share = sum(one["stall_s"] for one in self._records) / max(sum(one["step_s"] for one in self._records), 1e-9)
         is_full = len(self._records) == STEPS
         if self._is_new("waiting", begins=is_full and share >= STALLED, ends=share <= CALM):

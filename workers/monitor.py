@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,7 +148,7 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
         _follow(attachment, as_json=arguments.json, commands=commands)
     else:
-        _watch(attachment)
+        return _watch(attachment)
     return 0
 
 
@@ -354,7 +355,9 @@ def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str
         for alert in alerts.look(status):
             if (command := commands[alert.kind]) is not None:
                 about = {"HYTRAIN_ALERT": alert.kind, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
-                began = subprocess.Popen(command, shell=True, env={**os.environ, **about}, stdin=subprocess.DEVNULL)
+                began = subprocess.Popen(
+                    command, shell=True, env={**os.environ, **about}, stdin=subprocess.DEVNULL, stdout=2
+                )
                 running = [began, *(other for other in running if other.poll() is None)]
         for process in status.processes:
             if process.silent_s and str(process.address) not in silent and not as_json:
@@ -364,11 +367,12 @@ def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str
             shown = status.record
             print(view.record_json(status) if as_json else view.line(status), flush=True)
     for last in running:
-        last.wait()
+        with suppress(subprocess.TimeoutExpired):
+            last.wait(ANSWER_S)
 
 
-def _watch(attachment: Attachment) -> None:
-    """Show the live view on the terminal, until the user leaves it."""
+def _watch(attachment: Attachment) -> int:
+    """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
     try:
         from workers.screen import Screen
     except ImportError:
@@ -382,9 +386,10 @@ def _watch(attachment: Attachment) -> None:
 
     screen = Screen(attachment.statuses(), Observer(attachment.run).look, send, SETTINGS)
     screen.run()
-    screen.has_followed.wait(ANSWER_S)  # the connection is closed next
+    screen.has_followed.wait(ANSWER_S + 2 * LOOK_S)  # the connection is closed next
     if screen.shown is not None:
         print(view.as_text(screen.shown))
+    return screen.return_code or 0
 
 
 class Observer:

@@ -166,7 +166,7 @@ def _training(record: dict[str, Any]) -> list[str]:
     """The loop's own numbers, as far as the program logs them."""
     shown = [_progress(record)]
     if (step := record.get("diverged_at")) is not None:
-        shown.append(f"diverged at step {step:g}")
+        shown.append(f"diverged at step {step:.0f}")
     for name, text in (
         ("loss", "loss {:.4f}"),
         ("validation_loss", "validation {:.4f}"),

@@ -439,7 +439,7 @@ def _table(title: str, head: str, rows: Iterable[str]) -> str:
 
 def _state(story: Story) -> str:
     if story.diverged_at is not None:
-        return f"diverged at step {story.diverged_at:g}"
+        return f"diverged at step {story.diverged_at:.0f}"
     return "live" if story.run.live else "ended"
 
 

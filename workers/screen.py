@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import Any, ClassVar, Final
 
@@ -36,6 +37,7 @@ REDRAW_S: Final = 0.25
 STAYS_S: Final = 3600.0
 #: A curve cuts off what is above so many medians: a slow first step would leave nothing else to see.
 PEAK: Final = 3.0
+ENDED: Final = "the run has ended: q leaves"
 CURVES: Final = (("loss", "loss", "{:.4f}"), ("step_s", "step time", None), ("stall_s", "stall", None))
 
 Send = Callable[[m.Command], m.CommandReply]
@@ -120,7 +122,7 @@ class Screen(App[None]):
                 if not self.is_running:
                     return
                 if last is not None and last.layer_names and not status.layer_names:
-                    continue  # the trainer has left: keep its last table until the next trainer
+                    status = replace(last, processes=status.processes)  # the trainer has left: keep its last table
                 if status.record != record:
                     record = status.record
                     new.append(json.loads(record))
@@ -130,6 +132,8 @@ class Screen(App[None]):
                     drawn_s, new = time.monotonic(), []
             if last is not None:
                 self.call_from_thread(self.show, self._look(last), new, ended=True)
+            else:
+                self.call_from_thread(self.notify, ENDED, timeout=STAYS_S)
         except (ConfigError, ClusterTimeout) as error:
             self.call_from_thread(self.notify, str(error), severity="error", timeout=STAYS_S)
         except RuntimeError:
@@ -149,17 +153,19 @@ class Screen(App[None]):
             for name, *_ in CURVES:
                 if (value := record.get(name)) is not None:
                     self._values[name] = [*self._values[name][1 - KEPT :], value]
-            if (reason := record.get("reason")) is not None:
+            if isinstance(reason := record.get("reason"), str):
                 words = f"step {record['step']}  k {record['k']:.3f}  {reason}"
                 below.query_one("#plans", RichLog).write(words, expand=True)
         for name, label, text in CURVES:
             if values := self._values[name]:
-                shown = [min(value, PEAK * median(values)) for value in values]
+                middle = median(values)
+                top = PEAK * middle if middle > 0 else math.inf
+                shown = [min(value, top) for value in values]
                 below.query_one(f"#{name}", Sparkline).data = shown if text else [0.0, *shown]  # times begin at 0
                 now = view.seconds(values[-1]) if text is None else text.format(values[-1])
                 below.query_one(f"#name-{name}", Label).update(f"{label} {now}")
         if ended:
-            self.notify("the run has ended: q leaves", timeout=STAYS_S)
+            self.notify(ENDED, timeout=STAYS_S)
 
     def action_ask(self, name: str) -> None:
         """A key: ask for the setting's value, and give the command."""

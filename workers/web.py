@@ -18,6 +18,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,7 +40,7 @@ PORT: Final = 6180
 #: How often a page gets what is new.
 EVERY_S: Final = 0.5
 #: A coordinator that does not answer is waited for so long at the end.
-STOP_S: Final = 5.0
+STOP_S: Final = 15.0
 #: So many records wait for a page that reads slowly; it loses older ones.
 KEPT: Final = 512
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,7 +65,7 @@ class Feed:
                     return
                 known = self.status
                 if known is not None and known.layer_names and not status.layer_names:
-                    continue  # the trainer has left: keep its last numbers until the next trainer
+                    status = replace(known, processes=status.processes)  # the trainer has left: keep its last numbers
                 if status.record != "{}" and (known is None or status.record != known.record):
                     self._records.append((self.count + 1, status.record))
                     self.count += 1
@@ -94,7 +95,7 @@ class Feed:
 
 
 def application(feed: Feed, folder: Path, token: str) -> Starlette:
-    """The three addresses. Each wants `token` as a parameter, or in a cookie that the page sets."""
+    """The three addresses. Each wants `token` as a parameter: a cookie would go to all ports of this machine."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
@@ -105,9 +106,7 @@ def application(feed: Feed, folder: Path, token: str) -> Starlette:
             stories = [report.read(folder)]
         except (ConfigError, OSError):  # no step has ended yet
             stories = []
-        response = HTMLResponse(report.page(stories, datetime.now(UTC), live=(folder.name, count)))
-        response.set_cookie("token", token, httponly=True, samesite="strict")
-        return response
+        return HTMLResponse(report.page(stories, datetime.now(UTC), live=(folder.name, count)))
 
     def metrics(request: Request) -> Response:
         return PlainTextResponse(exposition(feed.status, ended=feed.ended), media_type=EXPOSITION)
@@ -128,7 +127,7 @@ def application(feed: Feed, folder: Path, token: str) -> Starlette:
 
     def guarded(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
         def checked(request: Request) -> Response:
-            given = request.query_params.get("token") or request.cookies.get("token") or ""
+            given = request.query_params.get("token") or ""
             if secrets.compare_digest(given.encode(), token.encode()):
                 return answer(request)
             return PlainTextResponse("open the address that hytrain-monitor has printed, with its token\n", 403)

@@ -17,11 +17,11 @@
   }
 
   function show(news) {
-    state.textContent = news.state;
+    if (state.textContent !== news.state) state.textContent = news.state; // it is read aloud
     state.classList.toggle("alarm", news.state !== "");
     for (const record of news.records) {
       hytrain.add(record);
-      if (record.reason === undefined || known.has(record.step)) continue;
+      if (typeof record.reason !== "string" || known.has(record.step)) continue;
       known.add(record.step);
       const numbers = [record.k.toFixed(3), record.visiting_layers, record.streamed_layers];
       plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
@@ -38,7 +38,8 @@
   }
 
   const { after } = JSON.parse(document.getElementById("data").textContent);
-  const events = new EventSource(`/events?after=${after}`);
+  const token = new URLSearchParams(location.search).get("token") ?? "";
+  const events = new EventSource(`/events?${new URLSearchParams({ token, after })}`);
   events.onmessage = (event) => {
     const news = JSON.parse(event.data);
     show(news);
