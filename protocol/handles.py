@@ -17,6 +17,8 @@ Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offse
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -107,6 +109,24 @@ def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`, or None if it has no array there (float32 weights need no remainder)."""
     state = Precision(segment.state_dtype, segment.master_dtype).planes(segment.dtype)
     return {"grads": segment.grads_dtype, "weights": segment.dtype, **state}.get(plane.removesuffix("'"))
+
+
+def typical_segment(layers: Sequence[Layer], numel: int) -> Segment:
+    """A made-up segment of the layers' most frequent dtypes, to measure with: as large as a layer, or of `numel`."""
+    numels: Counter[tuple[str, str, str, str]] = Counter()
+    for layer in layers:
+        for it in layer.segments:
+            numels[it.dtype, it.grads_dtype, it.state_dtype, it.master_dtype] += it.numel
+    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
+    return Segment(
+        name="scratch",
+        numel=min(numel, max(layer.numel for layer in layers)),
+        dtype=dtype,
+        grads_dtype=grads_dtype,
+        group=0,
+        state_dtype=state_dtype,
+        master_dtype=master_dtype,
+    )
 
 
 def bank_plane(plane: str, bank: int) -> str:

@@ -6,7 +6,6 @@ It uses the same kind of memory, layout and number of threads as updates do, and
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
@@ -14,8 +13,8 @@ from typing import Final
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.arena import HostArena
-from protocol.handles import layout
-from protocol.messages import Layer, Segment
+from protocol.handles import layout, typical_segment
+from protocol.messages import Layer
 from workers.arenas import segments_of
 from workers.update_queue import TILE_NUMEL
 
@@ -28,7 +27,7 @@ _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.
 def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
     """Seconds per parameter of a tile's update: the median of a few passes over scratch memory, after a warm-up."""
     enough_s = time.perf_counter() + BUDGET_S
-    layer = _typical(layers)
+    layer = Layer(lid=0, position=0, name="scratch", segments=(typical_segment(layers, TILE_NUMEL),))
     arena = HostArena(layout(layer))
     try:
         backend.touch(arena.address, arena.layout.nbytes)
@@ -43,22 +42,3 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
         return median(took_s[1:]) / layer.numel
     finally:
         arena.close()
-
-
-def _typical(layers: Sequence[Layer]) -> Layer:
-    """A layer of one segment, with at most a tile's elements."""
-    numels: Counter[tuple[str, str, str, str]] = Counter()
-    for layer in layers:
-        for segment in layer.segments:
-            numels[segment.dtype, segment.grads_dtype, segment.state_dtype, segment.master_dtype] += segment.numel
-    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
-    segment = Segment(
-        name="scratch",
-        numel=min(TILE_NUMEL, max(layer.numel for layer in layers)),
-        dtype=dtype,
-        grads_dtype=grads_dtype,
-        group=0,
-        state_dtype=state_dtype,
-        master_dtype=master_dtype,
-    )
-    return Layer(lid=0, position=0, name="scratch", segments=(segment,))

@@ -9,7 +9,6 @@ The coordinator plans with these rates, and with the optimizer's own, until it h
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final
@@ -20,6 +19,7 @@ from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Hyper, scalars
 from hytrain.memory.planes import DTYPES, DevicePlanes
 from hytrain.memory.transfer import Transfers
+from protocol.handles import typical_segment
 from protocol.messages import Calibration, Layer, Segment
 
 TRIES: Final = 3
@@ -30,26 +30,14 @@ _HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.
 
 def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfers, host: Backend | None) -> Calibration:
     """Seconds per parameter, as medians of a few tries on scratch memory."""
-    numels: Counter[tuple[str, str, str, str]] = Counter()
-    for layer in layers:
-        for segment in layer.segments:
-            numels[segment.dtype, segment.grads_dtype, segment.state_dtype, segment.master_dtype] += segment.numel
-    total = sum(numels.values())
-    grads_bytes = sum(numel * DTYPES[grads].itemsize for (_, grads, *_), numel in numels.items()) / total
-    weights_bytes = sum(numel * DTYPES[weights].itemsize for (weights, *_), numel in numels.items()) / total
+    segments = [segment for layer in layers for segment in layer.segments]
+    total = sum(segment.numel for segment in segments)
+    grads_bytes = sum(one.numel * DTYPES[one.grads_dtype].itemsize for one in segments) / total
+    weights_bytes = sum(one.numel * DTYPES[one.dtype].itemsize for one in segments) / total
     copied = min(COPY_BYTES, max(layer.numel for layer in layers) * 4)
     on_host = torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     on_device = torch.zeros(copied, dtype=torch.uint8, device=device)
-    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
-    update = Segment(
-        name="scratch",
-        numel=min(UPDATE_NUMEL, max(layer.numel for layer in layers)),
-        dtype=dtype,
-        grads_dtype=grads_dtype,
-        group=0,
-        state_dtype=state_dtype,
-        master_dtype=master_dtype,
-    )
+    update = typical_segment(layers, UPDATE_NUMEL)
     return Calibration(
         d2h_s=_seconds(lambda: on_host.copy_(on_device, non_blocking=True), transfers) / copied * grads_bytes,
         h2d_s=_seconds(lambda: on_device.copy_(on_host, non_blocking=True), transfers) / copied * weights_bytes,
