@@ -67,6 +67,11 @@ def test_a_process_that_does_not_answer_and_a_divergence_are_told_at_once() -> N
     assert told(at(1), at(2, diverged_at=2.0), at(3, diverged_at=2.0)) == [
         Alert("divergence", "training has diverged at step 2")
     ]
+    silent_record = json.loads(at(2).record)
+    del silent_record["loss"]
+    between = status(record=json.dumps(silent_record))
+    assert len(told(at(1, diverged_at=1.0), between, at(3, diverged_at=1.0))) == 1, "the loop logs every other step"
+    assert len(told(at(1, diverged_at=1.0), at(2), at(3, diverged_at=3.0))) == 2
     assert told(status(record="{}")) == []
 
 

@@ -804,6 +804,15 @@ def test_a_loops_numbers_do_not_replace_the_records_own(driver: Driver) -> None:
     assert isinstance(record["reason"], str)
 
 
+def test_monitors_get_each_record_though_several_are_written_at_once(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.5)
+    for step in range(3):
+        driver.handle(report(step))
+    driver.handle(m.Log(step=3, numbers={"loss": 1.0}))
+    published = [json.loads(command.status.record) for command in driver.commands if isinstance(command, Publish)]
+    assert published == driver.records and [record["step"] for record in published] == [1, 2, 3]
+
+
 def test_a_record_counts_skipped_steps(driver: Driver) -> None:
     """Where steps can be skipped; and on with other layers."""
     driver.start(awaits_verdict=True)

@@ -51,7 +51,8 @@ class Alerts:
             return
         self._records.append(record)
         diverged_at = record.get("diverged_at")
-        if self._is_new("divergence", begins=diverged_at is not None, ends=diverged_at is None):
+        is_well = diverged_at is None and "loss" in record  # other records say nothing of it
+        if self._is_new("divergence", begins=diverged_at is not None, ends=is_well):
             yield Alert("divergence", f"training has diverged at step {diverged_at:.0f}")
         share = sum(one["stall_s"] for one in self._records) / max(sum(one["step_s"] for one in self._records), 1e-9)
         is_full = len(self._records) == STEPS

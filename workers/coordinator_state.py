@@ -159,12 +159,12 @@ class CoordinatorState:
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
 
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
-        """The commands, with a status for monitors after the newest record of the shown trainer."""
+        """The commands, with a status for monitors after each record of the shown trainer."""
         found: list[Command] = []
         for command in commands:
             found.append(command)
-            if isinstance(command, Write) and command.line == seat.records.newest and seat is self.fleet.shown:
-                found.append(Publish(self._status()))
+            if isinstance(command, Write) and seat is self.fleet.shown:
+                found.append(Publish(replace(self._status(), record=command.line)))
         return found
 
     def _status(self) -> m.Status:
