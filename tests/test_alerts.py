@@ -96,7 +96,9 @@ def test_the_command_knows_what_has_happened(tmp_path: Path, capsys: pytest.Capt
     assert len(capsys.readouterr().out.splitlines()) == STEPS + 1
 
 
-@pytest.mark.parametrize("words", [["--on-stall", "true"], ["--once", "--on-divergence", "true"], ["--web-token", "x"]])
+@pytest.mark.parametrize(
+    "words", [["--on-stall", "true"], ["--once", "--on-divergence", "true"], ["--web-token-file", "x"]]
+)
 def test_what_belongs_to_another_mode_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         monitor.main(words)

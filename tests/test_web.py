@@ -23,7 +23,7 @@ from test_report import drawn, in_a_browser, record, run
 from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
 from protocol.metrics import METRICS
-from workers import web
+from workers import monitor, web
 from workers.monitor_view import Snapshot
 from workers.web import Feed, application, exposition
 
@@ -169,6 +169,16 @@ def test_prometheus_gets_all_ranks_and_odd_names() -> None:
 def test_names_for_prometheus_are_unlike() -> None:
     names = [metric.prometheus for metric in METRICS if metric.prometheus]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"hytrain_[a-z_]+", name) for name in names)
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    (file := tmp_path / "token").write_text("  a token\n")
+    assert monitor._web_token(str(file)) == "a token"
+    assert len({monitor._web_token(None) for _ in range(3)}) == 3
+    file.write_text("\n")
+    for path, words in ((file, "is empty"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ConfigError, match=words):
+            monitor._web_token(str(path))
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for kind, when in (("stall", "the run waits long, or a process does not answer"), ("divergence", "it diverges")):
         parser.add_argument(f"--on-{kind}", metavar="CMD", help=f"with --follow: run this in a shell when {when}")
     parser.add_argument(
-        "--web-token", metavar="TOKEN", help="with --web: the token of its addresses; default: a new one"
+        "--web-token-file",
+        metavar="FILE",
+        help="with --web: a file with the token of its addresses; default: a new one",
     )
     for name, value, effect in SETTINGS:
         command = partial(lambda name, value: m.Command(name=name, value=value), name)
@@ -124,8 +126,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
     parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one per step")
     arguments = parser.parse_args(argv)
-    if arguments.web_token is not None and (arguments.web is None or not arguments.web_token):
-        parser.error("--web-token TOKEN is for --web, and not empty")
+    if arguments.web_token_file is not None and arguments.web is None:
+        parser.error("--web-token-file FILE is for --web")
     if (arguments.on_stall or arguments.on_divergence) and not arguments.follow:
         parser.error("--on-stall and --on-divergence are for --follow")
     if arguments.keep is not None and (arguments.keep < 0 or not arguments.prune):
@@ -142,7 +144,7 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
         snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.web is not None:
-        folder, token = Path(attachment.run.run_dir), arguments.web_token or secrets.token_urlsafe(16)
+        folder, token = Path(attachment.run.run_dir), _web_token(arguments.web_token_file)
         web.serve(attachment.statuses(), Observer(attachment.run).look, folder, arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
@@ -150,6 +152,19 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
     else:
         return _watch(attachment)
     return 0
+
+
+def _web_token(file: str | None) -> str:
+    """The token in the file, or a new one. A file, since other users see command lines. Raises `ConfigError`."""
+    if file is None:
+        return secrets.token_urlsafe(16)
+    try:
+        token = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token in {file} cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"{file} is empty: write a token into it, as many random letters as a password has")
+    return token
 
 
 # ---------------------------------------------------------------- runs' folders

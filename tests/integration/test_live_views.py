@@ -28,13 +28,14 @@ def read(address: str) -> str:
 
 
 @pytest.mark.usefixtures("own_run")
-def test_a_run_is_served_and_interrupting_the_page_leaves_it_alone() -> None:
+def test_a_run_is_served_and_interrupting_the_page_leaves_it_alone(tmp_path: Path) -> None:
     """Although a browser is still connected."""
     pytest.importorskip("uvicorn")
     model = perceptron()
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(8), square_loss)
-        with started(sys.executable, MONITOR, opt.run_dir, "--web", "0", "--web-token", "a b") as page:
+        (token := tmp_path / "token").write_text("a b\n")
+        with started(sys.executable, MONITOR, opt.run_dir, "--web", "0", "--web-token-file", token) as page:
             address = read_until(page, "http://").strip()
             assert address.endswith("/?token=a+b")
             assert f"<h1>{opt.run_dir.name}</h1>" in read(address)
