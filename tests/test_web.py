@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette")
+
 from starlette.testclient import TestClient
 from test_monitor import rank, status
 from test_report import drawn, in_a_browser, record, run
