@@ -39,15 +39,23 @@ def first_part(layers: Sequence[LayerFacts], now: Places, then: Places, has_room
     """As much of the way from `now` to `then` as there is room for; at worst none of it.
 
     `has_room` tells whether there is memory for `now` and other places at once. Of each kind of moves, so many are made
-    that the next one has no room beside those before.
+    that the next one has no room beside those before. What visits need on the GPU may have no room until state has left
+    it. So if nothing else can move, that goes by way of the CPU.
     """
     moves = _moves(layers, now, then)
     reached = now
     for kind in _ORDER:
-        counts, there = range(1, len(moves[kind]) + 1), reached
-        count = bisect_left(counts, True, key=lambda n: not has_room(_after(there, kind, moves[kind][:n])))
-        reached = _after(there, kind, moves[kind][:count])
-    return reached
+        reached = _as_many(reached, kind, moves[kind], has_room)
+    return _as_many(now, (GPU.name, CPU.name), moves[GPU.name, VISIT.name], has_room) if reached == now else reached
+
+
+def _as_many(
+    there: Places, kind: tuple[str, str], moves: Sequence[frozenset[int]], has_room: Callable[[Places], bool]
+) -> Places:
+    """The first of these moves, as many as have room."""
+    counts = range(1, len(moves) + 1)
+    count = bisect_left(counts, True, key=lambda n: not has_room(_after(there, kind, moves[:n])))
+    return _after(there, kind, moves[:count])
 
 
 def _moves(
