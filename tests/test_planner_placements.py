@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ class Machine:
     host: int = 125 * GB
     blocks: int = 32
     numel: int = 101_000_000  # of a layer; a block has two
+    paces: tuple[float, ...] = (1.0,)  # one of them, in each step, is how many times as long as usual the CPU takes
 
 
 class Run:
@@ -126,21 +128,22 @@ class Run:
         )
         return of_gpu, visiting, frozenset(self.now.streamed)
 
-    def true(self) -> tuple[Profile, Timeline]:
-        """What a step of the present placements takes."""
+    def true(self, pace: float = 1.0) -> tuple[Profile, Timeline]:
+        """What a step of the present placements takes, with updates on the CPU that take so many times as long."""
         of_gpu, visiting, streamed = self.placed
         machine = self.machine
         part_s = machine.work_s / len(self.table.layers)
         times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": self.numel / machine.gpu}
         times |= {"d2h_s": 2 * self.numel / machine.link, "h2d_s": 2 * self.numel / machine.link}
-        times |= {"cpu_update_s": self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
+        times |= {"cpu_update_s": pace * self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
         layers = tuple(LayerProfile(**one, **times) for one in self.facts)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
         real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
         return real, simulate(real, of_gpu)
 
     def _measure(self, moved: bool) -> None:
-        real, true = self.true()
+        pace = self.random.choice(self.machine.paces)
+        real, true = self.true(pace)
         of_gpu, visiting, streamed = self.placed
         scale = self.random.gauss(1, NOISE / 2)
         self.steps_s.append(true.step_s * scale)
@@ -171,7 +174,7 @@ class Run:
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(of_gpu, visiting, streamed).cpu
         updates = tuple(
-            m.CpuUpdate(lid=lid, update_s=noisy(longer * self.numel / self.machine.cpu) or 0.0, queued_s=0.0)
+            m.CpuUpdate(lid=lid, update_s=noisy(pace * longer * self.numel / self.machine.cpu) or 0.0, queued_s=0.0)
             for lid in sorted(of_cpu)
         )
         busy_s = sum(update.update_s for update in updates)
@@ -249,6 +252,19 @@ def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     settled = run.moved
     run.steps(40)
     assert run.moved - settled <= len(run.table.layers) / 2
+
+
+#: Of a CPU that other programs use, too: how many times as long as usual its updates take.
+SWINGING = (0.75, 0.8, 1.0, 1.2, 1.25)
+
+
+def test_a_cpu_whose_pace_swings_has_no_more_than_it_can_do() -> None:
+    """With its mean pace the CPU would be in time for more layers; in half of the steps they would be late."""
+    run = Run(Machine(work_s=0.9, cap=75 * GB, paces=SWINGING), seed=1)
+    run.steps(60)
+    steps_s = [run.true(pace)[1].step_s for pace in SWINGING]
+    assert fmean(steps_s) <= 0.94
+    assert run.planning.predicted_step_s == pytest.approx(fmean(steps_s), rel=0.03)
 
 
 #: What many people have, by data sheets: the rates follow from the bandwidths of memory and link.

@@ -315,6 +315,7 @@ class Planning:
     def _note_residual(self, step: _Step) -> None:
         """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
 
+        The CPU's pace in this step is known, so that it is simulated with that.
         What the simulation does not know makes some shares look better than they are. Each that was tried is judged by
         its own steps, so that plans do not change to and fro.
         """
@@ -322,7 +323,9 @@ class Planning:
         then = step.gpu_lids, step.visiting, step.streamed
         if profile is None or then != (_gpu_lids(self.placements), _visiting_lids(self.placements), self._streamed):
             return
-        simulated_s = self._simulated_s(profile, step.gpu_lids)
+        usual_s = planner.simulate(profile, step.gpu_lids).cpu_busy_s
+        pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
+        simulated_s = self._simulated_s(profile.with_cpu(pace), step.gpu_lids)
         if step.duration_s and simulated_s:
             self._residuals[self._shares].add(min(step.duration_s / simulated_s, MOST_RESIDUAL))
             self._tried_at[self._shares] = self._step

@@ -35,6 +35,9 @@ THREADS_EXPONENT: Final = 0.6
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
+#: The last steps whose paces a step's mean time is made of, and where each of their thirds has its middle.
+NEAR_STEPS: Final = 24
+THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
@@ -290,13 +293,26 @@ class MeasurementBook:
     @property
     def cpu_slack(self) -> float:
         """The fraction by which the CPU is at times slower than planned, because of other programs."""
-        usual = self._roles["cpu_update_s"].values
-        usual_s = [sum(usual[lid] for lid in updates) for updates in self._updates]
-        paces = sorted(sum(updates.values()) / s for updates, s in zip(self._updates, usual_s, strict=True) if s)
+        paces = sorted(self._paces)
         if len(paces) < PACE_STEPS[0]:
             return USUAL_SLACK
         slow = paces[-1 - int(SLOW_SHARE * len(paces))]
         return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
+
+    @property
+    def cpu_paces(self) -> tuple[float, ...]:
+        """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
+        last = sorted(self._paces[-NEAR_STEPS:])
+        if len(last) < PACE_STEPS[0]:
+            return ()
+        return tuple(last[int(part * len(last))] for part in THIRDS)
+
+    @property
+    def _paces(self) -> list[float]:
+        """The CPU's times in each of the last steps, relative to the present means of the same layers."""
+        usual = self._roles["cpu_update_s"].values
+        usual_s = [sum(usual[lid] for lid in updates) for updates in self._updates]
+        return [sum(updates.values()) / s for updates, s in zip(self._updates, usual_s, strict=True) if s]
 
     @property
     def _exposed(self) -> float:
@@ -327,6 +343,7 @@ class MeasurementBook:
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=self.cpu_slack,
+            cpu_paces=self.cpu_paces,
         )
 
     def check(self) -> None:
@@ -346,13 +363,18 @@ class MeasurementBook:
         self._roles[role].observe(times)
 
     def _visits(self, d2h_s: Mapping[int, float], h2d_s: Mapping[int, float]) -> dict[int, float]:
-        """Each layer's visit. Without one: how long the link moves its state, times what others took of that."""
+        """Each layer's visit. Without one: how long the link moves its state, times what others took of that.
+
+        None takes less than an idle link needs: how much others slow visits down is estimated, and may be too much.
+        """
         measured = self._roles["visit_s"].values
         moves_s = {one.lid: one.state_s(max(d2h_s[one.lid], h2d_s[one.lid])) for one in self._layers}
         of_measured_s = sum(moves_s[lid] for lid in measured)
         enough = of_measured_s > ENOUGH_SEEN * sum(moves_s.values())
         longer = sum(measured.values()) / of_measured_s if enough else 1.0
-        return {lid: measured.get(lid, longer * move_s) for lid, move_s in moves_s.items()}
+        idle_s = max(self._rates.d2h_s, self._rates.h2d_s)
+        least_s = {one.lid: one.state_s(idle_s * one.numel) for one in self._layers}
+        return {lid: max(measured.get(lid, longer * move_s), least_s[lid]) for lid, move_s in moves_s.items()}
 
     def _in_role(self, role: str, default_s: float | None) -> dict[int, float]:
         """Each layer's time. Without one: its size at the others' rate, or at `default_s` if those are few; or none."""

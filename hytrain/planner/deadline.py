@@ -169,12 +169,14 @@ def _if_it_pays(
     now_s = simulate(profile, current).step_s
     gain_s, cost_s = _trade(profile, current, target)
     gives_back = profile.gpu_state_bytes(target.gpu_lids) < profile.gpu_state_bytes(current)
-    lasting_s = min(gain_s, _trade(_with_slower_cpu(profile), current, target)[0]) if gives_back else gain_s
+    lasting_s = (
+        min(gain_s, _trade(profile.with_cpu(1 + profile.cpu_slack), current, target)[0]) if gives_back else gain_s
+    )
     if lasting_s > min_gain * now_s and lasting_s * horizon_steps > cost_s:
         return target
     if _saving(profile, current, target.gpu_lids):
         # Assume a slow CPU: layers returned because it is fast for a moment would move back a few steps later.
-        fewer = _fastest(_with_slower_cpu(profile), limits)
+        fewer = _fastest(profile.with_cpu(1 + profile.cpu_slack), limits)
         fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
         saved = _saving(profile, current, fewer.gpu_lids)
         price_s = MEMORY_PRICE * horizon_steps * now_s
@@ -199,12 +201,6 @@ def _saving(profile: Profile, current: frozenset[int], target: frozenset[int]) -
     """Bytes of GPU memory that the target saves; 0 if they are not worth a move."""
     saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target)
     return saved if saved > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids) else 0
-
-
-def _with_slower_cpu(profile: Profile) -> Profile:
-    slower = 1 + profile.cpu_slack
-    layers = (replace(layer, cpu_update_s=layer.cpu_update_s * slower) for layer in profile.layers)
-    return replace(profile, layers=tuple(layers))
 
 
 def _ms(time_s: float) -> str:

@@ -27,7 +27,7 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
-BETWEEN = 4  # rungs tried between the ends of the stalls of clipped and of unclipped steps
+BETWEEN = 4  # rungs tried between the ends of the stalls of usual and of slower steps
 SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and memory decides
 
 
@@ -124,8 +124,11 @@ def search(steps: Steps) -> int:
     rungs = [ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile))]
     no_stalls = _no_stalls(steps, guess)
     rungs += [no_stalls, highest]
-    if profile.speculates and profile.clipped:  # clipped steps stall up to a higher rung: the best may be in between
-        waiting = _no_stalls(Steps(replace(profile, speculates=False), ladder), guess)
+    # Clipped steps, and those in which the CPU is slow, stall up to a higher rung: the best may be in between.
+    slower = [replace(profile, speculates=False)] if profile.speculates and profile.clipped else []
+    slower += [profile.with_cpu(max(profile.cpu_paces))] if profile.cpu_paces else []
+    if slower:
+        waiting = max(_no_stalls(Steps(other, ladder), no_stalls) for other in slower)
         stride = max(1, (waiting - no_stalls) // BETWEEN)
         rungs += [waiting, max(waiting - 1, lowest), *range(no_stalls, waiting, stride)]
     fastest = steps.fastest(*rungs)

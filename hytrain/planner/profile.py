@@ -65,7 +65,8 @@ class Profile:
     the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
     which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
     `drag` of their time is lost (contention.py). Updates on the CPU and visits are as long as those that have host
-    memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`.
+    memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`. Its pace differs
+    from step to step: in equally many of them its updates take `cpu_paces` times as long.
 
     The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. Before that, gradients
     wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of its memory, besides what
@@ -84,6 +85,7 @@ class Profile:
     clipped: float = 0.0
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
+    cpu_paces: tuple[float, ...] = ()
     visit: float = 0.0
     stream: float = 0.0
     window_bytes: int = 0
@@ -132,6 +134,11 @@ class Profile:
     def alpha(self) -> float:
         """GPU update time over CPU update time; 0 if neither takes time."""
         return self.gpu_update_s / self.cpu_update_s if self.cpu_update_s else 0.0
+
+    def with_cpu(self, pace: float) -> Profile:
+        """With updates on the CPU that take `pace` times as long, in all steps."""
+        layers = (replace(layer, cpu_update_s=layer.cpu_update_s * pace) for layer in self.layers)
+        return replace(self, layers=tuple(layers), cpu_paces=())
 
     def k_of(self, gpu_lids: frozenset[int]) -> float:
         """The fraction of the parameters in these layers."""

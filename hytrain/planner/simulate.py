@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
+from statistics import fmean
 
 from hytrain.planner.contention import Crowding, beside
 from hytrain.planner.profile import LayerProfile, Profile
@@ -46,10 +47,10 @@ Event = tuple[str, int, float, float]
 class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
-    If the CPU is ahead of the verdict, it is an unclipped step, but `step_s` is the mean of all steps. `stalls_s` has
-    the layers whose forward waited for updates. `fetch_s` is backward's wait for copies of streamed weights, and for
-    visits, if waiting gradients take all the memory that they may. `events` are grouped by server, each in order of
-    time; a preempted CPU update has several.
+    It is an unclipped step if the CPU is ahead of the verdict, and one in which the CPU has its usual pace; `step_s`
+    is the mean of all steps. `stalls_s` has the layers whose forward waited for updates. `fetch_s` is backward's wait
+    for copies of streamed weights, and for visits, if waiting gradients take all the memory that they may. `events` are
+    grouped by server, each in order of time; a preempted CPU update has several.
     """
 
     step_s: float
@@ -71,16 +72,31 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     """
     profile.require(gpu_lids)
     timeline = _steady(profile, gpu_lids, tile_numel)
+    usual_s = _mean_s(profile, gpu_lids, tile_numel, timeline)
+    paces = sorted(profile.cpu_paces, reverse=True)
+    steps_s = list[float]()
+    for pace in paces:
+        steps_s.append(_mean_s(profile, gpu_lids, tile_numel, _steady(profile, gpu_lids, tile_numel, pace), pace))
+        if steps_s == [usual_s]:
+            break  # nothing waits for the CPU, even when it is at its slowest
+    return replace(timeline, step_s=fmean(steps_s or [usual_s]))
+
+
+def _mean_s(
+    profile: Profile, gpu_lids: frozenset[int], tile_numel: int, unclipped: Timeline, cpu_pace: float = 1.0
+) -> float:
+    """Of clipped and unclipped steps."""
     if not (profile.speculates and profile.clipped):
-        return timeline
-    clipped_s = _steady(replace(profile, speculates=False), gpu_lids, tile_numel).step_s
-    return replace(timeline, step_s=(1 - profile.clipped) * timeline.step_s + profile.clipped * clipped_s)
+        return unclipped.step_s
+    clipped = _steady(replace(profile, speculates=False), gpu_lids, tile_numel, cpu_pace)
+    return (1 - profile.clipped) * unclipped.step_s + profile.clipped * clipped.step_s
 
 
-def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int) -> Timeline:
-    """The steady state of clipped or of unclipped steps."""
+def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int, cpu_pace: float = 1.0) -> Timeline:
+    """The steady state of clipped or of unclipped steps, with updates that take `cpu_pace` times as long as usual."""
     visiting, streamed = profile.visiting(gpu_lids), profile.streamed(gpu_lids)
     crowding = profile.crowding(gpu_lids, visiting, streamed)
+    crowding = replace(crowding, cpu=crowding.cpu * cpu_pace)
     play = partial(_play, profile, gpu_lids, visiting, streamed, crowding, tile_numel)
     undisturbed_s = profile.forward_s + profile.backward_s
     if not undisturbed_s:
