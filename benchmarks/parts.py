@@ -67,6 +67,9 @@ SAVING: Final = "saving"
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
 #: GiB of GPU memory that torch may take.
 CAPS: Final = (8, 12, 16, 24, 32, 48)
+#: Of 3.43 B parameters: a quarter of what no offload takes, and less than bitsandbytes and torch in bf16 take.
+LEAN_GIB: Final = 15
+LEAN: Final = f"below {LEAN_GIB} GiB"
 #: Where weights, too, are in host memory. What runs below the lowest cap takes no more below a higher one.
 WEIGHTLESS: Final = ("fsdp2", "deepspeed-zero3-params")
 LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
@@ -321,6 +324,16 @@ def identical(template: Job) -> list[Job]:
     return [replace(job(small, system, steps), step_s=0.6) for system in (AUTO, "hytrain:0,serial")]
 
 
+def lean(template: Job) -> list[Job]:
+    """What people try first where memory is short, beside HyTrain as it is and below a cap on the GPU's memory."""
+    systems = ("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit")
+    below = plain(replace(template, cap_gib=LEAN_GIB), ROAMING)
+    return [
+        *(plain(template, system) for system in systems),
+        replace(below, segments=(replace(below.segments[0], label=LEAN),)),
+    ]
+
+
 def sft(template: Job) -> list[Job]:
     """Fine-tuning under the Trainer, clipped at 1.0 as it does by default; all take the same number of steps."""
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, clip=CLIP)
@@ -468,7 +481,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "idle": idle,
     "clipping": clipping,
     "identical": identical,
-    "lean": _plain("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit"),
+    "lean": lean,
     "sft": sft,
     "saving": saving,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),

@@ -11,7 +11,7 @@ from benchmarks.rows import Rows
 STEP_S = {"no-offload": 0.6, "forward-backward": 0.5, "torchao-fp32": 1.3, "deepspeed-zero2": 1.9, "fsdp2": 2.1}
 STEP_S |= {"fsdp2:no-offload": 0.5, "deepspeed-zero3": 2.5}
 GPU_GB = {"no-offload": 60.0, "forward-backward": 15.0, "torchao-fp32": 29.0, "deepspeed-zero2": 12.0, "fsdp2": 5.0}
-GPU_GB |= {"fsdp2:no-offload": 40.0}
+GPU_GB |= {"fsdp2:no-offload": 40.0, "bnb-8bit": 22.0, "torch-bf16": 29.0}
 
 
 def made_up(*wanted: str, host: str = "host-a", at: str = "2026-01-01T00:00:00+00:00") -> Rows:
@@ -35,7 +35,7 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         **{"part": part, "batch": segment.batch, "label": label, "exact": parts.about(job.system).exact},
         **{"step_s": step_s, "steps_s": [step_s] * segment.measure, "tflops": 200.0, "host_gb": 50.0, "loss": 2.5},
         "settling_s": [1.0] * slow + [step_s] * (segment.settle - slow),
-        "gpu_peak_gb": 12 + 30 * k if ours else GPU_GB.get(job.system, 15.0),
+        "gpu_peak_gb": (14.0 if label == parts.LEAN else 12 + 30 * k) if ours else GPU_GB.get(job.system, 15.0),
         **{"host": host, "commit": "c0ffee", "at": at, "command": f"python -m benchmarks.suite {part}"},
         **{"hardware": {"gpu": "made up"}, "versions": {"torch": "0"}},
     }
