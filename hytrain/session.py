@@ -48,7 +48,7 @@ from hytrain.run.nodes import connect_nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
-from hytrain.run.trace import TraceWriter
+from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
@@ -265,7 +265,7 @@ class Session:
             counted=self._counted,
             blocks=self._blocks,
             is_stage=self._stage is not None,
-            trace=TraceWriter(cluster.run_dir, self._link.address) if cluster.trace else None,
+            trace=TraceWriter(cluster.run_dir, self._link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
         )

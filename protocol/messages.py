@@ -5,6 +5,7 @@
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
+    timeline    TraceNext -> TraceSteps -> Traced
     liveness    Ping -> Pong
     machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
@@ -31,6 +32,8 @@ STATE_DTYPES = ("float32", "bfloat16")
 #: The dtypes of the masters of bfloat16 weights. With bfloat16 these weights are masters themselves, and not exact.
 MASTER_DTYPES = ("float32", "bfloat16")
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
+#: The most steps of a timeline that a monitor asks for.
+MAX_TRACED_STEPS = 1000
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
@@ -592,6 +595,33 @@ class SetMode(Message):
     """Coordinator to optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
 
     speculate: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceNext(Message):
+    """Coordinator to trainer: draw the timeline of so many steps, from the next one on. 0 ends it now."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.steps <= MAX_TRACED_STEPS, f"{self.steps} steps are not in 0 to {MAX_TRACED_STEPS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSteps(Message):
+    """Trainer to optimizer, before the StepBegin of step `first`: draw these steps, `steps` of them. 0 ends it now."""
+
+    first: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        _require(self.first >= 0, "steps are counted from 0")
+        _require(0 <= self.steps <= MAX_TRACED_STEPS, f"{self.steps} steps are not in 0 to {MAX_TRACED_STEPS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced(Message):
+    """Trainer or optimizer to coordinator: its part of the timeline is in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

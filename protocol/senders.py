@@ -19,14 +19,14 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
         *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure, m.Goodbye),
         *(m.LayerTable, m.PositionsLearned, m.StepBegin, m.GradReady, m.Verdict, m.TrainerReport, m.Log),
         *(m.PlanApplied, m.AllocatePlanes, m.ReleasePlanes, m.TakeOver, m.GiveUp),
-        *(m.Rejoin, m.KeyRequest, m.Collect, m.ReportTo),
+        *(m.Rejoin, m.KeyRequest, m.Collect, m.ReportTo, m.TraceSteps, m.Traced),
     ),
     "optimizer": (
         *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure),
-        *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded),
+        *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded, m.Traced),
     ),
     "coordinator": (
-        *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode),
+        *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext),
         *(m.Introduce, m.Ping, m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
         m.Goodbye,  # in the place of a trainer that is gone
     ),

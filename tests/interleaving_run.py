@@ -56,12 +56,15 @@ from hytrain.model.streamed import _streamed
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
+from hytrain.run.trace import NO_STEP, TraceWriter
 from hytrain.step import boundary, engine, handover, streaming
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
 from workers import optimizer
+
+OFF = TraceWriter("", Address("trainer", 0), NO_STEP)
 
 HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 
@@ -134,7 +137,7 @@ class Run:
             "host_free": lambda: None,
             "blocks": self.blocks,
         }
-        parts |= {"hold_bytes": self.hold_bytes}
+        parts |= {"hold_bytes": self.hold_bytes, "trace": OFF}
         counted = {id(known.parameter) for known in self.parameters}
         return engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
@@ -164,7 +167,7 @@ class Run:
             continue
         network = SimpleNamespace(token=TOKEN, address=Address("optimizer", 0))
         pinning = SimpleNamespace(cores=(0,))
-        server: Any = SimpleNamespace(network=network, pinning=pinning, coordinator=coordinator, trace=None)
+        server: Any = SimpleNamespace(network=network, pinning=pinning, coordinator=coordinator, trace=OFF)
         server.introduce = self._introduce
         parts: Any = (table.message, Host(self), trainer, self._arenas[1])
         self.session = optimizer.Session(server, *parts)

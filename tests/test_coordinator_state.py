@@ -22,7 +22,7 @@ from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Amend, Answer, Command, Note, Publish, Send, Write
+from workers.effects import Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS
 from workers.planning import (
     BESIDE_TRAINING,
@@ -34,6 +34,7 @@ from workers.planning import (
     _Wanted,
 )
 from workers.records import LOG_PATIENCE_STEPS
+from workers.tracing import Tracing
 
 LAYERS = 4
 ALL = tuple(range(LAYERS))
@@ -915,6 +916,37 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
     assert [process.address for process in driver.status().processes[1:]] == [OPTIMIZER, TRAINER, SERVING, OTHER]
     both = [(OPTIMIZER, m.SetThreads(threads=2)), (SERVING, m.SetThreads(threads=2))]
     assert driver.ask("threads", "2") == both
+
+
+def test_the_timeline_of_some_steps_has_all_ranks(driver: Driver) -> None:
+    """It is written once all who draw it are done or gone, and then another one can be ordered."""
+    driver.start(policy="fixed", k=0.5)
+    second(driver)
+    order = m.Command(name="trace", value="4")
+    for last in (m.Traced(), m.SessionEnded()):
+        told = [Send(trainer, m.TraceNext(steps=4)) for trainer in (TRAINER, OTHER)]
+        answer, *commands = driver.handle(order)
+        assert answer == Answer(m.CommandReply(ok=True, text="the next 4 steps are drawn into trace.json"))
+        assert commands == [BeginTrace(), *told]
+        again = driver.answer(order)
+        assert isinstance(again, m.CommandReply) and not again.ok and "drawn already" in again.text
+        for drawn in (TRAINER, OPTIMIZER, OTHER):
+            assert driver.handle(m.Traced(), drawn) == []
+        assert EndTrace() in driver.handle(last, SERVING)
+    assert driver.handle(m.Traced(), OTHER) == [], "of one that is not asked for"
+
+
+def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
+    state = Tracing(is_on=True)
+    with pytest.raises(ValueError, match="trace 0 ends it"):
+        state.command("3", [TRAINER])
+    assert state.command("0", [TRAINER])[1] == [Send(TRAINER, m.TraceNext(steps=0))]
+    assert state.has_drawn(TRAINER) == [] and state.has_drawn(OPTIMIZER) == [EndTrace()]
+    with pytest.raises(ValueError, match="no timeline is drawn"):
+        state.command("0", [TRAINER])
+    for value, trainers in (("3", []), ("1001", [TRAINER]), ("-1", [TRAINER]), ("9" * 99, [TRAINER])):
+        with pytest.raises(ValueError, match="no trainer|give a number"):
+            state.command(value, trainers)
 
 
 def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:

@@ -78,6 +78,7 @@ class FakeClock:
 
 #: Elements of layers 0, 1, 2. A module consists of layers 1 and 2, in parts of one to three.
 NUMELS = [10, 10, 30]
+OFF = TraceWriter("", Address("trainer", 0), trace.NO_STEP)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def meter(clock: FakeClock) -> Meter:
-    return Meter(clock, NUMELS)
+    return Meter(clock, NUMELS, trace=OFF)
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_a_step_is_taken_apart(clock: FakeClock, meter: Meter) -> None:
 
 def test_of_a_stages_forwards_the_first_of_each_module_is_measured(clock: FakeClock) -> None:
     """A pipeline makes all forwards before the first backward, or some; the first ones wait for weights."""
-    meter = Meter(clock, NUMELS, is_stage=True)
+    meter = Meter(clock, NUMELS, trace=OFF, is_stage=True)
     for step in range(2):
         t = 100.0 * step
         for micro_batch in range(3):
@@ -347,6 +348,22 @@ def seconds(span: dict[str, Any]) -> tuple[float, float]:
     return round(span["ts"] / 1e6 - ANCHOR_S, 6), round((span["ts"] + span["dur"]) / 1e6 - ANCHOR_S, 6)
 
 
+def test_a_last_steps_weights_are_drawn_in_the_step_after(tmp_path: Path, clock: FakeClock) -> None:
+    """Of the steps that are asked for, and of no others."""
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0), trace.NO_STEP))
+    for step in range(5):
+        if step == 1:
+            meter.draw(range(1, 3))
+        record(meter, clock, 20.0 * step)
+        if step:
+            meter.span("h2d_s", 2, step - 1, clock.span(20.0 * step + 1, 20.0 * step + 2))
+        end(meter, clock, step, 20.0 * step + 16)
+        assert meter.draws is (step in (1, 2))
+    drawn = [(s["args"]["step"], s["track"]) for s in spans(tmp_path)]
+    assert {step for step, _ in drawn} == {1, 2}
+    assert [step for step, track in drawn if track == "step"] == [1, 2] == [s for s, track in drawn if track == "H2D"]
+
+
 def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
     record(timeline, clock, 100.0)
     end(timeline, clock, 0, 116.0)
@@ -370,7 +387,7 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock
 def test_copies_are_noted_by_another_thread() -> None:
     """None is lost or noted twice while steps end."""
     clock = HostClock()
-    meter = Meter(clock, [1])
+    meter = Meter(clock, [1], trace=OFF)
     meter.backward(0)
 
     def note() -> None:

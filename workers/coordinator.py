@@ -1,7 +1,7 @@
 """The coordinator process: the I/O around `coordinator_state`.
 
     inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note … ─▶ sockets, metrics.jsonl, log
-                                                                                  └─▶ timeline, if there is one
+                                                                                  └─▶ timeline, if it is drawn
 
 It sleeps until its inbox has a message or a second has passed, and exits when the launcher is gone. A trainer that is
 gone without a Goodbye leaves its place to another, as when torchrun starts failed ranks again.
@@ -23,18 +23,19 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import psutil
 
-from hytrain.run.trace import TraceWriter
+from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Abort, Amend, Answer, Command, Keep, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Keep, Note, Publish, Send, Write
 from workers.fleet import Commands
 from workers.gauges import Gauges
 from workers.heartbeats import BEAT_S
@@ -55,7 +56,6 @@ _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dro
 def main() -> int:
     """Run until the launcher is gone; return the process's exit status."""
     parser = worker_parser("coordinator", __doc__)
-    parser.add_argument("--run-dir", required=True)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
     parser.add_argument("--hang-timeout-s", type=float, required=True)
@@ -71,6 +71,7 @@ def main() -> int:
         ranks=arguments.ranks,
         hang_timeout_s=arguments.hang_timeout_s,
         kept=kept,
+        traces=arguments.trace,
     )
     token = read_token(arguments.socket_dir)
     with (
@@ -78,8 +79,17 @@ def main() -> int:
         closing(Nodes()) as nodes,
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
-        trace = None if arguments.trace is None else TraceWriter(arguments.trace, COORDINATOR)
-        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
+        trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
+        coordinator = Coordinator(
+            network,
+            nodes,
+            state,
+            metrics,
+            trace,
+            run_dir=Path(arguments.run_dir),
+            life_fd=arguments.life_fd,
+            kept=kept,
+        )
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -144,11 +154,13 @@ class Coordinator:
         nodes: Nodes,
         state: CoordinatorState,
         metrics: Metrics,
-        trace: TraceWriter | None,
+        trace: TraceWriter,
         *,
+        run_dir: Path,
         life_fd: int,
         kept: dict[int, Commands] | None,
     ) -> None:
+        self._run_dir = run_dir
         self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
@@ -223,8 +235,7 @@ class Coordinator:
         patience_s = LAST_WORDS_S if trains else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
-        if self._trace is not None:
-            self._trace.close()
+        self._trace.close()
 
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()
@@ -258,7 +269,7 @@ class Coordinator:
                 self._inbox.reply(incoming.sender, command.message)
             else:
                 self._carry_out(command)
-        if self._trace is not None:
+        if self._trace.is_on:
             _draw(self._trace, incoming, commands, now_s)
         if isinstance(incoming.message, m.LayerTable | m.Rejoin):
             table = incoming.message if isinstance(incoming.message, m.LayerTable) else incoming.message.table
@@ -307,6 +318,12 @@ class Coordinator:
             case Keep(rank, commands):
                 self._kept[rank] = commands
                 self._keep()
+            case BeginTrace():
+                clear(self._run_dir)
+                self._trace.begin(EVERY_STEP)
+            case EndTrace():
+                self._trace.begin(NO_STEP)
+                Thread(target=_write_trace, args=(self._run_dir,), name="trace", daemon=True).start()
 
     def _keep(self) -> None:
         path = Path(self._network.socket_dir) / COMMANDS_FILE
@@ -332,6 +349,14 @@ class Coordinator:
             _log.error("%s (process %d) has not answered for %.0f s: it is ended", worker, pid, silent_s)
             process.send_signal(signal.SIGABRT)  # its log gets its stack
             process.resume()
+
+
+def _write_trace(run_dir: Path) -> None:
+    """On a thread: it may take seconds. The launcher does it again at the end of the run."""
+    try:
+        merge(run_dir)
+    except OSError as error:
+        _log.warning("no timeline: %s", error)
 
 
 def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:

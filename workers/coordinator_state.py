@@ -18,6 +18,7 @@ from protocol.handshake import RunHandshake
 from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
+from workers.tracing import Tracing
 
 
 class CoordinatorState:
@@ -34,12 +35,14 @@ class CoordinatorState:
         ranks: int,
         hang_timeout_s: float = math.inf,
         kept: Mapping[int, Commands] | None = None,
+        traces: bool = False,
     ) -> None:
-        """`kept`: for a coordinator that takes another's place, what that one has kept."""
+        """`kept`: for a coordinator that takes another's place, what that one has kept. `traces`: the whole run."""
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self._handshake = RunHandshake(run_name=run_name, pid=pid, ranks=ranks)
         self.fleet = Fleet(replan_every=replan_every)
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
+        self._tracing = Tracing(is_on=traces)
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
         self._takes_over = kept is not None
         for rank, commands in (kept or {}).items():
@@ -69,6 +72,8 @@ class CoordinatorState:
                 return self._on_goodbye(sender)
             case m.KeyRequest() | m.Collect() | m.ReportTo():
                 return []  # `workers.nodes` has answered
+            case m.Traced():
+                return self._tracing.has_drawn(sender)
             case m.Failure():
                 return [Note(f"{sender} failed: {message.error}")]
         seat = self.fleet.seat(sender.rank)
@@ -116,16 +121,27 @@ class CoordinatorState:
             if seat.planning is None and self._handshake.is_ready(seat.trainer):
                 text = f"{seat.trainer} gets a new coordinator after its next step: try again then"
                 return [Answer(m.CommandReply(ok=False, text=text))]
-        for seat in self.fleet.taken:
-            reply, more = seat.command(command.name, command.value)
+        if command.name == "trace" and self.fleet.taken:
+            reply, commands = self._trace(command.value)
             replies.append(reply)
-            commands += more
-            if not reply.ok:
-                break
+        else:
+            for seat in self.fleet.taken:
+                reply, more = seat.command(command.name, command.value)
+                replies.append(reply)
+                commands += more
+                if not reply.ok:
+                    break
         reply = replies[-1]
         if reply.ok and self._elsewhere:
             reply = replace(reply, text=f"{reply.text}, on this machine: give the command on each of the others, too")
         return [Answer(reply), *commands]
+
+    def _trace(self, value: str) -> tuple[m.CommandReply, list[Command]]:
+        try:
+            told, commands = self._tracing.command(value, [seat.trainer for seat in self.fleet.taken if seat.stays])
+        except ValueError as error:
+            return m.CommandReply(ok=False, text=str(error)), []
+        return m.CommandReply(ok=True, text=told), commands
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if self._handshake.is_joined(sender, hello.inbox):
@@ -146,11 +162,12 @@ class CoordinatorState:
         return [*self._published(seat, seat.close_records()), note, *self._on_end(seat, sender)]
 
     def _on_end(self, seat: TrainerSeat, sender: Address) -> list[Command]:
+        drawn = self._tracing.has_drawn(sender)
         if not seat.ends(sender.role):
-            return []
+            return drawn
         if not self.fleet.taken:
             self._elsewhere.clear()
-        return self._admit_next(seat)
+        return [*drawn, *self._admit_next(seat)]
 
     def _admit_next(self, seat: TrainerSeat) -> list[Command]:
         """The trainer has left. Another may join, perhaps one that is already waiting."""
@@ -204,3 +221,4 @@ class CoordinatorState:
     def check(self) -> None:
         self._handshake.check()
         self.fleet.check()
+        self._tracing.check()

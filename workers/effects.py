@@ -8,6 +8,8 @@ Publish   a status to monitors
 Note      a line to the coordinator's log
 Abort     end this worker, which does not answer
 Keep      the commands given to the trainer of this rank, for a coordinator that takes this one's place
+BeginTrace   forget the timeline that was drawn before, and draw
+EndTrace     draw no more, and write trace.json
 """
 
 from __future__ import annotations
@@ -64,4 +66,14 @@ class Keep:
     commands: tuple[tuple[str, str], ...]
 
 
-Command = Send | Answer | Write | Amend | Publish | Note | Abort | Keep
+@dataclass(frozen=True, slots=True)
+class BeginTrace:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrace:
+    pass
+
+
+Command = Send | Answer | Write | Amend | Publish | Note | Abort | Keep | BeginTrace | EndTrace

@@ -6,6 +6,7 @@
                                              --on-divergence CMD, it runs a command when that happens
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
+    hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
     hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
     hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
@@ -40,6 +41,7 @@ import psutil
 
 from hytrain.config import CLUSTER_FILE, Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.run import trace
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
@@ -121,6 +123,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, value, effect in SETTINGS:
         command = partial(lambda name, value: m.Command(name=name, value=value), name)
         mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
+    mode.add_argument(
+        "--trace",
+        dest="command",
+        type=partial(lambda name, value: m.Command(name=name, value=value), "trace"),
+        metavar="N",
+        help="draw the timeline of the next N steps into trace.json in the run's folder; 0 ends it",
+    )
     folder = f"RUN is a folder with runs, by default {run_folder.default()}"
     mode.add_argument("--list", action="store_true", help=f"list runs, live and ended; {folder}")
     mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
@@ -137,9 +146,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
     if arguments.command is not None:
-        reply = attachment.require(arguments.command, m.CommandReply)
-        print(reply.text, file=sys.stdout if reply.ok else sys.stderr)
-        return 0 if reply.ok else EXIT_USAGE
+        return _order(attachment, arguments.command)
     if arguments.once:
         snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
@@ -152,6 +159,32 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
     else:
         return _watch(attachment)
     return 0
+
+
+def _order(attachment: Attachment, command: m.Command) -> int:
+    """Give a command. A timeline is waited for, and nothing else."""
+    timeline = Path(attachment.run.run_dir) / trace.FILE
+    before = _identity(timeline)
+    reply = attachment.require(command, m.CommandReply)
+    print(reply.text, file=sys.stdout if reply.ok else sys.stderr, flush=True)
+    if not reply.ok:
+        return EXIT_USAGE
+    if command.name == "trace":
+        while _identity(timeline) == before and not attachment.ended:
+            time.sleep(LOOK_S)
+        if _identity(timeline) == before:
+            raise ConfigError("the run has ended, and left no timeline")
+        print(timeline)
+    return 0
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Differs once another file has the name; None while none has."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _web_token(file: str | None) -> str:

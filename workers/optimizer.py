@@ -28,7 +28,7 @@ from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import Hyper, Scalars, scalars
 from hytrain.memory.arena import allow_descriptors, arena_socket
 from hytrain.run.ownership import OwnershipError, PlanBook
-from hytrain.run.trace import TraceWriter
+from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
@@ -58,7 +58,7 @@ def main() -> int:
     pinning = affinity.choose(arguments.cores, arguments.threads, rank=arguments.rank, ranks=arguments.ranks)
     affinity.pin(pinning)
     _log.info("pinned: %s", pinning.describe())
-    trace = None if arguments.trace is None else TraceWriter(arguments.trace, address)
+    trace = TraceWriter(arguments.run_dir, address, EVERY_STEP if arguments.trace else NO_STEP)
     with Network(folder, token=read_token(folder), address=address) as network:
         return Server(network, pinning, trace, life_fd=arguments.life_fd).serve(arguments.ready_fd)
 
@@ -66,7 +66,7 @@ def main() -> int:
 class Server:
     """Joins the run and serves its trainers, one after the other."""
 
-    def __init__(self, network: Network, pinning: affinity.Pinning, trace: TraceWriter | None, *, life_fd: int) -> None:
+    def __init__(self, network: Network, pinning: affinity.Pinning, trace: TraceWriter, *, life_fd: int) -> None:
         self.network, self.pinning, self.trace = network, pinning, trace
         self.inbox = network.inbox()
         self.inbox.watch_descriptor("the launcher", life_fd)
@@ -194,7 +194,13 @@ class Session:
                     self._progress.undone(done.lid)
                 self._send(*done_now)
             case m.StepBegin():
+                if self._progress.begins(message.step):
+                    self._tell(m.Traced())
                 self._queue.begin(message)
+            case m.TraceSteps(first=first, steps=steps):
+                self._progress.trace(range(first, first + steps))
+                if not steps:
+                    self._tell(m.Traced())
             case m.Plan():
                 self._coordinator.send(self._plans.on_plan(message))
             case m.AllocatePlanes(lid=lid):
@@ -276,8 +282,11 @@ class Session:
             self._trainer.send(done)
             self._progress.sent(done.lid, done.step, sent_s)
         if finished and self._queue.idle:
-            with suppress(PeerNotReading):  # it hangs; training goes on
-                self._coordinator.send(self._progress.report(self._queue.step, self._backend.threads))
+            self._tell(self._progress.report(self._queue.step, self._backend.threads))
+
+    def _tell(self, message: m.Message) -> None:
+        with suppress(PeerNotReading):  # the coordinator hangs; training goes on
+            self._coordinator.send(message)
 
     def close(self) -> None:
         """Free all memory and write the rest of the timeline."""

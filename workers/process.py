@@ -201,7 +201,8 @@ def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=doc.splitlines()[0])
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
-    parser.add_argument("--trace", metavar="RUN_DIR")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--trace", action="store_true", help="draw the timeline of the whole run")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     return parser

@@ -124,8 +124,7 @@ class Supervisor:
         self._end()
 
     def _start(self) -> None:
-        if self._config.trace:
-            trace.clear(self.run_dir)
+        trace.clear(self.run_dir)
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
         _check_length(self.socket_dir, self._ranks)
         self._oom_kills = host.oom_kills()
@@ -134,10 +133,9 @@ class Supervisor:
         token_path = self.socket_dir / "token"
         token_path.touch(mode=0o600)
         token_path.write_text(token)
-        sockets = ["--socket-dir", str(self.socket_dir)]
-        if self._config.trace:
-            sockets += ["--trace", str(self.run_dir)]
-        place = ["--run-dir", str(self.run_dir), "--run-name", self.run_name]
+        sockets = ["--socket-dir", str(self.socket_dir), "--run-dir", str(self.run_dir)]
+        sockets += ["--trace"] if self._config.trace else []
+        place = ["--run-name", self.run_name]
         sockets += ["--ranks", str(self._ranks)]
         place += ["--replan-every", str(self._config.replan_every)]
         place += ["--hang-timeout-s", str(self._config.hang_timeout_s)]
@@ -447,7 +445,7 @@ class Supervisor:
                     f"records are missing in {self.run_dir}"
                 )
         self._children = []
-        if self._config.trace:  # however the run ended
+        if trace.has_events(self.run_dir):  # however the run ended
             try:
                 trace.merge(self.run_dir)
             except OSError as error:

@@ -1,12 +1,13 @@
-"""The timeline of a run. Each process writes its events during the run, and the launcher merges them at the end.
+"""The timeline of a run, or of some of its steps. Each process writes its events, and then they are merged.
 
     trainer (Meter) ─┐
     optimizer       ─┼─ TraceWriter ─▶ RUN/traces/ROLE-RANK.jsonl ─▶ merge ─▶ RUN/trace.json ─▶ ui.perfetto.dev
     coordinator     ─┘
 
+The coordinator merges once the steps that a monitor asked for are written, the launcher at the end of the run.
+
 All times are seconds of CLOCK_MONOTONIC, which the processes of a node share. In the file, each track of a process is
-a thread. Overlapping spans of a track get separate lanes, because a viewer would nest them. Without tracing, None takes
-the writer's place.
+a thread. Overlapping spans of a track get separate lanes, because a viewer would nest them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import logging
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,20 +43,40 @@ _log = logging.getLogger(__name__)
 
 LANES: Final = 1000
 BUFFERED_EVENTS: Final = 2048  # events that are buffered before they are written
+MAX_FILE_BYTES: Final = 64 << 20  # of one process
+#: Which steps are drawn: all from the start on, or none.
+EVERY_STEP: Final = range(sys.maxsize)
+NO_STEP: Final = range(0)
 
 
 class TraceWriter:
-    """One process's events. Not thread-safe. The file is open only during a write, so nothing leaks without `close`."""
+    """One process's events. Not thread-safe. The file is open only during a write, so nothing leaks without `close`.
 
-    def __init__(self, run_dir: str | Path, address: Address) -> None:
-        folder = Path(run_dir) / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._pid = folder / f"{address}.jsonl", os.getpid()
-        self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
+    `steps`: those whose events are drawn. Who draws asks before, since drawing takes time.
+    """
+
+    def __init__(self, run_dir: str | Path, address: Address, steps: range = EVERY_STEP) -> None:
+        self._path, self._address, self._pid = Path(run_dir) / FOLDER / f"{address}.jsonl", address, os.getpid()
         self._events: list[dict[str, Any]] = []
         self._lost = False
-        self._metadata("process_name", 0, name=str(address))
-        self._metadata("process_sort_index", 0, sort_index=address.rank * len(ROLES) + ROLES.index(address.role))
+        self.begin(steps)
+
+    def begin(self, steps: range) -> None:
+        """Draw these steps from now on, and write what was drawn before."""
+        self.flush()
+        self.steps = steps
+        self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
+        if steps:
+            address = self._address
+            self._metadata("process_name", 0, name=str(address))
+            self._metadata("process_sort_index", 0, sort_index=address.rank * len(ROLES) + ROLES.index(address.role))
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.steps)
+
+    def draws(self, step: int) -> bool:
+        return step in self.steps
 
     def span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
         """Add an event with a duration. Spans of one track must come in the order of their ends."""
@@ -72,12 +94,17 @@ class TraceWriter:
     def flush(self) -> None:
         """Write the buffered events. Each line begins with its newline, so an unfinished line damages no other.
 
-        If the disk is full, they are lost, and training goes on.
+        If the disk or the file is full, they are lost, and training goes on.
         """
+        if not self._events:
+            return
         lines = "".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._events)
         self._events.clear()
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
+                if file.tell() + len(lines) > MAX_FILE_BYTES:
+                    raise OSError(f"{self._path.name} has {MAX_FILE_BYTES >> 20} MiB, the most that is written")
                 file.write(lines)
         except OSError as error:
             if not self._lost:
@@ -114,7 +141,11 @@ def _us(time_s: float) -> float:
 
 def clear(run_dir: Path) -> None:
     for path in (run_dir / FOLDER).glob("*.jsonl"):
-        path.unlink()
+        path.unlink(missing_ok=True)
+
+
+def has_events(run_dir: Path) -> bool:
+    return any((run_dir / FOLDER).glob("*.jsonl"))
 
 
 def merge(run_dir: Path) -> Path:

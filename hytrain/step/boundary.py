@@ -18,7 +18,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
-from protocol.messages import Plan, PlanApplied, Reassign, TrainerReport
+from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import GPU, VISIT, gpu_fraction
 
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
@@ -48,6 +48,7 @@ class Boundary:
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
+        self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -68,6 +69,7 @@ class Boundary:
     def report(self, step: int, number: int) -> None:
         """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
         self.rejoin(step)
+        has_drawn = self._meter.draws
         times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
         now_s, placements, room = time.monotonic(), self.placements, self._gpu_room()
         self.statistics = Statistics(
@@ -107,6 +109,16 @@ class Boundary:
                 layers=times,
             ),
         )
+        self._trace(step + 1, has_drawn)
+
+    def _trace(self, step: int, has_drawn: bool) -> None:
+        """Begin the timeline that is asked for, with `step`. Say when all of it is drawn, or it was ended."""
+        steps, self.to_trace = self.to_trace, None
+        if steps is not None:
+            self._meter.draw(range(step, step + steps))
+            self._link.post("optimizer", TraceSteps(first=step, steps=steps))
+        if (has_drawn or steps == 0) and not self._meter.draws:
+            self._link.post("coordinator", Traced())
 
     def start(self, plan: Plan) -> None:
         """Give every layer its first placement. Raises `ClusterError` or `CapacityError`."""

@@ -43,7 +43,7 @@ from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Verdicts
-from protocol.messages import Message, Plan, PositionsLearned, Reassign, WeightsReady
+from protocol.messages import Message, Plan, PositionsLearned, Reassign, TraceNext, WeightsReady
 
 FAILURE_GRACE_S: Final = 2.0
 
@@ -70,9 +70,9 @@ class Engine:
         options: Options,
         ranks: Ranks,
         counted: Set[int],
+        trace: TraceWriter,
         blocks: Sequence[StreamedBlock] = (),
         is_stage: bool = False,
-        trace: TraceWriter | None = None,
         updater: str = "the optimizer process",
         hang_timeout_s: float = math.inf,
     ) -> None:
@@ -184,6 +184,7 @@ class Engine:
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
+        self._meter.enter_boundary()
         self.backward.take_those_set_by_hand()
         self.backward.end_outside()
         self._health.require(Event.STEP)
@@ -204,6 +205,7 @@ class Engine:
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
+        self._meter.leave_boundary()
 
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
@@ -246,6 +248,8 @@ class Engine:
                 self._boundary.on_plan(message)
             case Reassign():
                 self._boundary.on_reassign(message)
+            case TraceNext():
+                self._boundary.to_trace = message.steps
             case _:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 

@@ -9,7 +9,11 @@ later step converts them to seconds, once the device has passed them all.
               mark ─(thread waits)─ mark … mark ─(stall)─(exposed all-gather)─ go ─(forward)─ …      where modules are
 
     marks ─ passed? ─▶ intervals ─┬─▶ LayerTimes, for the coordinator
-                                  └─▶ spans of the timeline, on the monotonic clock (only if there is one)
+                                  └─▶ spans of the timeline, on the monotonic clock (of steps that are drawn)
+
+The timeline's spans of a step follow each other, from the end of the step before to its own:
+
+    step() │ between steps │ forward, stall … │ micro-batches │ backward, update … │ after backward │ step()
 
 A `Meter` owns the marks that it is given, and returns them to the clock for reuse.
 """
@@ -24,14 +28,14 @@ from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 from hytrain.memory.clock import Clock, Mark, Span, Stream
-from hytrain.run.trace import TraceWriter
+from hytrain.run.trace import NO_STEP, TraceWriter
 from protocol.messages import LayerTimes
 
 #: The number of steps whose marks may be pending. The measurement of an older step is given up.
 MAX_OPEN_STEPS: Final = 8
 #: A new anchor shifts the device's times by less than this.
 MAX_JUMP_S: Final = 1e-4
-#: A shorter wait is not drawn: two marks with no work between them are that far apart.
+#: A shorter wait, or rest of a step, is not drawn: two marks with no work between them are that far apart.
 MIN_STALL_S: Final = 2e-5
 #: Field of `LayerTimes`, or of the report -> track and name in the timeline.
 TRACKS: Final = {
@@ -44,6 +48,10 @@ TRACKS: Final = {
     "d2h_s": ("D2H", "D2H"),
     "h2d_s": ("H2D", "H2D"),
     "gather_s": ("all-gather", "all-gather"),
+    "outside_s": ("compute", "between steps"),
+    "middle_s": ("compute", "micro-batches"),
+    "after_s": ("compute", "after backward"),
+    "boundary_s": ("compute", "step()"),
 }
 
 
@@ -65,7 +73,8 @@ class StepMarks:
     `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
     all-gathers. `fetched` are backward's waits for streamed weights. `turns` are the starts of the backwards, if the
     step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
-    so that it waited for launches. (In forward, a stall also causes that.)
+    so that it waited for launches. (In forward, a stall also causes that.) In a step that is drawn, `began` is the end
+    of the step before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
     """
 
     step: int
@@ -78,6 +87,9 @@ class StepMarks:
     turns: list[Mark] = field(default_factory=list)
     starved: int = 0
     end: Mark = None
+    began: Mark = None
+    left: Mark = None
+    entered: Mark = None
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
@@ -89,7 +101,8 @@ class StepMarks:
         backward = (mark for _, mark in self.backward)
         copies = (mark for *_, span in self.spans for mark in span)
         others = (mark for _, span in (*self.gathers, *self.fetched) for mark in span)
-        return chain(forward, self.turns, backward, copies, others, () if self.end is None else (self.end,))
+        ends = (mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None)
+        return chain(forward, self.turns, backward, copies, others, ends)
 
 
 class Interval(NamedTuple):
@@ -107,7 +120,7 @@ class Interval(NamedTuple):
 
 
 class Meter:
-    """Collects marks, and converts them to `LayerTimes` and, with a `trace`, to a timeline, at least one step later.
+    """Collects marks, and converts them to `LayerTimes` and, if `trace` is on, to a timeline, at least one step later.
 
     A pipeline's stage (`is_stage`) makes several forwards before a backward: the first one of each module is measured,
     since it is the one that waits for weights.
@@ -118,8 +131,8 @@ class Meter:
         clock: Clock,
         numels: list[int],
         *,
+        trace: TraceWriter,
         is_stage: bool = False,
-        trace: TraceWriter | None = None,
         names: Sequence[str] = (),
     ) -> None:
         self._is_stage = is_stage
@@ -132,8 +145,36 @@ class Meter:
         self.stall_s = self.exposed_s = self.middle_s = self.starved = 0.0
         self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
-        if trace is not None:
+        if trace.is_on:
             clock.anchor()
+
+    @property
+    def draws(self) -> bool:
+        """Whether there are steps that are drawn, now or later."""
+        return self._trace.is_on
+
+    def draw(self, steps: range) -> None:
+        """Draw these steps, the next one or later ones, and no others."""
+        self._trace.begin(steps)
+        if steps:
+            self._clock.anchor()
+        if self._trace.draws(self._now.step):
+            self._now.began = self._mark_instead_of(self._now.began)
+
+    def enter_boundary(self) -> None:
+        """`step()` begins."""
+        if self._trace.draws(self._now.step):
+            self._now.entered = self._mark_instead_of(self._now.entered)
+
+    def leave_boundary(self) -> None:
+        """`step()` is over; the next step's marks have begun."""
+        if self._trace.draws(self._now.step):
+            self._now.left = self._mark_instead_of(self._now.left)
+
+    def _mark_instead_of(self, before: Mark) -> Mark:
+        if before is not None:
+            self._clock.recycle([before])
+        return self._clock.mark()
 
     def mark(self, stream: Stream = None) -> Mark:
         """Leave a mark, for `forward`, on the current stream unless another one is given."""
@@ -197,17 +238,19 @@ class Meter:
         self._entered.clear()
         with self._turning:
             self._open.append(self._now)
-            self._now = StepMarks(step + 1)
+            self._now = StepMarks(step + 1, began=self._clock.mark() if self._trace.draws(step + 1) else None)
         if not self._passed(self._open[0]):
             self.measured = None
             return ()
         marks = self._open.popleft()
         self.measured = marks.step
         intervals = self._intervals(marks)
-        if self._trace is not None:
-            self._draw(marks, intervals, self._trace)
+        if self._trace.is_on:
+            self._draw(marks, intervals)
             self._trace.flush()
             self._clock.anchor()
+            if marks.step >= self._trace.steps.stop:  # the last one's weights were back in this step
+                self._trace.begin(NO_STEP)
         self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
         self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
         gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
@@ -217,10 +260,10 @@ class Meter:
 
     def close(self) -> None:
         """Draw the remaining steps that the device has passed."""
-        if self._trace is not None:
+        if self._trace.is_on:
             for marks in (*self._open, self._now):
                 if self._passed(marks):
-                    self._draw(marks, self._intervals(marks), self._trace)
+                    self._draw(marks, self._intervals(marks))
             self._trace.close()
 
     def _passed(self, marks: StepMarks) -> bool:
@@ -283,30 +326,55 @@ class Meter:
         )
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
 
-    def _draw(self, marks: StepMarks, intervals: list[Interval], trace: TraceWriter) -> None:
+    def _rest(self, marks: StepMarks, drawn: list[Interval]) -> list[Interval]:
+        """What a step that is drawn consists of besides the intervals that are `drawn`."""
+        first, backward = next(marks.marks(), None), [mark for _, mark in marks.backward]
+        entries = [span[0] for _, span in marks.forward]
+        worked, turned = next(chain(entries, marks.turns, backward), None), next(chain(marks.turns, backward), None)
+        between = [("boundary_s", marks.began, marks.left), ("outside_s", marks.left, worked or marks.entered)]
+        between += [("forward_s", entries[0], turned)] if entries else []
+        between += [("middle_s", marks.turns[0], marks.turns[-1])] if marks.turns else []
+        between += (
+            [("backward_s", backward[0], backward[-1]), ("after_s", backward[-1], marks.entered)] if backward else []
+        )
+        between += [("boundary_s", marks.entered, marks.end)]
+        holes = [one for one in drawn if TRACKS[one.kind][0] == "compute" and one.step == marks.step]
+        found: list[Interval] = []
+        for kind, began, ended in between:
+            if began is not None and ended is not None:
+                began_s, ended_s = self._clock.seconds((first, began)), self._clock.seconds((first, ended))
+                found += _without(Interval(kind, (), marks.step, began_s, ended_s), holes)
+        return [one for one in found if one.duration_s >= MIN_STALL_S]
+
+    def _draw(self, marks: StepMarks, intervals: list[Interval]) -> None:
         first = next(marks.marks(), None)
         if first is None:
             return
         zero_s = self._clock.at(first)
-        if marks.end is not None:
-            self._draw_span("step", f"step {marks.step}", zero_s, self._clock.at(marks.end), trace, step=marks.step)
+        waits = ("stall_s", "exposed_s")
+        intervals = [one for one in intervals if one.kind not in waits or one.duration_s >= MIN_STALL_S]
+        if marks.end is not None and self._trace.draws(marks.step):
+            began_s = zero_s if marks.began is None else self._clock.at(marks.began)
+            self._draw_span("step", f"step {marks.step}", began_s, self._clock.at(marks.end), step=marks.step)
+            intervals = intervals + self._rest(marks, intervals)
         for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
-            if kind in ("stall_s", "exposed_s") and ended_s - began_s < MIN_STALL_S:
+            if not self._trace.draws(step):
                 continue
             track, what = TRACKS[kind]
-            layer = self._names[lids[0]] if self._names else str(lids[0])
-            name, lid = f"{what} {layer}", lids[0]
-            self._draw_span(track, name, zero_s + began_s, zero_s + ended_s, trace, kind=what, lid=lid, step=step)
+            facts: dict[str, Any] = {"kind": what, "step": step}
+            name = what
+            for lid in lids[:1]:
+                facts["lid"] = lid
+                name = f"{what} {self._names[lid] if self._names else lid}"
+            self._draw_span(track, name, zero_s + began_s, zero_s + ended_s, **facts)
 
-    def _draw_span(
-        self, track: str, name: str, began_s: float, ended_s: float, trace: TraceWriter, **args: Any
-    ) -> None:
+    def _draw_span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
         """Draw a span. It must not overlap the one before only because the clock got a new anchor in between."""
         before_s = self._drawn_until.get(track, began_s)
         if before_s - began_s < MAX_JUMP_S:
             began_s = max(began_s, before_s)
         self._drawn_until[track] = max(ended_s, began_s)
-        trace.span(track, name, began_s, ended_s, **args)
+        self._trace.span(track, name, began_s, ended_s, **args)
 
 
 def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import adamw, train, wait_for_coordinator
+from helpers import adamw, differing, state, train, wait_for_coordinator, weights
 from programs import CLUSTER, SCRIPTS, run
-from small_models import llama
+from small_models import gpt2, language_loss, llama, perceptron, square_loss
+from trace_format import check
 
 from hytrain.run import trace
 from protocol.address import Address
 from protocol.placement import PLACEMENTS
+from workers import monitor
 
 STEPS = 40
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.
@@ -37,7 +40,8 @@ class Event(NamedTuple):
 class Timeline(list[Event]):
     @classmethod
     def of(cls, run_dir: Path) -> Timeline:
-        events = json.loads((run_dir / trace.FILE).read_text())["traceEvents"]
+        """Of a file that follows the format's rules."""
+        events = check(run_dir / trace.FILE)
         processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         return cls(
@@ -78,6 +82,7 @@ def test_a_run_in_which_layers_change_owners_all_the_time(run_dir: Path) -> None
     timeline = Timeline.of(run_dir)
     each_gradient_is_followed_to_its_weights(timeline)
     all_three_processes_are_shown(timeline)
+    each_step_adds_up(timeline)
     steps_k_and_plans_are_shown(timeline)
 
 
@@ -117,6 +122,45 @@ def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward:
         assert landed.ended_s <= next_forward[-1].ended_s, where
 
 
+def each_step_adds_up(timeline: Timeline) -> None:
+    """What the trainer did and waited for in a step, one after the other, is the step."""
+    steps = {event.args["step"]: event for event in timeline if event.track == "step"}
+    for number, step in steps.items():
+        parts = [event for event in timeline if event.track == "compute" and event.args["step"] == number]
+        parts.sort(key=lambda part: part.began_s)
+        assert step.began_s - 1e-6 <= parts[0].began_s and parts[-1].ended_s <= step.ended_s + 1e-6
+        for before, after in pairwise(parts):
+            assert before.ended_s <= after.began_s + 1e-6, (before, after)
+        whole_s = step.ended_s - step.began_s
+        told_s = sum(part.ended_s - part.began_s for part in parts)
+        assert told_s == pytest.approx(whole_s, rel=0.02), (number, parts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_accumulation": 2},
+        {"max_grad_norm": 0.5, "k": 0.5},
+        {"overlap": False, "k": 0.5},
+        {"visit": 1.0, "k": 0.0},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_each_step_adds_up_however_it_is_trained(run_dir: Path, options: dict[str, Any]) -> None:
+    model = gpt2()
+    with adamw(model, trace=True, **options) as opt:
+        for step in range(6):
+            language_loss(model, 2 * step).backward()
+            if "grad_accumulation" in options:
+                language_loss(model, 2 * step + 1).backward()
+            opt.step()
+            opt.zero_grad()
+    timeline = Timeline.of(run_dir)
+    each_step_adds_up(timeline)
+    kinds = {event.args["kind"] for event in timeline if event.track == "compute"}
+    assert ("micro-batches" in kinds) is ("grad_accumulation" in options)
+
+
 def all_three_processes_are_shown(timeline: Timeline) -> None:
     shown: dict[str, set[str]] = defaultdict(set)
     for event in timeline:
@@ -127,7 +171,8 @@ def all_three_processes_are_shown(timeline: Timeline) -> None:
         "coordinator-0": {"plans", "counter"},
     }
     [compute] = [{e.args["kind"] for e in timeline if e.track == "compute"}]
-    assert {"forward", "backward", "update"} <= compute <= {"forward", "backward", "update", "stall"}
+    always = {"forward", "backward", "update", "between steps", "after backward", "step()"}
+    assert always <= compute <= always | {"stall"}
     named = [{e.name.removeprefix("H2D ") for e in timeline if e.track == "H2D"}]
     named.append({e.name for e in timeline if e.track == "CPU update"})
     assert named[0] == named[1], "layers have one name everywhere"
@@ -172,3 +217,79 @@ def test_a_program_under_the_launcher(run_dir: Path) -> None:
     ran = run(sys.executable, CLUSTER, "--trace", SCRIPTS / "plain.py", "hytrain", "6")
     assert ran.returncode == 0, ran.stderr
     assert {event.process for event in Timeline.of(run_dir)} == {"trainer-0", "optimizer-0", "coordinator-0"}
+
+
+def order(run_dir: Path, *words: str) -> tuple[threading.Thread, list[int]]:
+    """`hytrain-monitor`, on a thread, and its exit status once it is done."""
+    status: list[int] = []
+    thread = threading.Thread(target=lambda: status.append(monitor.main([str(run_dir), *words])))
+    thread.start()
+    return thread, status
+
+
+def train_until_done(model: Any, opt: Any, ordered: tuple[threading.Thread, list[int]], first: int = 0) -> int:
+    """Train until the command is done. Returns the number of steps so far."""
+    thread, status = ordered
+    while thread.is_alive():
+        train(model, opt, [first])
+        first += 1
+    assert status == [0]
+    return first
+
+
+@pytest.mark.usefixtures("own_run")
+def test_some_steps_of_a_run_are_drawn_on_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without waiting for the run's end, twice, and with the bits of a run without it."""
+    model = llama()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2))
+        assert not (run_dir / trace.FOLDER).exists()
+        done = 2
+        for steps in (3, 2):
+            done = train_until_done(model, opt, order(run_dir, "--trace", str(steps)), done)
+            assert capsys.readouterr().out.splitlines() == [
+                f"the next {steps} steps are drawn into trace.json",
+                str(run_dir / trace.FILE),
+            ]
+            timeline = Timeline.of(run_dir)
+            drawn = sorted(event.args["step"] for event in timeline if event.track == "step")
+            assert len(drawn) == steps and drawn == list(range(drawn[0], drawn[0] + steps))
+            assert {event.process for event in timeline} == {"trainer-0", "optimizer-0", "coordinator-0"}
+            lives = timeline.lives()
+            assert {step for step, _ in lives} == set(drawn)
+            for (step, lid), life in lives.items():
+                if "update" not in life:
+                    check_order(life, step, lid, lives[step + 1, lid].get("forward", []) if step + 1 in drawn else [])
+        size = sum(path.stat().st_size for path in (run_dir / trace.FOLDER).iterdir())
+        train(model, opt, range(done, done + 4))
+        opt.synchronize()
+        assert sum(path.stat().st_size for path in (run_dir / trace.FOLDER).iterdir()) == size, "off costs nothing"
+        traced = state(opt) | weights(model)
+    model = llama()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(done + 4))
+        assert differing(state(opt) | weights(model), traced) == []
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_timeline_that_is_drawn_can_be_ended(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = perceptron()
+    with adamw(model, trace=True) as opt:
+        train(model, opt, range(2), loss_of=square_loss)
+        thread, status = order(run_dir, "--trace", "5")
+        thread.join()
+        assert status == [2] and "trace 0 ends it" in capsys.readouterr().err
+        ordered, last = order(run_dir, "--trace", "0"), 2
+        while ordered[0].is_alive():
+            train(model, opt, [last], loss_of=square_loss)
+            last += 1
+        steps = [event.args["step"] for event in Timeline.of(run_dir) if event.track == "step"]
+        assert steps[:2] == [0, 1] and len(steps) <= last
+        for words, refusal in (
+            (["0"], "no timeline is drawn"),
+            (["1001"], "up to 1000"),
+            (["few"], "a number of steps"),
+        ):
+            thread, status = order(run_dir, "--trace", *words)
+            thread.join()
+            assert status == [2] and refusal in capsys.readouterr().err
