@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-#: (start, end) in microseconds
-Interval = tuple[float, float]
+from workers.timeline import Interval, gaps, union
+
 TURNAROUND_US: Final = 5.0
 CAUSES: Final = ("weights", "launch", "turnaround", "copies", "other")
 
@@ -60,22 +60,6 @@ class Trace:
         trace.kernels += [(start, end, launches.get(of, -math.inf)) for start, end, of in works]
         trace.kernels.sort()
         return trace
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order; those that touch become one."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def gaps(busy: Sequence[Interval]) -> list[Interval]:
-    """What lies between disjoint, ordered intervals."""
-    return [(before[1], after[0]) for before, after in zip(busy, busy[1:], strict=False)]
 
 
 def idle_shares(trace: Trace) -> dict[str, float]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -26,7 +25,8 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from benchmarks.idle import Interval  # noqa: E402
+from workers.timeline import Interval, Span  # noqa: E402
+from workers.timeline import Timeline as Steps  # noqa: E402
 
 WIDTH_IN: Final = 9.0
 BAR: Final = 0.8
@@ -52,46 +52,22 @@ PALEST: Final = 0.62
 EDGE: Final = "#2b2d42"
 
 
-@dataclass(frozen=True)
-class Span:
-    """A layer's or a micro-batch's work of one kind; milliseconds from the trace's first step."""
-
-    kind: str
-    lid: int
-    step: int
-    began_ms: float
-    ended_ms: float
-    is_chunk: bool = False  # `lid` is a micro-batch
+class Chunk(Span):
+    """Of a micro-batch, whose number is `lid`."""
 
 
-class Timeline:
-    """The events of one rank's trainer and optimizer. `steps` are the steps' intervals."""
+class Timeline(Steps):
+    """The events of one rank, and a pipeline's micro-batches, in the place of its forwards and backwards."""
 
     def __init__(self, events: Iterable[dict[str, Any]], rank: int = 0, chunks: Iterable[Sequence[Any]] = ()) -> None:
-        """`chunks`: what a pipeline's stage noted. Raises `ValueError` where the rank has no steps of one trainer."""
-        events = list(events)
-        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        names = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
-        trainers = {pid for name, pid in names if name == f"trainer-{rank}"}
-        every = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
-        steps = [event for event in every if event["pid"] in trainers]
-        if len(trainers) != 1 or not steps:
-            raise ValueError(f"needs the steps of one trainer {rank}: {len(trainers)} trainers, {len(steps)} steps")
-        self.zero_us: float = min(event["ts"] for event in every)  # the same for all ranks of a run
-
-        def interval(event: dict[str, Any]) -> Interval:
-            began_ms = (event["ts"] - self.zero_us) / 1e3
-            return began_ms, began_ms + event.get("dur", 0.0) / 1e3
-
-        self.steps: dict[int, Interval] = {event["args"]["step"]: interval(event) for event in steps}
-        own = trainers | {pid for name, pid in names if name == f"optimizer-{rank}"}
-        works = [(e["args"], e) for e in events if e["pid"] in own and "kind" in e.get("args", {})]
-        spans = [Span(args["kind"], args["lid"], args["step"], *interval(event)) for args, event in works]
-        noted = [
-            Span(kind, index, step, *(at_s * 1e3 - self.zero_us / 1e3 for at_s in interval_s), is_chunk=True)
+        """`chunks`: what a pipeline's stage noted."""
+        super().__init__(events, rank)
+        chunked = [
+            Chunk(kind, index, step, *(at_s * 1e3 - self.zero_us / 1e3 for at_s in interval_s))
             for kind, index, step, *interval_s in chunks
         ]
-        self.spans = [span for span in spans if not noted or span.kind not in ("forward", "backward")] + noted
+        of_layers = [span for span in self.spans if span.kind not in ("forward", "backward")]
+        self.spans = [*of_layers, *chunked] if chunked else self.spans
 
     @classmethod
     def read(cls, path: Path, rank: int = 0) -> Self:
@@ -99,22 +75,12 @@ class Timeline:
         lines = noted.read_text().splitlines() if noted.exists() else []
         return cls(json.loads(path.read_text())["traceEvents"], rank, map(json.loads, lines))
 
-    def of_kind(self, kind: str) -> list[Span]:
-        return [span for span in self.spans if span.kind == kind]
-
-    def within(self, steps: range) -> Interval:
-        """From the first step's beginning to the last one's end. Raises `ValueError` without any of them."""
-        intervals = [self.steps[step] for step in steps if step in self.steps]
-        if not intervals:
-            raise ValueError(f"no step of {steps.start}:{steps.stop} is in the timeline, which has {len(self.steps)}")
-        return intervals[0][0], intervals[-1][1]
-
     def depths(self, *, of_chunks: bool) -> dict[int, float]:
         """Each layer's or micro-batch's place in the forward order, from 0 to 1; what has no forward is behind it."""
-        spans = [span for span in self.spans if span.is_chunk == of_chunks]
+        spans = [span for span in self.spans if isinstance(span, Chunk) == of_chunks]
         forwards = [span for span in spans if span.kind == "forward"]
-        order = [span.lid for span in sorted(forwards, key=lambda span: span.began_ms)]
-        found = list(dict.fromkeys([*order, *sorted(span.lid for span in spans)]))
+        order = [span.lid for span in sorted(forwards, key=lambda span: span.began_ms) if span.lid is not None]
+        found = list(dict.fromkeys([*order, *sorted(span.lid for span in spans if span.lid is not None)]))
         return {lid: position / max(len(found) - 1, 1) for position, lid in enumerate(found)}
 
 
@@ -132,7 +98,11 @@ def draw(timelines: dict[str, Timeline], steps: range, path: Path) -> None:
     for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
         _panel(axes, title, timeline, steps, spans[timeline.zero_us])
     panels[0, 0].set_xlim(0.0, max(ended - began for began, ended in spans.values()))
-    dark = "the first micro-batches, and " if any(s.is_chunk for t in timelines.values() for s in t.spans) else ""
+    dark = (
+        "the first micro-batches, and "
+        if any(isinstance(s, Chunk) for t in timelines.values() for s in t.spans)
+        else ""
+    )
     panels[-1, 0].set_xlabel(f"ms (dark shades: {dark}layers that forward needs first)")
     shown = {span.kind for timeline in timelines.values() for span in timeline.spans}
     patches = [Patch(color=colour, label=name) for kind, (colour, name) in KINDS.items() if kind in shown]
@@ -168,7 +138,7 @@ def _bars(axes: Any, row: int, spans: list[Span], depths: dict[bool, dict[int, f
         began_ms, ended_ms = max(span.began_ms, window[0]), min(span.ended_ms, window[1])
         if began_ms < ended_ms:
             bars.append((began_ms - window[0], ended_ms - began_ms))
-            colours.append(_shade(span.kind, depths[span.is_chunk][span.lid]))
+            colours.append(_shade(span.kind, depths[isinstance(span, Chunk)].get(span.lid or 0, 1.0)))
     axes.broken_barh(bars, (row - BAR / 2, BAR), facecolors=colours, linewidth=0)
 
 

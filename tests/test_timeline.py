@@ -61,11 +61,11 @@ def test_a_stage_has_its_micro_batches_and_its_own_rank(path: Path, monkeypatch:
     merged.with_name("micro-batches-1.jsonl").write_text("\n".join(map(json.dumps, noted)))
     made, other = timeline.Timeline.read(merged, 1), timeline.Timeline.read(merged)
     assert made.zero_us == other.zero_us and made.within(range(1)) == pytest.approx((7.0, 100.0))
-    found = [(span.kind, span.lid, span.is_chunk) for span in made.spans]
+    found = [(span.kind, span.lid, isinstance(span, timeline.Chunk)) for span in made.spans]
     assert found == [("H2D", 5, False), ("forward", 0, True), ("forward", 1, True)]
     assert made.spans[2].began_ms == pytest.approx(30.0)
     assert made.depths(of_chunks=True) == {0: 0.0, 1: 1.0} and made.depths(of_chunks=False) == {5: 0.0}
-    assert not any(span.is_chunk or span.lid == 5 for span in other.spans)
+    assert not any(isinstance(span, timeline.Chunk) or span.lid == 5 for span in other.spans)
 
 
 def test_a_picture_of_two_runs(path: Path, tmp_path: Path) -> None:

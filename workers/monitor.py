@@ -8,6 +8,7 @@
                                              --set-policy and --set-objective
     hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
     hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
+    hytrain-monitor trace RUN                what it waited for in its timeline's steps: see timeline.py
     hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
     hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
@@ -46,7 +47,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 from workers import monitor_view as view
-from workers import report, run_folder, web
+from workers import report, run_folder, timeline, web
 from workers.alerts import Alerts
 from workers.monitor_view import Snapshot, Usage
 
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["report"]:
             return report.main(words[1:])
+        if words[:1] == ["trace"]:
+            return timeline.main(words[1:])
         arguments = _parse(words)
         if arguments.list:
             return _list(arguments.run, as_json=arguments.json)
@@ -98,7 +101,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hytrain-monitor",
         description="Watch a running HyTrain run.",
-        epilog="hytrain-monitor report RUN [RUN …] writes a page about runs, live or ended.",
+        epilog="hytrain-monitor report RUN [RUN …] writes a page about runs, live or ended; hytrain-monitor trace RUN "
+        "says what a run waited for in the steps of its timeline.",
     )
     parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default: the newest")
     parser.add_argument("--keep", type=int, metavar="N", help="with --prune: keep the N newest runs, and do not ask")
@@ -163,18 +167,18 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
 
 def _order(attachment: Attachment, command: m.Command) -> int:
     """Give a command. A timeline is waited for, and nothing else."""
-    timeline = Path(attachment.run.run_dir) / trace.FILE
-    before = _identity(timeline)
+    drawn = Path(attachment.run.run_dir) / trace.FILE
+    before = _identity(drawn)
     reply = attachment.require(command, m.CommandReply)
     print(reply.text, file=sys.stdout if reply.ok else sys.stderr, flush=True)
     if not reply.ok:
         return EXIT_USAGE
     if command.name == "trace":
-        while _identity(timeline) == before and not attachment.ended:
+        while _identity(drawn) == before and not attachment.ended:
             time.sleep(LOOK_S)
-        if _identity(timeline) == before:
+        if _identity(drawn) == before:
             raise ConfigError("the run has ended, and left no timeline")
-        print(timeline)
+        print(f"{drawn}\n\n{timeline.as_text(drawn)}")
     return 0
 
 

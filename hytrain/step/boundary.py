@@ -70,7 +70,7 @@ class Boundary:
         """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
         self.rejoin(step)
         has_drawn = self._meter.draws
-        times = self._meter.end_step(step)  # first: it also sets the meter's numbers below
+        times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
         now_s, placements, room = time.monotonic(), self.placements, self._gpu_room()
         self.statistics = Statistics(
             step=number,

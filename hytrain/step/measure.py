@@ -86,6 +86,7 @@ class StepMarks:
     fetched: list[tuple[int, Span]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
     starved: int = 0
+    number: int = 0
     end: Mark = None
     began: Mark = None
     left: Mark = None
@@ -232,9 +233,12 @@ class Meter:
         with self._turning:
             self._now.spans.append((kind, lid if isinstance(lid, tuple) else (lid,), step, span))
 
-    def end_step(self, step: int) -> tuple[LayerTimes, ...]:
-        """End this step's marks. Returns the times of the oldest open step, if the device has passed it."""
-        self._now.end = self._clock.mark()
+    def end_step(self, step: int, number: int = 0) -> tuple[LayerTimes, ...]:
+        """End this step's marks. Returns the times of the oldest open step, if the device has passed it.
+
+        `number` is the step's number for the user.
+        """
+        self._now.end, self._now.number = self._clock.mark(), number
         self._entered.clear()
         with self._turning:
             self._open.append(self._now)
@@ -355,13 +359,14 @@ class Meter:
         intervals = [one for one in intervals if one.kind not in waits or one.duration_s >= MIN_STALL_S]
         if marks.end is not None and self._trace.draws(marks.step):
             began_s = zero_s if marks.began is None else self._clock.at(marks.began)
-            self._draw_span("step", f"step {marks.step}", began_s, self._clock.at(marks.end), step=marks.step)
+            facts: dict[str, Any] = {"step": marks.step, "number": marks.number}
+            self._draw_span("step", f"step {marks.step}", began_s, self._clock.at(marks.end), **facts)
             intervals = intervals + self._rest(marks, intervals)
         for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
             if not self._trace.draws(step):
                 continue
             track, what = TRACKS[kind]
-            facts: dict[str, Any] = {"kind": what, "step": step}
+            facts = {"kind": what, "step": step}
             name = what
             for lid in lids[:1]:
                 facts["lid"] = lid

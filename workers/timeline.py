@@ -1,0 +1,340 @@
+"""Reads a run's timeline, and says what each trainer waited for: `hytrain-monitor trace RUN`.
+
+    trace.json ─▶ Timeline of a rank ─┬─▶ shares ─▶ as_text, report.py's table
+                                      └─▶ report.py's chart, benchmarks.timeline
+
+A trainer's track `compute` is what its device (on a CPU run: its cores) did and waited for. A wait for weights has a
+cause of its own for each part of it, found in what the other tracks show at that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hytrain.errors import ConfigError
+from hytrain.run.trace import FILE
+from workers import run_folder
+from workers.monitor_view import seconds
+
+#: (start, end)
+Interval = tuple[float, float]
+#: A cheaper cause is not worth a change.
+WORTH: Final = 0.01
+SEEN: Final = 0.001
+#: So many layers are named that waited longest.
+MOST_LAYERS: Final = 3
+WORK: Final = ("forward", "backward", "update", "micro-batches")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a trainer's device did not compute: a name, and what can be done."""
+
+    title: str
+    advice: str
+
+
+CAUSES: Final = {
+    "cpu": Cause(
+        "weights that the CPU still updated",
+        "let the GPU own more layers (--set-k), or give the optimizer more cores (--set-threads, cores=).",
+    ),
+    "link": Cause(
+        "copies between host and GPU",
+        "a higher k copies less; `hytrain-cluster doctor` tells whether the link is as fast as it should be.",
+    ),
+    "memory": Cause(
+        "memory on the GPU: streamed weights, visits",
+        "leave the GPU more memory: a smaller batch, a lower stream= or visit=, or a higher gpu_memory_limit.",
+    ),
+    "ranks": Cause(
+        "other ranks",
+        "hytrain-monitor names the slowest rank: look at what that one waits for, and at its share of the data.",
+    ),
+    "loop": Cause(
+        "the loop between steps",
+        "load data ahead of time in other processes (DataLoader's num_workers), and log and validate less often.",
+    ),
+    "after": Cause(
+        "between backward and step()",
+        "this is the gradients' norm, the last copies, and what the loop does there, such as loss.item(): "
+        "do that after opt.step().",
+    ),
+    "boundary": Cause(
+        "step()",
+        "layers that change places make it longer: if plans follow each other, set k (--set-k).",
+    ),
+}
+#: What spans of a trainer's track mean that are no work, but for stalls.
+OF_KIND: Final = {
+    "waits for all-gather": "ranks",
+    "between steps": "loop",
+    "after backward": "after",
+    "step()": "boundary",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of one kind, or a wait, of a layer if `lid` is one; milliseconds from the trace's first step."""
+
+    kind: str
+    lid: int | None
+    step: int
+    began_ms: float
+    ended_ms: float
+    name: str = ""
+
+    @property
+    def interval(self) -> Interval:
+        return self.began_ms, self.ended_ms
+
+    @property
+    def layer(self) -> str:
+        return self.name.removeprefix(f"{self.kind} ")
+
+
+class Timeline:
+    """The events of one rank's trainer and optimizer. `steps` are the steps' intervals, in milliseconds like spans."""
+
+    def __init__(self, events: Iterable[dict[str, Any]], rank: int = 0) -> None:
+        """Raises `ValueError` where the rank has no steps of one trainer."""
+        events = list(events)
+        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        names = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
+        trainers = {pid for name, pid in names if name == f"trainer-{rank}"}
+        every = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
+        steps = [event for event in every if event["pid"] in trainers]
+        if len(trainers) != 1 or not steps:
+            raise ValueError(f"needs the steps of one trainer {rank}: {len(trainers)} trainers, {len(steps)} steps")
+        self.zero_us: float = min(event["ts"] for event in every)  # the same for all ranks of a run
+
+        def interval(event: dict[str, Any]) -> Interval:
+            began_ms = (event["ts"] - self.zero_us) / 1e3
+            return began_ms, began_ms + event.get("dur", 0.0) / 1e3
+
+        #: The first step's number as the loop counts.
+        self.first: int = min(event["args"].get("number", event["args"]["step"] + 1) for event in steps)
+        self.steps: dict[int, Interval] = {event["args"]["step"]: interval(event) for event in steps}
+        own = trainers | {pid for name, pid in names if name == f"optimizer-{rank}"}
+        works = [(e["args"], e) for e in events if e["pid"] in own and "kind" in e.get("args", {})]
+        self.spans = [
+            Span(args["kind"], args.get("lid"), args["step"], *interval(event), name=event["name"])
+            for args, event in works
+        ]
+
+    def of_kind(self, *kinds: str) -> list[Span]:
+        return [span for span in self.spans if span.kind in kinds]
+
+    def within(self, steps: range) -> Interval:
+        """From the first step's beginning to the last one's end. Raises `ValueError` without any of them."""
+        intervals = [self.steps[step] for step in steps if step in self.steps]
+        if not intervals:
+            raise ValueError(f"no step of {steps.start}:{steps.stop} is in the timeline, which has {len(self.steps)}")
+        return intervals[0][0], intervals[-1][1]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """A trace's events. Raises `ConfigError` if the file is none."""
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+        if not all(isinstance(event["name"], str) and isinstance(event["pid"], int) for event in events):
+            raise ValueError("an event has no name or no process")
+        return list(events)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"{path} is no timeline that can be read: {error}") from None
+
+
+def of_ranks(events: Sequence[dict[str, Any]]) -> dict[int, Timeline]:
+    """The timeline of each rank that has steps."""
+    names = {str(event["args"]["name"]) for event in events if event["name"] == "process_name"}
+    found = dict[int, Timeline]()
+    for rank in sorted(int(name.removeprefix("trainer-")) for name in names if name.startswith("trainer-")):
+        try:
+            found[rank] = Timeline(events, rank)
+        except ValueError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as disjoint intervals in order; those that touch become one."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def gaps(busy: Sequence[Interval]) -> list[Interval]:
+    """What lies between disjoint, ordered intervals."""
+    return [(before[1], after[0]) for before, after in zip(busy, busy[1:], strict=False)]
+
+
+def divide(intervals: Iterable[Interval], busy: Sequence[Interval]) -> tuple[list[Interval], list[Interval]]:
+    """The parts of disjoint intervals that are in disjoint, ordered ones, and the parts outside of them."""
+    inside, outside = [], list[Interval]()
+    for start, end in intervals:
+        for other_start, other_end in busy:
+            if other_end <= start or other_start >= end:
+                continue
+            if start < other_start:
+                outside.append((start, other_start))
+            inside.append((max(start, other_start), min(end, other_end)))
+            start = min(end, other_end)
+        if start < end:
+            outside.append((start, end))
+    return inside, outside
+
+
+# ---------------------------------------------------------------- what was waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The time of a cause, or of a kind of work: milliseconds per step, and the layers that took most of it."""
+
+    key: str
+    ms: float
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A rank's steps: how many, from which on, how long they are, and what they consist of, both most first."""
+
+    first: int
+    steps: int
+    step_ms: float
+    work: tuple[Share, ...]
+    waits: tuple[Share, ...]
+
+    @property
+    def busy(self) -> float:
+        return sum(share.ms for share in self.work) / self.step_ms
+
+
+def shares(timeline: Timeline) -> Shares:
+    """What the steps of a rank consist of."""
+    spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in timeline.spans:
+        if span.step not in timeline.steps:
+            continue
+        if span.kind in WORK or span.kind in OF_KIND:
+            spent[OF_KIND.get(span.kind, span.kind)][span.layer] += span.ended_ms - span.began_ms
+    for span, cause, parts in _stalls(timeline):
+        spent[cause][span.layer] += sum(end - start for start, end in parts)
+    count, names = len(timeline.steps), {*WORK, *CAUSES}
+    found = [
+        Share(key, sum(layers.values()) / count, tuple(sorted(layers, key=lambda name: -layers[name])[:MOST_LAYERS]))
+        for key, layers in spent.items()
+        if key in names and any(layers.values())
+    ]
+    found.sort(key=lambda share: -share.ms)
+    whole_ms = sum(end - start for start, end in timeline.steps.values())
+    return Shares(
+        first=timeline.first,
+        steps=count,
+        step_ms=whole_ms / count,
+        work=tuple(share for share in found if share.key in WORK),
+        waits=tuple(share for share in found if share.key in CAUSES),
+    )
+
+
+def _stalls(timeline: Timeline) -> Iterator[tuple[Span, str, list[Interval]]]:
+    """Each wait for weights or memory, in parts with their causes.
+
+    A module's wait has the name of its first layer, and may be for another one's weights. So what happened to that
+    layer comes first, and then what the CPU and the link did for others.
+    """
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline.of_kind("CPU update", "waiting", "D2H", "H2D", "visit"):
+        by_step[span.step].append(span)
+    for stall in timeline.of_kind("stall"):
+        if stall.step not in timeline.steps:
+            continue
+        then = [span for step in (stall.step - 1, stall.step) for span in by_step[step]]
+        own = [span for span in then if span.lid == stall.lid]
+        rest = [stall.interval]
+        for cause, kinds, of in (
+            ("link", ("D2H", "H2D"), own),
+            ("cpu", ("CPU update", "waiting"), then),
+            ("link", ("D2H", "H2D"), then),
+            ("memory", ("visit",), then),
+        ):
+            parts, rest = divide(rest, union(span.interval for span in of if span.kind in kinds))
+            yield stall, cause, parts
+        is_known = bool(by_step[stall.step - 1])  # or else the timeline begins with this step
+        by_cpu = any(span.kind == "CPU update" and span.step < stall.step for span in own)
+        yield stall, "cpu" if by_cpu or not is_known else "memory", rest  # messages about it; or there was no room
+
+
+# ---------------------------------------------------------------- the text
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line of `hytrain-monitor trace`. Raises `ConfigError` without a timeline."""
+    parser = argparse.ArgumentParser(
+        prog="hytrain-monitor trace",
+        description="Say what the trainers of a run waited for in the steps of its timeline, trace.json.",
+        epilog="hytrain-monitor --trace N draws the next N steps of a run that is going on.",
+    )
+    parser.add_argument("run", help="a run's folder, the name of a run of a program, or a trace.json")
+    path = _find(parser.parse_args(argv).run)
+    print(as_text(path))
+    return 0
+
+
+def _find(wanted: str) -> Path:
+    for path in (Path(wanted), Path(wanted) / FILE, run_folder.default() / wanted / FILE):
+        if path.is_file():
+            return path
+    raise ConfigError(f"{wanted} has no {FILE}: draw some steps with hytrain-monitor {wanted} --trace 8, while it runs")
+
+
+def as_text(path: Path) -> str:
+    """What each rank waited for, in the order of cost, with advice. Raises `ConfigError` if the file is no timeline."""
+    ranks = of_ranks(read(path))
+    if not ranks:
+        raise ConfigError(f"{path} has no whole step of a trainer")
+    return "\n\n".join("\n".join(_lines(rank, shares(one), len(ranks) > 1)) for rank, one in ranks.items())
+
+
+def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
+    whose = f"rank {rank}: " if is_one_of_several else ""
+    many = f"{found.steps} steps from step {found.first} on" if found.steps > 1 else f"step {found.first}"
+    yield f"{whose}{many}, {seconds(found.step_ms / 1e3)} each"
+    yield ""
+    yield _row("computing", found.busy * found.step_ms, found, ", ".join(f"{s.key} {_ms(s.ms)}" for s in found.work))
+    for share in (share for share in found.waits if share.ms >= SEEN * found.step_ms):
+        yield _row(CAUSES[share.key].title, share.ms, found, ", ".join(filter(None, _layers(share))))
+    yield ""
+    costly = [share for share in found.waits if share.ms >= WORTH * found.step_ms]
+    for share in costly:
+        yield f"{CAUSES[share.key].title}: {CAUSES[share.key].advice}"
+    if not costly:
+        yield f"nothing takes {WORTH:.0%} of a step besides computing"
+
+
+def _row(title: str, ms: float, found: Shares, more: str) -> str:
+    return f"{title:<44} {_ms(ms):>10} {ms / found.step_ms:6.1%}   {more}".rstrip()
+
+
+def _ms(ms: float) -> str:
+    return seconds(ms / 1e3)
+
+
+def _layers(share: Share) -> tuple[str, ...]:
+    """The layers that a cause is about; some causes are about none."""
+    return share.layers if share.key in ("cpu", "link", "memory", "ranks") else ()
