@@ -145,6 +145,9 @@ class Plain(torch.optim.AdamW):
     def load(self, folder: Path) -> None:
         self.load_state_dict(torch.load(folder / "state.pt"))
 
+    def checkpoint_requested(self) -> bool:
+        return False
+
     def processes(self) -> list[tuple[str, int, Sequence[int]]]:
         return [("trainer", os.getpid(), sorted(os.sched_getaffinity(0)))]
 

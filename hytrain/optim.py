@@ -480,6 +480,14 @@ class AdamW(torch.optim.Optimizer):
         """
         self._session.log(operator.index(step), {name: float(value) for name, value in numbers.items()})
 
+    def checkpoint_requested(self) -> bool:
+        """Whether `hytrain-monitor --checkpoint` has asked for a checkpoint since the last call.
+
+        A loop that calls it after each step, and saves when it is True, can be asked; without, the monitor says that
+        it cannot. Recipes do. Each rank answers for itself, perhaps in another step than the others: agree on it.
+        """
+        return self._engine.checkpoint_requested()
+
     @property
     def grad_norm(self) -> Tensor | None:
         """The last step's global gradient norm before clipping: float32 on the device, shape (); or None.

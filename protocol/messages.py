@@ -6,6 +6,7 @@
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
     timeline    TraceNext -> TraceSteps -> Traced
+    checkpoints SaveCheckpoint
     liveness    Ping -> Pong
     machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
@@ -531,6 +532,7 @@ class TrainerReport(Message):
     visits.
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some
     of the margin is used. None if it was not asked for.
+    `saves`: the loop saves checkpoints when it is asked to.
     """
 
     step: int
@@ -553,6 +555,7 @@ class TrainerReport(Message):
     host_free_bytes: int | None
     waited_bytes: int
     layers: tuple[LayerTimes, ...]
+    saves: bool = False
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
@@ -622,6 +625,11 @@ class TraceSteps(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced(Message):
     """Trainer or optimizer to coordinator: its part of the timeline is in the run's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint(Message):
+    """Coordinator to trainer: the loop is asked to save a checkpoint after one of the next steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
         *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded, m.Traced),
     ),
     "coordinator": (
-        *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext),
+        *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext, m.SaveCheckpoint),
         *(m.Introduce, m.Ping, m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
         m.Goodbye,  # in the place of a trainer that is gone
     ),

@@ -949,6 +949,27 @@ def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
             state.command(value, trainers)
 
 
+def test_checkpoints_are_saved_where_all_loops_do_so(driver: Driver) -> None:
+    def asked() -> m.CommandReply:
+        answer, *told = driver.handle(m.Command(name="checkpoint", value=""))
+        assert isinstance(answer, Answer) and isinstance(answer.message, m.CommandReply)
+        sent = [Send(trainer, m.SaveCheckpoint()) for trainer in (TRAINER, OTHER)]
+        assert told == (sent if answer.message.ok else [])
+        return answer.message
+
+    driver.start(policy="fixed", k=0.5)
+    plan = second(driver, k=0.5)
+    for sender in (OTHER, SERVING):
+        driver.handle(ack(0), sender)
+    driver.handle(applied(plan, moved=0), OTHER)
+    assert "no step has ended yet" in asked().text
+    for saves, of_other in ((True, False), (False, True), (True, True)):
+        driver.handle(report(1, (0, 1), saves=saves))
+        driver.handle(report(1, (0, 1), saves=of_other), OTHER)
+        reply = asked()
+        assert reply.ok is (saves and of_other) and ("has its own loop" in reply.text) is not reply.ok
+
+
 def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:
     """Rank 5 is this machine's first. The first step warms up; the mean is over the last ones."""
     driver.start(rank=5, world=6)

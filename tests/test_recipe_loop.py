@@ -71,11 +71,15 @@ class StandIn(torch.optim.AdamW):
         self.records: list[tuple[int, dict[str, float]]] = []
         self.grad_norm: torch.Tensor | None = None
         self.loss_scale: torch.Tensor | None = None
+        self.requests: list[bool] = []  # one for each step, in its order; then none
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
     def synchronize(self) -> None: ...
+
+    def checkpoint_requested(self) -> bool:
+        return bool(self.requests) and self.requests.pop(0)
 
     def log(self, step: int, **numbers: float) -> None:
         self.records.append((step, numbers))
@@ -676,3 +680,21 @@ def test_modules_that_the_model_has_not_are_one_sentence(runs: Runs) -> None:
     base = runs.train("base", "train.steps=4").checkpoint
     with pytest.raises(ConfigError, match="lora does not fit the model: .*nothing"):
         runs.train("run", f"model={{path: {base}, config: null}}", "lora.target_modules=[nothing]")
+
+
+def test_a_checkpoint_is_saved_when_a_monitor_asks(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """After that step, besides those that are due, and training is the same."""
+    runs.train("undisturbed")
+
+    def asked(model: nn.Module, recipe: Recipe) -> StandIn:
+        optimizer = runs.optimizer(model, recipe)
+        optimizer.requests = [False, *(step == 5 for step in range(1, 13))]  # the first is before all steps
+        return optimizer
+
+    (runs.folder / "asked").mkdir()
+    loop.train(config.load(runs.recipe_file), runs.folder / "asked", asked, terminal=False)
+    names = {path.name for path in (runs.folder / "asked" / "checkpoints").iterdir()}
+    assert {"step-5", "step-12"} == {name for name in names if name.startswith("step-")}
+    assert "step 5: a checkpoint, which a monitor has asked for" in capsys.readouterr().err
+    same = runs.weights("undisturbed", 12)
+    assert all(torch.equal(tensor, same[name]) for name, tensor in runs.weights("asked", 12).items())

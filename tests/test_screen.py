@@ -19,9 +19,11 @@ from textual.widgets import Input, Label, RichLog, Sparkline
 
 from hytrain.errors import ConfigError
 from protocol import messages as m
-from workers.monitor import SETTINGS
+from workers.monitor import ORDERS, SETTINGS
 from workers.monitor_view import Snapshot
 from workers.screen import KEPT, PEAK, Screen
+
+ALL = (*SETTINGS, *ORDERS)
 
 
 def look(shown: m.Status) -> Snapshot:
@@ -55,7 +57,7 @@ class Run:
 
 def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Screen, dict[str, Any]]:
     """The screen after these keys, and what it showed then."""
-    screen, found = Screen(run.statuses(), look, run.send, SETTINGS), dict[str, Any]()
+    screen, found = Screen(run.statuses(), look, run.send, ALL), dict[str, Any]()
 
     async def until(pilot: Pilot[None], is_so: Any) -> None:
         for _ in range(500):
@@ -106,15 +108,20 @@ def test_a_key_asks_and_gives_the_command() -> None:
     _, found = shown(run, "k", "0", ".", "5", "enter")
     assert run.commands == [m.Command(name="k", value="0.5")] and not found["asks"]
     assert found["told"] == ["k=0.5 from the next plan on"]
-    run = Run(at(1))
-    shown(run, "o", *"speed", "enter")
-    assert run.commands == [m.Command(name="objective", value="speed")]
+    for keys, command in (
+        (("o", *"speed"), m.Command(name="objective", value="speed")),
+        (("r", "8"), m.Command(name="trace", value="8")),
+        (("c",), m.Command(name="checkpoint", value="")),
+    ):
+        run = Run(at(1))
+        _, found = shown(run, *keys, "enter")
+        assert run.commands == [command] and not found["asks"]
 
 
-@pytest.mark.parametrize("keys", [("t", "4", "escape"), ("p", "enter")])
+@pytest.mark.parametrize("keys", [("t", "4", "escape"), ("p", "enter"), ("r", "enter"), ("c", "escape")])
 def test_nothing_is_commanded_by_escape_or_without_a_value(keys: tuple[str, ...]) -> None:
     run = Run(at(1))
-    screen, found = Screen(run.statuses(), look, run.send, SETTINGS), None
+    screen, found = Screen(run.statuses(), look, run.send, ALL), None
 
     async def drive() -> None:
         async with screen.run_test() as pilot:
@@ -142,7 +149,7 @@ def test_few_stalls_are_seen_and_losses_may_be_negative() -> None:
 
 
 def test_a_run_that_ends_before_it_says_a_word() -> None:
-    screen = Screen([], look, Run(at(1)).send, SETTINGS)
+    screen = Screen([], look, Run(at(1)).send, ALL)
 
     async def drive() -> list[str]:
         async with screen.run_test() as pilot:
@@ -155,7 +162,7 @@ def test_a_run_that_ends_before_it_says_a_word() -> None:
 
 def test_leaving_stops_the_thread_that_follows() -> None:
     run = Run(at(1))
-    screen = Screen(run.statuses(), look, run.send, SETTINGS)
+    screen = Screen(run.statuses(), look, run.send, ALL)
 
     async def drive() -> None:
         async with screen.run_test() as pilot:

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
@@ -19,6 +20,11 @@ from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
 from workers.tracing import Tracing
+
+SAVES_ITSELF: Final = (
+    "this program has its own loop, which HyTrain cannot make save: recipes save on command, and so does a loop that "
+    "calls opt.checkpoint_requested() after each step"
+)
 
 
 class CoordinatorState:
@@ -121,8 +127,8 @@ class CoordinatorState:
             if seat.planning is None and self._handshake.is_ready(seat.trainer):
                 text = f"{seat.trainer} gets a new coordinator after its next step: try again then"
                 return [Answer(m.CommandReply(ok=False, text=text))]
-        if command.name == "trace" and self.fleet.taken:
-            reply, commands = self._trace(command.value)
+        if command.name in ORDERS and self.fleet.taken:
+            reply, commands = ORDERS[command.name](self, command.value)
             replies.append(reply)
         else:
             for seat in self.fleet.taken:
@@ -142,6 +148,14 @@ class CoordinatorState:
         except ValueError as error:
             return m.CommandReply(ok=False, text=str(error)), []
         return m.CommandReply(ok=True, text=told), commands
+
+    def _save(self, value: str) -> tuple[m.CommandReply, list[Command]]:
+        if any(seat.saves is None for seat in self.fleet.taken):
+            return m.CommandReply(ok=False, text="no step has ended yet: try again then"), []
+        if not all(seat.saves for seat in self.fleet.taken):
+            return m.CommandReply(ok=False, text=SAVES_ITSELF), []
+        told: list[Command] = [Send(seat.trainer, m.SaveCheckpoint()) for seat in self.fleet.taken if seat.stays]
+        return m.CommandReply(ok=True, text="a checkpoint is saved after one of the next steps"), told
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if self._handshake.is_joined(sender, hello.inbox):
@@ -222,3 +236,10 @@ class CoordinatorState:
         self._handshake.check()
         self.fleet.check()
         self._tracing.check()
+
+
+#: The commands that change no plan. The others are `planning.COMMANDS`.
+ORDERS: Final[dict[str, Callable[[CoordinatorState, str], tuple[m.CommandReply, list[Command]]]]] = {
+    "trace": CoordinatorState._trace,
+    "checkpoint": CoordinatorState._save,
+}

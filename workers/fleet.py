@@ -36,6 +36,7 @@ class TrainerSeat:
         self.records = Records()
         self.waiting: m.Hello | None = None
         self.commands: Commands = ()  # that were given to it
+        self.saves: bool | None = None  # whether its loop saves checkpoints on command; None before its first step
         self.gauges: Mapping[str, float] = {}  # of its GPU and host, as last read
         self._replan_every = replan_every
         self._before: Planning | None = None  # of the previous trainer
@@ -49,6 +50,7 @@ class TrainerSeat:
             self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
             self._gathers_s.clear()
             self._farewells.clear()
+            self.saves = None
             if not message.continues:
                 return [*self._keep(()), *self.planning.begin()]
             if self._before is not None:
@@ -109,6 +111,7 @@ class TrainerSeat:
             case m.Verdict():
                 planning.on_verdict(message)
             case m.TrainerReport():
+                self.saves = message.saves
                 record = {**planning.record(message), **self.gauges}
                 if message.measured is not None:
                     self._measured(message, message.measured)

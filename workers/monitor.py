@@ -7,6 +7,7 @@
     hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
                                              --set-policy and --set-objective
     hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
+    hytrain-monitor [RUN] --checkpoint       saves a checkpoint after one of the next steps
     hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
     hytrain-monitor trace RUN                what it waited for in its timeline's steps: see timeline.py
     hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
@@ -68,6 +69,11 @@ SETTINGS: Final = (
     ("policy", "NAME", 'policy that decides what the GPU owns, such as "deadline"'),
     ("objective", "NAME", 'what to optimize: "speed", "gpu-memory" or "host-memory"'),
 )
+#: What a command can make a run do besides. Those without a value have none.
+ORDERS: Final = (
+    ("trace", "N", "draw the timeline of the next N steps into trace.json in the run's folder; 0 ends one"),
+    ("checkpoint", "", "save a checkpoint after one of the next steps, where a recipe trains"),
+)
 
 T = TypeVar("T", m.Status, m.CommandReply)
 
@@ -124,16 +130,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="with --web: a file with the token of its addresses; default: a new one",
     )
-    for name, value, effect in SETTINGS:
-        command = partial(lambda name, value: m.Command(name=name, value=value), name)
-        mode.add_argument(f"--set-{name}", dest="command", type=command, metavar=value, help=effect)
-    mode.add_argument(
-        "--trace",
-        dest="command",
-        type=partial(lambda name, value: m.Command(name=name, value=value), "trace"),
-        metavar="N",
-        help="draw the timeline of the next N steps into trace.json in the run's folder; 0 ends it",
-    )
+    flags = [(f"--set-{name}", name, value, effect) for name, value, effect in SETTINGS]
+    for flag, name, value, effect in (*flags, *((f"--{name}", name, value, effect) for name, value, effect in ORDERS)):
+        if value:
+            command = partial(lambda name, value: m.Command(name=name, value=value), name)
+            mode.add_argument(flag, dest="command", type=command, metavar=value, help=effect)
+        else:
+            order = m.Command(name=name, value="")
+            mode.add_argument(flag, dest="command", action="store_const", const=order, help=effect)
     folder = f"RUN is a folder with runs, by default {run_folder.default()}"
     mode.add_argument("--list", action="store_true", help=f"list runs, live and ended; {folder}")
     mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
@@ -436,7 +440,7 @@ def _watch(attachment: Attachment) -> int:
         with Attachment(attachment.run) as other:  # a connection is for one thread
             return other.require(command, m.CommandReply)
 
-    screen = Screen(attachment.statuses(), Observer(attachment.run).look, send, SETTINGS)
+    screen = Screen(attachment.statuses(), Observer(attachment.run).look, send, (*SETTINGS, *ORDERS))
     screen.run()
     screen.has_followed.wait(ANSWER_S + 2 * LOOK_S)  # the connection is closed next
     if screen.shown is not None:

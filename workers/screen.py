@@ -1,7 +1,7 @@
 """The terminal's live view of a run: the table, three curves, the plans, and keys that give the coordinator commands.
 
     statuses ─ a thread ─▶ Screen.show ─▶ table, curves, plans
-    k p o t ─▶ Ask: a value ─▶ Send, on a thread, over a connection of its own ─▶ the coordinator's reply
+    k p o t r c ─▶ Ask: a value ─▶ Send, on a thread, over a connection of its own ─▶ the coordinator's reply
 
 The monitor imports it only where there is a terminal. It needs Textual.
 """
@@ -44,9 +44,12 @@ Send = Callable[[m.Command], m.CommandReply]
 
 
 class Ask(ModalScreen[str | None]):
-    """Asks for a setting's value. Enter gives the command, Escape does not."""
+    """Asks for a setting's value, if it has one. Enter gives the command, Escape does not."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "leave it as it is")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "leave it as it is"),
+        Binding("enter", "dismiss('')", "give the command"),  # where there is no input, which has its own
+    ]
 
     def __init__(self, setting: str, value: str, effect: str) -> None:
         super().__init__()
@@ -55,8 +58,9 @@ class Ask(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="ask"):
             yield Label(f"{self._setting}: {self._effect}", markup=False)
-            yield Input(placeholder=self._value)
-            yield Label("Enter: from the next plan on. Escape: leave it as it is.")
+            if self._value:
+                yield Input(placeholder=self._value)
+            yield Label("Enter: give the command. Escape: leave it as it is.")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value.strip() or None)
@@ -81,6 +85,8 @@ class Screen(App[None]):
         Binding("p", "ask('policy')", "policy"),
         Binding("o", "ask('objective')", "objective"),
         Binding("t", "ask('threads')", "threads"),
+        Binding("r", "ask('trace')", "trace"),
+        Binding("c", "ask('checkpoint')", "checkpoint"),
         Binding("q", "quit", "quit"),
         Binding("ctrl+c", "quit", show=False, priority=True),
     ]

@@ -73,7 +73,8 @@ class Journal:
         self.tokens = 0
         self.seconds = 0.0  # spent in training steps
         self.divergence = Divergence(task.recipe.train)
-        self.wishes = False  # whether a rank wished to end, in a step that has been read
+        # Whether a rank wished to end, or to save a checkpoint, in a step that has been read.
+        self.wishes_end = self.wishes_save = False
         self._task = task
         self._opt = opt
         self._progress = progress
@@ -87,10 +88,11 @@ class Journal:
     def note(self, step: int, loss: Tensor, lr: float, tokens: int, wishes: Tensor | None = None) -> None:
         """Step number `step` (from 1) is done, with `tokens` tokens. Writes the entry of the step before.
 
-        `wishes` is how many ranks wished to end; None on a single rank.
+        `wishes` is how many ranks wished to end, and to save; None on a single rank.
         """
         opt = self._opt
-        found = {"loss": loss, "grad_norm": opt.grad_norm, "loss_scale": opt.loss_scale, "wishes": wishes}
+        end, save = (None, None) if wishes is None else wishes
+        found = {"loss": loss, "grad_norm": opt.grad_norm, "loss_scale": opt.loss_scale, "end": end, "save": save}
         previous = self._readout.swap({name: number for name, number in found.items() if number is not None})
         if previous is not None:
             self._write(previous)
@@ -131,7 +133,8 @@ class Journal:
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
         step, lr, speed, tokens = self._entry
-        self.wishes |= read.pop("wishes", 0.0) > 0
+        self.wishes_end |= read.pop("end", 0.0) > 0
+        self.wishes_save |= read.pop("save", 0.0) > 0
         numbers = {**read, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
         if speed.mfu is not None:
             numbers["mfu"] = speed.mfu

@@ -98,11 +98,13 @@ def run_steps(
     """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
 
     Raises Diverged, and Ended on all ranks after the same step: each hears of the others' wishes with their losses.
+    A checkpoint that a monitor asks for is saved by all ranks after the same step, too.
     """
     model, plan, divergence, job = task.model, task.recipe.train, journal.divergence, task.job
     job.decided(lambda: None)  # from here on a signal ends all ranks together
     schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
     validation, saved = None, None
+    opt.checkpoint_requested()  # from the first step on, monitors hear that it is heeded
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
@@ -115,12 +117,17 @@ def run_steps(
         opt.step()
         opt.zero_grad()
         schedule.step()
-        loss, wishes = job.mean(loss, bool(ending.number))
+        asked = opt.checkpoint_requested()
+        loss, wishes = job.mean(loss, bool(ending.number), asked)
         journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes)
 
         last = step + 1 == steps.stop
-        ends = not last and (bool(ending.number) if wishes is None else journal.wishes)
-        evaluates, saves = due(plan.eval_every, step, steps), ends or due(plan.checkpoint_every, step, steps)
+        ends = not last and (bool(ending.number) if wishes is None else journal.wishes_end)
+        if wishes is not None:
+            asked, journal.wishes_save = journal.wishes_save, False
+        if asked:
+            progress.say(f"step {step + 1}: a checkpoint, which a monitor has asked for")
+        evaluates, saves = due(plan.eval_every, step, steps), ends or asked or due(plan.checkpoint_every, step, steps)
         why = "its weights are not finite"
         if saves:
             opt.synchronize()

@@ -111,14 +111,15 @@ class Job:
                     dist.all_reduce(number, group=self.mesh.get_group(name))
         return number
 
-    def mean(self, number: Tensor, wish: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The mean over the data ranks, and, in the same collective, how many ranks have a wish; None on one rank."""
+    def mean(self, number: Tensor, *wishes: bool) -> tuple[Tensor, Tensor | None]:
+        """The mean over the data ranks, and, in the same collective, each wish's number of ranks; None on one rank."""
         if self.mesh is None:
             return number, None
-        total, wishes = self.total(torch.stack([number, number.new_full((), float(wish))])).unbind()
+        summed = self.total(torch.stack([number, *(number.new_full((), float(wish)) for wish in wishes)]))
+        total, wished = summed[0], summed[1:]
         if self.mesh["tensor"].size() > 1:
-            dist.all_reduce(wishes, group=self.mesh.get_group("tensor"))
-        return total / self.data_ranks, wishes
+            dist.all_reduce(wished, group=self.mesh.get_group("tensor"))
+        return total / self.data_ranks, wished
 
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor, in host memory, in place of the one that is given."""

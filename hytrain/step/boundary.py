@@ -48,6 +48,7 @@ class Boundary:
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
+        self.loop_saves = False  # checkpoints, when it is asked to
         self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
 
     @property
@@ -107,6 +108,7 @@ class Boundary:
                 host_free_bytes=None if step % HOST_EVERY else self._host_free(),
                 waited_bytes=self._visits.end_step(),
                 layers=times,
+                saves=self.loop_saves,
             ),
         )
         self._trace(step + 1, has_drawn)

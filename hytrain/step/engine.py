@@ -43,7 +43,7 @@ from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Verdicts
-from protocol.messages import Message, Plan, PositionsLearned, Reassign, TraceNext, WeightsReady
+from protocol.messages import Message, Plan, PositionsLearned, Reassign, SaveCheckpoint, TraceNext, WeightsReady
 
 FAILURE_GRACE_S: Final = 2.0
 
@@ -78,6 +78,7 @@ class Engine:
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._steps_before = 0
+        self._is_asked_to_save = False
         self._renew: Callable[[], bool] = lambda: False
         self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -250,11 +251,19 @@ class Engine:
                 self._boundary.on_reassign(message)
             case TraceNext():
                 self._boundary.to_trace = message.steps
+            case SaveCheckpoint():
+                self._is_asked_to_save = True
             case _:
                 raise HyTrainError(f"a trainer has no use for {type(message).__name__}")
 
     def on_failure(self, error: HyTrainError) -> None:
         self._health.fail(error)
+
+    def checkpoint_requested(self) -> bool:
+        """Whether a monitor has asked for a checkpoint since the last call. The caller says with it that it saves."""
+        asked, self._is_asked_to_save = self._is_asked_to_save, False
+        self._boundary.loop_saves = True
+        return asked
 
     @property
     def waits_for(self) -> str:
