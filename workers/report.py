@@ -1,6 +1,7 @@
 """`hytrain-monitor report`: one HTML page about one or several runs, read from their folders, live or ended.
 
     metrics.jsonl ─ every record once ─▶ Story: lines for charts, plans, sums ┐
+    trace.json ─ timeline, gantt ─────────────────────────────────────────────┤
     environment.json, recipe.yaml ────────────────────────────────────────────┼─▶ page ─▶ report.html
     pages/: style, script, uPlot ─────────────────────────────────────────────┘
 
@@ -30,8 +31,9 @@ from hytrain.errors import ConfigError
 from hytrain.readable import GIB
 from protocol.handles import Precision
 from protocol.metrics import BY_NAME
+from workers import gantt, run_folder, timeline
 from workers import monitor_view as view
-from workers import run_folder
+from workers.timeline import Timeline
 
 PAGES: Final = Path(__file__).with_name("pages")
 SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "charts.js")
@@ -112,6 +114,7 @@ class Story:
     starts: list[dict[str, Any]]
     recipe: str | None
     ranks: list[Rank] = field(default_factory=list)
+    timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank
     lines: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     steps: int = 0  # records
@@ -181,6 +184,7 @@ def read(folder: Path) -> Story:
     others = sorted(folder.glob("metrics-[0-9]*.jsonl"))
     if others := [path for path in others if not path.stem.endswith("replaced")]:
         story.ranks = [rank for path in (metrics, *others) if (rank := _rank(path)) is not None]
+    story.timelines = timeline.of_run(folder)
     return story
 
 
@@ -290,8 +294,9 @@ def page(stories: Sequence[Story], now: datetime, *, live: tuple[str, int] | Non
     parts.append('<section aria-label="Charts" id="charts"></section>')
     for name, story in zip_longest(names, stories):
         parts.append(_plans(name, story, is_live=live is not None))
-        parts += [] if story is None else [_ranks(name, story)]
-        parts += [_details(name, story)] if story is not None else []
+        if story is not None:
+            parts += [_ranks(name, story), gantt.figure(name, story.timelines), *_waits(name, story)]
+            parts.append(_details(name, story))
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
         kind=f"{kind} {now:%Y-%m-%d %H:%M} UTC",
@@ -403,6 +408,29 @@ def _ranks(name: str, story: Story) -> str:
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     title = f"Ranks of {name} on this machine, medians of steps"
     return _table(title, "".join(f'<th scope="col">{head}</th>' for head in heads), rows) if rows else ""
+
+
+def _waits(name: str, story: Story) -> Iterator[str]:
+    """What each rank waited for in the steps of the timeline, in the order of cost."""
+    head = "".join(f'<th scope="col">{head}</th>' for head in ("", "per step", "share", "mostly", "what helps"))
+    for rank, one in story.timelines.items():
+        found = timeline.shares(one)
+        work = ", ".join(f"{share.key} {view.seconds(share.ms / 1e3)}" for share in found.work)
+        rows = [_cost("computing", found.busy * found.step_ms, found, work, "")]
+        for share in (share for share in found.waits if share.ms >= timeline.SEEN * found.step_ms):
+            cause = timeline.CAUSES[share.key]
+            worth = share.ms >= timeline.WORTH * found.step_ms
+            layers = ", ".join(filter(None, timeline.layers(share)))
+            rows.append(_cost(cause.title, share.ms, found, layers, cause.advice if worth else ""))
+        whose = f", rank {rank}" if len(story.timelines) > 1 else ""
+        yield _table(f"What the {found.steps} steps in the timeline of {name}{whose} consist of", head, rows)
+
+
+def _cost(title: str, ms: float, found: timeline.Shares, more: str, advice: str) -> str:
+    cells = (view.seconds(ms / 1e3), f"{ms / found.step_ms:.1%}")
+    numbers = "".join(f"<td>{cell}</td>" for cell in cells)
+    words = f'<td class="some words">{escape(more)}</td><td class="words">{escape(advice)}</td>'
+    return f'<tr><th scope="row">{escape(title)}</th>{numbers}{words}</tr>'
 
 
 def _details(name: str, story: Story) -> str:

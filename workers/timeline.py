@@ -29,6 +29,8 @@ WORTH: Final = 0.01
 SEEN: Final = 0.001
 #: So many layers are named that waited longest.
 MOST_LAYERS: Final = 3
+#: A larger file is for a viewer only: a page would need too much memory to read it.
+MOST_BYTES: Final = 128 << 20
 WORK: Final = ("forward", "backward", "update", "micro-batches")
 
 
@@ -109,7 +111,8 @@ class Timeline:
         tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         names = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
         trainers = {pid for name, pid in names if name == f"trainer-{rank}"}
-        every = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "step"]
+        lanes = {place for place, name in tracks.items() if name.partition(" ")[0] == "step"}
+        every = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) in lanes]
         steps = [event for event in every if event["pid"] in trainers]
         if len(trainers) != 1 or not steps:
             raise ValueError(f"needs the steps of one trainer {rank}: {len(trainers)} trainers, {len(steps)} steps")
@@ -119,8 +122,9 @@ class Timeline:
             began_ms = (event["ts"] - self.zero_us) / 1e3
             return began_ms, began_ms + event.get("dur", 0.0) / 1e3
 
-        #: The first step's number as the loop counts.
+        #: The first step's number as the loop counts, and by how much such numbers are larger.
         self.first: int = min(event["args"].get("number", event["args"]["step"] + 1) for event in steps)
+        self.offset: int = self.first - min(event["args"]["step"] for event in steps)
         self.steps: dict[int, Interval] = {event["args"]["step"]: interval(event) for event in steps}
         own = trainers | {pid for name, pid in names if name == f"optimizer-{rank}"}
         works = [(e["args"], e) for e in events if e["pid"] in own and "kind" in e.get("args", {})]
@@ -138,6 +142,17 @@ class Timeline:
         if not intervals:
             raise ValueError(f"no step of {steps.start}:{steps.stop} is in the timeline, which has {len(self.steps)}")
         return intervals[0][0], intervals[-1][1]
+
+
+def of_run(folder: Path) -> dict[int, Timeline]:
+    """The timelines of a run's ranks, as far as there are any that can be read at once."""
+    path = folder / FILE
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return {}
+    try:
+        return of_ranks(read(path))
+    except ConfigError:
+        return {}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -318,7 +333,7 @@ def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
     yield ""
     yield _row("computing", found.busy * found.step_ms, found, ", ".join(f"{s.key} {_ms(s.ms)}" for s in found.work))
     for share in (share for share in found.waits if share.ms >= SEEN * found.step_ms):
-        yield _row(CAUSES[share.key].title, share.ms, found, ", ".join(filter(None, _layers(share))))
+        yield _row(CAUSES[share.key].title, share.ms, found, ", ".join(filter(None, layers(share))))
     yield ""
     costly = [share for share in found.waits if share.ms >= WORTH * found.step_ms]
     for share in costly:
@@ -335,6 +350,6 @@ def _ms(ms: float) -> str:
     return seconds(ms / 1e3)
 
 
-def _layers(share: Share) -> tuple[str, ...]:
+def layers(share: Share) -> tuple[str, ...]:
     """The layers that a cause is about; some causes are about none."""
     return share.layers if share.key in ("cpu", "link", "memory", "ranks") else ()
