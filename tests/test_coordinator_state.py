@@ -933,7 +933,7 @@ def test_the_timeline_of_some_steps_has_all_ranks(driver: Driver) -> None:
         for drawn in (TRAINER, OPTIMIZER, OTHER):
             assert driver.handle(m.Traced(), drawn) == []
         assert EndTrace() in driver.handle(last, SERVING)
-    assert driver.handle(m.Traced(), OTHER) == [], "of one that is not asked for"
+    assert driver.handle(m.Traced(), OTHER) == [EndTrace()], "an order of a coordinator that has died"
 
 
 def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
@@ -944,7 +944,7 @@ def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
     assert state.has_drawn(TRAINER) == [] and state.has_drawn(OPTIMIZER) == [EndTrace()]
     with pytest.raises(ValueError, match="no timeline is drawn"):
         state.command("0", [TRAINER])
-    for value, trainers in (("3", []), ("1001", [TRAINER]), ("-1", [TRAINER]), ("9" * 99, [TRAINER])):
+    for value, trainers in (("3", []), ("1001", [TRAINER]), ("-1", [TRAINER]), ("000000001001", [TRAINER])):
         with pytest.raises(ValueError, match="no trainer|give a number"):
             state.command(value, trainers)
 

@@ -97,7 +97,7 @@ def timeline(clock: FakeClock, tmp_path: Path) -> Meter:
     return Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0)), names="abc")
 
 
-def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
+def record(meter: Meter, clock: FakeClock, start_s: float = 0.0, step: int = 0) -> None:
     """Forward over layer 0 and a module of 1 and 2, backward, with 1 on the GPU and the others on the CPU."""
     t = start_s
     meter_forward(meter, clock, (0,), t, t + 1)  # waits 1 s for weights
@@ -105,7 +105,7 @@ def record(meter: Meter, clock: FakeClock, start_s: float = 0.0) -> None:
     meter_backward(meter, clock, 2, t + 10.5)
     meter.span("d2h_s", 2, 0, clock.span(t + 10.6, t + 11.6))
     meter_backward(meter, clock, 1, t + 12)
-    meter.span("gpu_update_s", 1, 0, clock.span(t + 12, t + 12.25))
+    meter.span("gpu_update_s", 1, step, clock.span(t + 12, t + 12.25))
     meter_backward(meter, clock, 0, t + 15)
     meter.span("d2h_s", 0, 0, clock.span(t + 15, t + 15.5))
 
@@ -382,6 +382,29 @@ def test_the_timeline_is_on_the_monotonic_clock(tmp_path: Path, clock: FakeClock
         ("D2H", "D2H a"): (115.0, 115.5),
     }
     assert all(span["args"]["step"] == 0 for span in spans(tmp_path))
+
+
+def test_a_step_that_is_drawn_has_no_gaps(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    """From the end of the step before to its own end, with what the loop does before forward and after backward."""
+    for step in range(4):
+        zero_s = 20.0 * step
+        record(timeline, clock, zero_s, step)
+        clock.now_s = zero_s + 15.5
+        timeline.enter_boundary()
+        clock.now_s = zero_s + 15.75
+        timeline.enter_boundary()  # there was no gradient, the first time
+        clock.passed_s = zero_s + 16.0
+        end(timeline, clock, step, zero_s + 16.0)
+        clock.now_s = zero_s + 16.25
+        timeline.leave_boundary()
+    timeline.close()
+    of_step = [span for span in spans(tmp_path) if span["args"]["step"] == 2]
+    [whole] = [span for span in of_step if span["track"] == "step"]
+    assert seconds(whole) == (36.0, 56.0) and whole["args"]["starved"] == pytest.approx(0.0)
+    parts = sorted((*seconds(span), span["args"]["kind"]) for span in of_step if span["track"] == "compute")
+    assert parts[:3] == [(36.0, 36.25, "step()"), (36.25, 40.0, "between steps"), (40.0, 41.0, "stall")]
+    assert parts[-2:] == [(55.0, 55.75, "after backward"), (55.75, 56.0, "step()")]
+    assert [ended_s for _, ended_s, _ in parts[:-1]] == [began_s for began_s, _, _ in parts[1:]]
 
 
 def test_copies_are_noted_by_another_thread() -> None:

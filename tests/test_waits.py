@@ -129,6 +129,17 @@ def test_the_text_has_advice_for_what_is_worth_it(
         assert monitor.main(["trace", name]) == 0 and capsys.readouterr().out == text
 
 
+def test_a_gpu_that_waits_for_launches_is_told(tmp_path: Path) -> None:
+    """Which is not on any track."""
+    writer = TraceWriter(tmp_path, Address("trainer", 0))
+    for step, starved in enumerate((0.1, 0.5)):
+        writer.span("step", f"step {step}", step, step + 1.0, step=step, number=step, starved=starved)
+    writer.close()
+    trace.merge(tmp_path)
+    assert "launches: in 30% of the layers' backwards" in as_text(tmp_path / trace.FILE)
+    assert shares(Timeline(read(tmp_path / trace.FILE))).starved == pytest.approx(0.3)
+
+
 def test_what_is_no_timeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert monitor.main(["trace", str(tmp_path)]) == 2
     assert f"hytrain-monitor {tmp_path} --trace 8" in capsys.readouterr().err

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Final
 
 import psutil
@@ -49,6 +49,7 @@ LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
 #: In the socket folder: what monitors have ordered, by rank.
 COMMANDS_FILE: Final = "commands.json"
+_writing_trace: Final = Lock()
 
 _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dropped")
 
@@ -354,7 +355,8 @@ class Coordinator:
 def _write_trace(run_dir: Path) -> None:
     """On a thread: it may take seconds. The launcher does it again at the end of the run."""
     try:
-        merge(run_dir)
+        with _writing_trace:
+            merge(run_dir)
     except OSError as error:
         _log.warning("no timeline: %s", error)
 

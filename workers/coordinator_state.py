@@ -176,7 +176,7 @@ class CoordinatorState:
         return [*self._published(seat, seat.close_records()), note, *self._on_end(seat, sender)]
 
     def _on_end(self, seat: TrainerSeat, sender: Address) -> list[Command]:
-        drawn = self._tracing.has_drawn(sender)
+        drawn = self._tracing.has_left(sender)
         if not seat.ends(sender.role):
             return drawn
         if not self.fleet.taken:

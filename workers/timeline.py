@@ -29,8 +29,10 @@ WORTH: Final = 0.01
 SEEN: Final = 0.001
 #: So many layers are named that waited longest.
 MOST_LAYERS: Final = 3
+#: A GPU that waits for launches counts as computing. In so many backwards that is worth a word.
+MOST_STARVED: Final = 0.1
 #: A larger file is for a viewer only: a page would need too much memory to read it.
-MOST_BYTES: Final = 128 << 20
+MOST_BYTES: Final = 64 << 20
 WORK: Final = ("forward", "backward", "update", "micro-batches")
 
 
@@ -125,6 +127,9 @@ class Timeline:
         #: The first step's number as the loop counts, and by how much such numbers are larger.
         self.first: int = min(event["args"].get("number", event["args"]["step"] + 1) for event in steps)
         self.offset: int = self.first - min(event["args"]["step"] for event in steps)
+        starved = [event["args"]["starved"] for event in steps if "starved" in event["args"]]
+        #: The share of layers' backwards in which the device ran out of queued work; None if that is not known.
+        self.starved: float | None = sum(starved) / len(starved) if starved else None
         self.steps: dict[int, Interval] = {event["args"]["step"]: interval(event) for event in steps}
         own = trainers | {pid for name, pid in names if name == f"optimizer-{rank}"}
         works = [(e["args"], e) for e in events if e["pid"] in own and "kind" in e.get("args", {})]
@@ -234,6 +239,7 @@ class Shares:
     step_ms: float
     work: tuple[Share, ...]
     waits: tuple[Share, ...]
+    starved: float | None
 
     @property
     def busy(self) -> float:
@@ -264,6 +270,7 @@ def shares(timeline: Timeline) -> Shares:
         step_ms=whole_ms / count,
         work=tuple(share for share in found if share.key in WORK),
         waits=tuple(share for share in found if share.key in CAUSES),
+        starved=timeline.starved,
     )
 
 
@@ -338,7 +345,12 @@ def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
     costly = [share for share in found.waits if share.ms >= WORTH * found.step_ms]
     for share in costly:
         yield f"{CAUSES[share.key].title}: {CAUSES[share.key].advice}"
-    if not costly:
+    if found.starved is not None and found.starved >= MOST_STARVED:
+        yield (
+            f"launches: in {found.starved:.0%} of the layers' backwards the GPU had no queued work, which counts as "
+            "computing: a larger batch, torch.compile, or a faster core for the trainer."
+        )
+    elif not costly:
         yield f"nothing takes {WORTH:.0%} of a step besides computing"
 
 

@@ -27,7 +27,7 @@ class Tracing:
 
         Raises `ValueError` if that is not possible now.
         """
-        if not value.isdecimal() or int(value[:9]) > MAX_TRACED_STEPS:
+        if not value.isdecimal() or len(value) > 4 or int(value) > MAX_TRACED_STEPS:
             raise ValueError(f"trace is {value!r}: give a number of steps up to {MAX_TRACED_STEPS}, or 0 to end it")
         if not trainers:
             raise ValueError("there is no trainer")
@@ -44,7 +44,11 @@ class Tracing:
         return f"the next {steps} steps are drawn into trace.json", [BeginTrace(), *told]
 
     def has_drawn(self, worker: Address) -> list[Command]:
-        """A trainer or optimizer has drawn its part, or has left."""
+        """A trainer or optimizer has drawn its part, perhaps for a coordinator that has died."""
+        return self.has_left(worker) if self._is_on else [EndTrace()]
+
+    def has_left(self, worker: Address) -> list[Command]:
+        """A trainer or optimizer draws no more."""
         if worker not in self._drawing:
             return []
         self._drawing.remove(worker)

@@ -360,6 +360,8 @@ class Meter:
         if marks.end is not None and self._trace.draws(marks.step):
             began_s = zero_s if marks.began is None else self._clock.at(marks.began)
             facts: dict[str, Any] = {"step": marks.step, "number": marks.number}
+            if self._clock.runs_ahead and marks.backward:
+                facts["starved"] = marks.starved / len(marks.backward)
             self._draw_span("step", f"step {marks.step}", began_s, self._clock.at(marks.end), **facts)
             intervals = intervals + self._rest(marks, intervals)
         for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
