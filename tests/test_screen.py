@@ -16,6 +16,7 @@ from test_monitor import status
 from test_report import record
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, RichLog, Sparkline
+from textual.widgets._footer import FooterKey
 
 from hytrain.errors import ConfigError
 from protocol import messages as m
@@ -116,6 +117,25 @@ def test_a_key_asks_and_gives_the_command() -> None:
         run = Run(at(1))
         _, found = shown(run, *keys, "enter")
         assert run.commands == [command] and not found["asks"]
+
+
+def test_all_keys_and_a_question_have_room_at_80_columns() -> None:
+    run = Run(at(1))
+    screen = Screen(run.statuses(), look, run.send, ALL)
+
+    async def drive() -> None:
+        async with screen.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            keys = screen.query(FooterKey)
+            assert {key.description for key in keys} >= {"k", "policy", "trace", "checkpoint", "quit"}
+            assert all(key.region.right <= 80 and key.region.width > len(key.description) for key in keys)
+            await pilot.press("c")
+            asked, how = screen.screen.query(Label)
+            assert asked.region.width * asked.region.height >= len(str(asked.content)) and asked.region.height == 2
+            assert asked.region.bottom == how.region.y
+            run.ends.set()
+
+    asyncio.run(drive())
 
 
 @pytest.mark.parametrize("keys", [("t", "4", "escape"), ("p", "enter"), ("r", "enter"), ("c", "escape")])

@@ -78,6 +78,7 @@ class Screen(App[None]):
     Sparkline { height: 3; }
     #plans { height: 1fr; min-height: 4; padding: 0 1; border-top: solid $panel; }
     #ask { width: 70; height: auto; padding: 1 2; background: $panel; }
+    #ask Label { width: 100%; }
     Ask { align: center middle; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -114,7 +115,7 @@ class Screen(App[None]):
                     yield Label(label, id=f"name-{name}")
                     yield Sparkline([], id=name)
         yield RichLog(id="plans", wrap=True, markup=False, min_width=0)
-        yield Footer()
+        yield Footer(show_command_palette=False)  # it would cover keys at 80 columns
 
     def on_mount(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
