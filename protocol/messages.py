@@ -477,7 +477,8 @@ class Rejoin(Message):
     """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of its layers.
 
     `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
-    `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved.
+    `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved. `skipped`: so many
+    steps were skipped.
     What was reported and is not recorded yet comes again, behind this message.
     """
 
@@ -488,11 +489,12 @@ class Rejoin(Message):
     placements: tuple[str, ...]
     step: int
     moved: int
+    skipped: int
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
         _require(len(self.placements) == len(self.table.layers), "each layer has a placement")
-        _require(self.step >= 0 and self.moved >= 0, "steps and moved layers are counted from 0")
+        _require(min(self.step, self.moved, self.skipped) >= 0, "steps and moved layers are counted from 0")
 
 
 # ---------------------------------------------------------------- measurements and watching

@@ -86,7 +86,7 @@ METRICS: Final = (
     Metric(
         "skipped_steps",
         "",
-        "steps skipped since the coordinator began, as gradients were not finite; if steps await their norm",
+        "steps skipped since training began, as gradients were not finite; if steps await their norm",
         "hytrain_skipped_steps_total",
     ),
     Metric("steps", "", "how many steps the run is to have; of recipes", "hytrain_planned_steps"),

@@ -116,6 +116,7 @@ def rejoins(draw: st.DrawFn) -> m.Rejoin:
         placements=tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers),
         step=draw(COUNTS),
         moved=draw(COUNTS),
+        skipped=draw(COUNTS),
     )
 
 

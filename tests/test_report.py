@@ -23,9 +23,10 @@ NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
-    usual = {"step": step, "at_s": float(step), "step_s": 0.5, "stall_s": 0.05, "cpu_busy_s": 0.2, "k": 0.25}
+    ended = {"step": step, "wall_time": 1e9 + step, "at_s": float(step)}
+    usual = {"step_s": 0.5, "stall_s": 0.05, "cpu_busy_s": 0.2, "k": 0.25}
     layers = {"gpu_layers": 2, "visiting_layers": 1, "streamed_layers": 0, "moved": 3}
-    return {**usual, **layers, "predicted_step_s": 0.4, "loss": 4.0 - step / 1000, **more}
+    return {**ended, **usual, **layers, "predicted_step_s": 0.4, "loss": 4.0 - step / 1000, **more}
 
 
 def run(folder: Path, records: list[dict[str, Any]], *, recipe: str | None = None, start: Any = None) -> Path:
@@ -41,7 +42,7 @@ def run(folder: Path, records: list[dict[str, Any]], *, recipe: str | None = Non
 def rows(text: str, caption: str) -> list[list[str]]:
     """The cells of the table with this caption."""
     [found] = [table for table in re.findall(r"<table>(.*?)</table>", text, re.S) if f">{caption}<" in table]
-    lines = re.findall(r"<tr>(.*?)</tr>", found)
+    lines = re.findall(r"<tr[^>]*>(.*?)</tr>", found)
     return [[unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(r"<t[hd].*?</t[hd]>", one)] for one in lines]
 
 

@@ -43,7 +43,7 @@ def at(step: int, **more: Any) -> m.Status:
 
 
 def followed(*statuses: m.Status) -> Feed:
-    feed = Feed(look)
+    feed = Feed("demo", look)
     feed.follow(statuses)
     return feed
 
@@ -97,19 +97,32 @@ def test_events_bring_what_has_come_since(tmp_path: Path) -> None:
 
 
 def test_a_silent_process_is_named() -> None:
+    """In words that stay as they are, since they are read aloud. For how long is told beside the process."""
     first, *others = at(1).processes
-    feed = Feed(look)
-    feed.status = replace(at(1), processes=(replace(first, silent_s=7.0), *others))
-    assert feed.news(0)[1]["state"] == f"{first.address} has not answered for 7 s"
-    assert Feed(look).news(0)[1]["state"] == "waiting for the coordinator"
+    assert Feed("demo", look).news(0)[1]["state"] == "waiting for the coordinator"
     gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
     quiet = replace(gone, processes=(replace(first, silent_s=9.0), *others))
-    for last, state in ((quiet, f"{first.address} has not answered for 9 s"), (gone, "")):
-        feed = Feed(look)
-        feed.follow([at(1), quiet, last])
+    for last, state in ((quiet, f"{first.address} does not answer"), (gone, "")):
+        feed = followed(at(1), quiet, last)
         feed.ended = False
         told = feed.news(0)[1]
+        assert told["processes"][0]["silent_s"] == (9.0 if state else 0.0)
         assert (told["state"], told["line"][:6]) == (state, "step 1"), "also once the trainer has left"
+
+
+def test_pages_that_ask_do_not_make_it_look_again() -> None:
+    """A process's CPU share is since the last look: if each page looked, each would see another."""
+    looks = []
+
+    def looking(shown: m.Status) -> Snapshot:
+        looks.append(shown)
+        return look(shown)
+
+    feed = Feed("demo", looking)
+    feed.follow([at(1)])
+    for _ in range(3):
+        assert feed.news(0)[1]["processes"]
+    assert len(looks) == 2, "at the first status, and at the end"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ def test_why_nothing_comes_any_more_is_told(error: Exception, words: str) -> Non
         raise error
 
     for before in ((), (at(1),)):
-        feed = Feed(look)
+        feed = Feed("demo", look)
         with nullcontext() if isinstance(error, ClusterTimeout) else pytest.raises(type(error)):
             feed.follow(statuses(*before))
         assert feed.ended and feed.news(0)[1]["state"] == words
@@ -162,11 +175,13 @@ def test_prometheus_gets_every_number_that_has_a_name(tmp_path: Path) -> None:
 
 
 def test_prometheus_gets_all_ranks_and_odd_names() -> None:
-    several = replace(at(7), run_name='a "run"\\\n', ranks=(rank(0, 0.7), rank(1, 0.1)))
-    told = exposition(several, ended=False)
+    several = replace(at(7), ranks=(rank(0, 0.7), rank(1, 0.1)))
+    feed = Feed('a "run"\\\n', look)
+    feed.status = several
+    told = exposition(feed)
     assert 'hytrain_up{run="a \\"run\\"\\\\\\n"} 1\n' in told
     assert re.findall(r'hytrain_step_seconds\{.*rank="(\d)"\}', told) == ["0", "1"]
-    assert exposition(None, ended=False).endswith('hytrain_up{run=""} 0\n')
+    assert exposition(Feed("demo", look)).endswith('hytrain_up{run="demo"} 0\n'), "also before it has told a thing"
 
 
 def test_names_for_prometheus_are_unlike() -> None:
@@ -188,14 +203,14 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken, pytest.raises(ConfigError, match="choose another with --web PORT"):
         taken.bind((web.HOST, 0))
         taken.listen()
-        web.serve([], look, tmp_path, taken.getsockname()[1], TOKEN)
+        web.serve([], Feed("demo", look), tmp_path, taken.getsockname()[1], TOKEN)
 
 
 class Waiting(Feed):
     """Follows once a page listens."""
 
     def __init__(self) -> None:
-        super().__init__(look)
+        super().__init__("demo", look)
         self.listens = threading.Event()
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
@@ -211,8 +226,8 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
 
     def statuses() -> Iterator[m.Status]:
         feed.listens.wait(60)
-        for step in range(1, 30):
-            yield at(step, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
+        for time, step in enumerate((*range(1, 10), *range(4, 30))):  # the loop went back
+            yield at(step, wall_time=1e9 + time, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
 
     app = application(feed, run(tmp_path / "one", []), TOKEN)
     listening = socket.create_server((web.HOST, 0))
@@ -233,4 +248,5 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
             thread.join()
     assert '<p id="line">step 29' in seen and "the run has ended" in seen
     assert seen.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', seen)[0]) >= 6
-    assert re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen) == ["4", "9"]
+    plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)
+    assert plans == ["4", "9", "4", "9"]

@@ -159,8 +159,9 @@ def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
         snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.web is not None:
-        folder, token = Path(attachment.run.run_dir), _web_token(arguments.web_token_file)
-        web.serve(attachment.statuses(), Observer(attachment.run).look, folder, arguments.web, token)
+        run, token = attachment.run, _web_token(arguments.web_token_file)
+        feed = web.Feed(run.run_name, Observer(run).look)
+        web.serve(attachment.statuses(), feed, Path(run.run_dir), arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
         _follow(attachment, as_json=arguments.json, commands=commands)

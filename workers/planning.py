@@ -150,7 +150,7 @@ class Planning:
         """Go on with a trainer that has trained before, under a coordinator that has died."""
         self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
-        self.moved = message.moved
+        self.moved, self.skipped = message.moved, message.skipped
         self._planned = self._shares_of(message.plan.placements, message.plan.streamed)
         self._shares = self._shares_of(message.placements, message.plan.streamed)
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS

@@ -91,6 +91,7 @@ class Plan:
     visiting: int
     streamed: int
     reason: str
+    at: float | None = None  # seconds since 1970
     expected_s: float | None = None
     steps_s: array[float] = field(default_factory=lambda: array("d"))
 
@@ -244,7 +245,8 @@ def _add(story: Story, record: dict[str, Any]) -> None:
     story.newest |= {name: value for name in BY_NAME if (value := _number(record, name)) is not None}
     if isinstance(reason := record.get("reason"), str):
         layers = record.get("visiting_layers", 0), record.get("streamed_layers", 0)
-        story.plans.append(Plan(record["step"], _number(record, "k") or 0.0, *layers, reason))
+        at = _number(record, "wall_time")
+        story.plans.append(Plan(record["step"], _number(record, "k") or 0.0, *layers, reason, at))
     if (loss := _number(record, "loss")) is not None:
         story.losses = [*story.losses[1 - LAST_STEPS :], loss]
     if story.diverged_at is None:
@@ -393,7 +395,7 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
         times = (view.seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
         numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.streamed), *times, ratio)
         cells = "".join(f"<td>{cell}</td>" for cell in numbers)
-        rows.append(f'<tr>{cells}<td class="words">{escape(plan.reason)}</td></tr>')
+        rows.append(f'<tr data-at="{plan.at}">{cells}<td class="words">{escape(plan.reason)}</td></tr>')
     left = len(plans) - len(rows)
     title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
     return f'<div id="plans">{_table(title, head, rows)}</div>' if rows or is_live else ""

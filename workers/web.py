@@ -16,6 +16,7 @@ import math
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
@@ -47,11 +48,16 @@ EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Feed:
-    """What comes from the coordinator: the newest status, and the last records in the order in which they came."""
+    """What comes from the coordinator of the run `name`: the newest status, and the last records as they came.
 
-    def __init__(self, look: Callable[[m.Status], view.Snapshot]) -> None:
-        self._look = look
+    It looks at the processes itself, so that their CPU shares do not depend on how many pages ask.
+    """
+
+    def __init__(self, name: str, look: Callable[[m.Status], view.Snapshot]) -> None:
+        self.name, self._look = name, look
         self.status: m.Status | None = None
+        self._seen: view.Snapshot | None = None
+        self._seen_s = -math.inf
         self.ended = self.stops = False
         self._end = "the run has ended"
         self.count = 0  # of all records that have come
@@ -70,27 +76,33 @@ class Feed:
                     self._records.append((self.count + 1, status.record))
                     self.count += 1
                 self.status = status
+                if time.monotonic() - self._seen_s >= EVERY_S:
+                    self._see(status)
         except (ConfigError, ClusterTimeout) as error:
             self._end = str(error)
         except Exception as error:  # or the page would stand still, and not say why
             self._end = f"this monitor has failed: {error!r}"
             raise
         finally:
+            if self.status is not None:
+                self._see(self.status)
             self.ended = True
+
+    def _see(self, status: m.Status) -> None:
+        self._seen, self._seen_s = self._look(status), time.monotonic()
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
         """What has come after so many records: how many there are by now, and what a page shows."""
-        status, known = self.status, list(self._records)
-        if status is None:
+        seen, status, known = self._seen, self.status, list(self._records)
+        if status is None or seen is None:
             return after, {"records": [], "state": self._end if self.ended else "waiting for the coordinator"}
-        silent = [process for process in status.processes if process.silent_s]
-        state = "; ".join(f"{process.address} {view.silence(process)}" for process in silent)
+        state = "; ".join(f"{process.address} does not answer" for process in status.processes if process.silent_s)
         return known[-1][0] if known else after, {
             "records": [json.loads(record) for number, record in known if number > after],
             "state": self._end if self.ended else state,
             "line": view.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
-            "processes": json.loads(view.as_json(self._look(status)))["processes"],
+            "processes": json.loads(view.as_json(replace(seen, status=status)))["processes"],
         }
 
 
@@ -109,7 +121,7 @@ def application(feed: Feed, folder: Path, token: str) -> Starlette:
         return HTMLResponse(report.page(stories, datetime.now(UTC), live=(folder.name, count)))
 
     def metrics(request: Request) -> Response:
-        return PlainTextResponse(exposition(feed.status, ended=feed.ended), media_type=EXPOSITION)
+        return PlainTextResponse(exposition(feed), media_type=EXPOSITION)
 
     async def events(count: int) -> AsyncIterator[str]:
         has_ended = False
@@ -138,10 +150,10 @@ def application(feed: Feed, folder: Path, token: str) -> Starlette:
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 
-def exposition(status: m.Status | None, *, ended: bool) -> str:
+def exposition(feed: Feed) -> str:
     """The newest record of each rank in Prometheus's text format. Without a status, only that there is none."""
-    name = "" if status is None else _escaped(status.run_name)
-    is_up = status is not None and not ended and not status.processes[0].silent_s
+    name, status = _escaped(feed.name), feed.status
+    is_up = status is not None and not feed.ended and not status.processes[0].silent_s
     lines = ["# HELP hytrain_up Whether the run's coordinator answers.", "# TYPE hytrain_up gauge"]
     lines.append(f'hytrain_up{{run="{name}"}} {int(is_up)}')
     records = [] if status is None else [(rank.rank, rank.record) for rank in status.ranks] or [(0, status.record)]
@@ -163,16 +175,13 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def serve(
-    statuses: Iterable[m.Status], look: Callable[[m.Status], view.Snapshot], folder: Path, port: int, token: str
-) -> None:
+def serve(statuses: Iterable[m.Status], feed: Feed, folder: Path, port: int, token: str) -> None:
     """Serve until interrupted; print the address. Raises `ConfigError` without the packages, or for a taken port."""
     try:
         import starlette  # noqa: F401, only checks that it exists
         import uvicorn
     except ImportError:
         raise ConfigError("--web needs starlette and uvicorn: python -m pip install 'hytrain[monitor]'") from None
-    feed = Feed(look)
     try:
         listening = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:

@@ -266,10 +266,14 @@ class Link:
     def _first_report(self) -> TrainerReport | None:
         return next((message for message in self._unrecorded if isinstance(message, TrainerReport)), None)
 
-    def rejoin(self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int) -> None:
+    def rejoin(
+        self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int, skipped: int
+    ) -> None:
         """Tell another coordinator what the first one knew, between two steps. The arguments are `Rejoin`'s."""
         self.is_asked = False
-        rejoin = self._introduction(plan=plan, holds=holds, placements=placements, step=step, moved=moved)
+        rejoin = self._introduction(
+            plan=plan, holds=holds, placements=placements, step=step, moved=moved, skipped=skipped
+        )
         with self._keeping:
             for message in (rejoin, self._positions, *self._unrecorded):
                 if message is not None:

@@ -38,13 +38,14 @@ class Boundary:
         plans: PlanBook,
         gpu_room: Callable[[], Room | None],
         host_free: Callable[[], int | None],
+        skipped: Callable[[], int],
         visits: Visits,
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
-        self._is_stage, self._host_free = is_stage, host_free
+        self._is_stage, self._host_free, self._skipped = is_stage, host_free, skipped
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -65,6 +66,7 @@ class Boundary:
                 placements=self.placements,
                 step=step,
                 moved=self.statistics.moved,
+                skipped=self._skipped(),
             )
 
     def report(self, step: int, number: int) -> None:

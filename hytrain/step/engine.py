@@ -122,6 +122,7 @@ class Engine:
             plans=plans,
             gpu_room=gpu_room,
             host_free=host_free,
+            skipped=self._verdicts.skipped_by_now,
             visits=self._visits,
             is_stage=is_stage,
         )

@@ -192,6 +192,13 @@ class Verdicts:
         self._norms.clear()
         self._so_far.clear()
 
+    def skipped_by_now(self) -> int:
+        """How many steps were skipped, with the last one: waits for its verdict."""
+        if self._last is None:
+            return self.skipped
+        self._last.arrival.synchronize()
+        return self.skipped + (self._last.scale == SKIPPED)
+
     def count_last(self) -> None:
         """Wait for the last step's verdict. A skipped step is counted, but not as an update of any parameter.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,14 @@ def wait_for(happened: Callable[[], bool], meanwhile: Callable[[], object] = lam
 class Training:
     """A loop that goes on until something has happened."""
 
-    def __init__(self, opt: hytrain.AdamW, model: nn.Module) -> None:
-        self._opt, self._model, self.steps = opt, model, 0
+    def __init__(self, opt: hytrain.AdamW, model: nn.Module, loss: Any = square_loss) -> None:
+        self._opt, self._model, self._loss, self.steps = opt, model, loss, 0
 
     def until(self, happened: Callable[[], bool]) -> None:
         wait_for(happened, self._step)
 
     def _step(self) -> None:
-        train(self._model, self._opt, [self.steps], square_loss)
+        train(self._model, self._opt, [self.steps], self._loss)
         self.steps += 1
 
     def until_layers_move(self) -> None:
@@ -75,6 +77,10 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def has_recorded(run_dir: Path, after: int) -> bool:
+    return any(record["step"] > after for record in records(run_dir))
+
+
 def has_planned(run_dir: Path, after: int) -> bool:
     """Whether the coordinator has planned after this step: it then knows how long one should take."""
     return any(record["step"] > after and record["predicted_step_s"] is not None for record in records(run_dir))
@@ -97,6 +103,19 @@ def test_layers_go_on_moving_and_nothing_is_lost() -> None:
     assert [record["step"] for record in found] == [*range(1, training.steps + 1)]
     assert not (opt.run_dir / "metrics-replaced.jsonl").exists()
     assert sorted(record["moved"] for record in found) == [record["moved"] for record in found]
+
+
+def test_skipped_steps_are_counted_on() -> None:
+    """All of them are: also those of which no coordinator, or the dead one, was told."""
+    model = perceptron()
+    with adamw(model, on_nonfinite="skip", k=0.5) as opt:
+        training = Training(opt, model, lambda model, step: square_loss(model, step) * math.nan)
+        for _ in range(2):
+            training.kill_coordinator()
+            training.until(partial(has_recorded, opt.run_dir, after=training.steps))
+    found = records(opt.run_dir)
+    assert [record["step"] for record in found] == [*range(1, training.steps + 1)]
+    assert found[-1]["skipped_steps"] == opt.skipped_steps == training.steps
 
 
 def test_what_a_monitor_has_ordered_stays() -> None:

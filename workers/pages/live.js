@@ -4,7 +4,7 @@
   const [line, reason, state, rows] = ["line", "reason", "state", "processes"].map((id) => document.getElementById(id));
   const plans = document.querySelector("#plans tbody");
 
-  const known = new Set([...plans.rows].map((one) => Number(one.cells[0].textContent))); // the steps of plans
+  const known = new Set([...plans.rows].map((one) => Number(one.dataset.at))); // when they took effect
 
   function row(cells, words = -1) {
     const made = document.createElement("tr");
@@ -21,8 +21,8 @@
     state.classList.toggle("alarm", news.state !== "");
     for (const record of news.records) {
       hytrain.add(record);
-      if (typeof record.reason !== "string" || known.has(record.step)) continue;
-      known.add(record.step);
+      if (typeof record.reason !== "string" || known.has(record.wall_time)) continue;
+      known.add(record.wall_time);
       const numbers = [record.k.toFixed(3), record.visiting_layers, record.streamed_layers];
       plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
     }
@@ -32,7 +32,8 @@
     rows.replaceChildren(
       ...news.processes.map((it) => {
         const use = it.alive ? [`${Math.round(100 * it.cpu_share)}%`, `${(it.rss_bytes / 2 ** 30).toFixed(2)} GiB`] : ["", "gone"];
-        return row([`${it.role}-${it.rank}`, it.pid, ...use, it.detail]);
+        const what = it.silent_s ? `has not answered for ${Math.round(it.silent_s)} s` : it.detail;
+        return row([`${it.role}-${it.rank}`, it.pid, ...use, what]);
       }),
     );
   }
