@@ -77,15 +77,16 @@ class Running:
 
     def command(self, name: str, value: str) -> None:
         """Ask the coordinator as `hytrain-monitor` does. Raises `Unavailable` with its answer if it refuses."""
-        from protocol import messages as m
-        from workers.monitor import Attachment, find
+        from hytrain.errors import ConfigError
+        from hytrain.monitoring import Client
 
         if self.optimizer is None:
             raise Unavailable(f"only HyTrain takes commands such as {name}={value}")
-        with Attachment(find(str(self.optimizer.run_dir))) as attachment:
-            reply = attachment.require(m.Command(name=name, value=value), m.CommandReply)
-        if not reply.ok:
-            raise Unavailable(f"{name}={value}: {reply.text}")
+        with Client(str(self.optimizer.run_dir)) as client:
+            try:
+                client.command(name, value)
+            except ConfigError as error:
+                raise Unavailable(f"{name}={value}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ from protocol.senders import is_named_after, may_send
 
 HIGH_WATER_MARK: Final = 100_000
 MONITOR_HIGH_WATER_MARK: Final = 64
+#: So many replies wait at each end of a connection for who has asked. More are dropped, so that one who asks and does
+#: not read takes little memory.
+REPLIES_HIGH_WATER_MARK: Final = 8
 #: The name of the feed that the coordinator publishes.
 STATUS: Final = "status"
 #: libzmq closes a connection that sends a larger frame. Frames between the two limits are logged and dropped here.
@@ -138,6 +141,7 @@ class Inbox(_Socket):
         self._dead: tuple[str, float] | None = None
         self._ends = select.poll()
         self._poller = zmq.Poller()
+        self._socket.setsockopt(zmq.SNDHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.bind(self._where)
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -250,6 +254,7 @@ class Outbox(_Socket):
         super().__init__(network, zmq.DEALER, str(to))
         self._linger_s = linger_s
         self._socket.setsockopt(zmq.IDENTITY, network.name.encode())
+        self._socket.setsockopt(zmq.RCVHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.connect(self._where)
 
     def send(self, message: Message) -> None:

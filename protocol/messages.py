@@ -4,7 +4,8 @@
     layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
-    watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log -> StatusRequest, Status, Command, CommandReply
+    watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log
+    monitors    StatusRequest -> Status, HistoryRequest -> History, Command -> CommandReply
     timeline    TraceNext -> TraceSteps -> Traced
     checkpoints SaveCheckpoint
     liveness    Ping -> Pong
@@ -32,6 +33,8 @@ GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": (
 STATE_DTYPES = ("float32", "bfloat16")
 #: The dtypes of the masters of bfloat16 weights. With bfloat16 these weights are masters themselves, and not exact.
 MASTER_DTYPES = ("float32", "bfloat16")
+#: So many records are in an answer at most.
+HISTORY_POINTS = 1000
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 #: The most steps of a timeline that a monitor asks for.
 MAX_TRACED_STEPS = 1000
@@ -698,6 +701,10 @@ class RankStatus:
 class Status(Message):
     """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
 
+    `layer_names`, `layer_numels`, `layer_positions` and `placements` are by LID. `placements` are those in effect, and
+    `plan` is the newest plan, which may have to wait for its step. None: there is none, or no trainer.
+    `streamed`: the LIDs of the layers whose weights rest in host memory.
+    `host_planes`, `device_planes`: bytes by plane in host memory, and on the trainer's device.
     `ranks`: those of the job that are known, in their order: on the first machine all. Empty if there is only one.
     """
 
@@ -709,12 +716,33 @@ class Status(Message):
     layer_numels: tuple[int, ...]
     layer_positions: tuple[int, ...]
     placements: tuple[str, ...]
+    streamed: tuple[int, ...]
+    host_planes: dict[str, int]
+    device_planes: dict[str, int]
+    plan: Plan | None
     policy: str
     reason: str
     ranks: tuple[RankStatus, ...]
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRequest(Message):
+    """Monitor to coordinator: send at most so many of the records that you have kept."""
+
+    points: int
+
+    def __post_init__(self) -> None:
+        _require(0 < self.points <= HISTORY_POINTS, f"{self.points} points, not 1 to {HISTORY_POINTS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History(Message):
+    """Coordinator to monitor: records as JSON text, evenly spaced from the oldest that is kept to the newest."""
+
+    records: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

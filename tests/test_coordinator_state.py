@@ -53,7 +53,7 @@ def placed(gpu_lids: Sequence[int], layers: int = LAYERS) -> tuple[str, ...]:
 def usual_sender(message: m.Message) -> Address:
     if isinstance(message, m.OptimizerReport | m.SessionEnded):
         return OPTIMIZER
-    return MONITOR if isinstance(message, m.StatusRequest | m.Command) else TRAINER
+    return MONITOR if isinstance(message, m.StatusRequest | m.HistoryRequest | m.Command) else TRAINER
 
 
 class Driver:
@@ -812,6 +812,60 @@ def test_monitors_get_each_record_though_several_are_written_at_once(driver: Dri
     driver.handle(m.Log(step=3, numbers={"loss": 1.0}))
     published = [json.loads(command.status.record) for command in driver.commands if isinstance(command, Publish)]
     assert published == driver.records and [record["step"] for record in published] == [1, 2, 3]
+
+
+def test_monitors_may_ask_for_the_last_records(driver: Driver) -> None:
+    """As they are in the file, with what came late; also once the trainer has left."""
+    driver.start(policy="fixed", k=0.5)
+    for step in range(9):
+        driver.handle(report(step))
+    driver.handle(m.Log(step=1, numbers={"loss": 2.0}))
+    assert any(isinstance(command, Amend) for command in driver.commands)
+    driver.leave()
+    answer = driver.answer(m.HistoryRequest(points=3))
+    assert [json.loads(record)["step"] for record in answer.records] == [3, 6, 9]
+    first = json.loads(driver.answer(m.HistoryRequest(points=1000)).records[0])
+    assert first == driver.written[0] | {"loss": 2.0}
+
+
+def test_a_status_has_the_plan_that_is_to_come(driver: Driver) -> None:
+    assert driver.status().plan is None
+    first = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
+    assert driver.status().plan == first and driver.status().streamed == ()
+    driver.handle(report(0, streamed=(2, 1)))
+    driver.handle(m.Command(name="k", value="1"))
+    plan = driver.next_plan(1)
+    status = driver.status()
+    assert status.plan == plan and plan is not None and plan.reason == status.reason
+    assert (status.streamed, set(status.placements), set(plan.placements)) == ((), {CPU.name}, {GPU.name})
+
+
+@pytest.mark.parametrize("awaits_verdict", [False, True])
+def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: bool) -> None:
+    """On the host as the plan expects it: 2 bytes per parameter of grads, weights and remainder, 4 of each moment.
+
+    With a second bank of all but the grads, if updates may be undone. A layer whose state visits has no grads there.
+    """
+    shares = {"policy": "fixed", "k": 0.25, "visit": 0.25, "stream": 0.25, "blocks": tuple((lid,) for lid in ALL)}
+    memory = {"device": "cuda", "gpu_bytes": 1 << 40, "window_bytes": 700, "ring_bytes": 900}
+    undoes = {"awaits_verdict": awaits_verdict, "speculate": None if awaits_verdict else False}
+    driver.start(**shares, **memory, **undoes)
+    status, numel = driver.status(), 1 << 20
+    assert sorted(status.placements) == [CPU.name, CPU.name, GPU.name, VISIT.name]
+    banks = 2 if awaits_verdict else 1
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * numel)
+    state = {"weights": 2 * numel, "remainder": 2 * numel, **moments}
+    host = {"grads": 2 * 2 * numel, **{plane: 3 * banks * nbytes for plane, nbytes in state.items()}}
+    assert status.host_planes == host
+    held = {"grads": 2 * 2 * numel} if awaits_verdict else {}
+    device = {**held, "weights": 4 * 2 * numel, "remainder": 2 * numel, **moments}
+    assert status.device_planes == {**device, "ring": 900}
+    lid = status.placements.index(CPU.name)
+    driver.handle(report(0, placements=status.placements, streamed=(lid,)))
+    assert driver.status().device_planes == {**device, "weights": 3 * 2 * numel, "window": 700, "ring": 900}
+    driver.handle(m.Log(step=1, numbers={}))
+    [record] = driver.records
+    assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._process_bytes
 
 
 def test_a_record_counts_skipped_steps(driver: Driver) -> None:

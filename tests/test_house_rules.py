@@ -39,6 +39,8 @@ PURE = (
     "workers/fleet.py",
     "workers/planning.py",
     "workers/records.py",
+    "workers/history.py",
+    "workers/plane_bytes.py",
     "workers/effects.py",
     "workers/alerts.py",
 )

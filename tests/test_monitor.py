@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hytrain.config import Cluster
+from hytrain.monitoring import Client
 from protocol import messages as m
 from protocol.address import Address
 from workers import monitor, run_folder
@@ -262,6 +263,10 @@ def status(**changed: Any) -> m.Status:
         "layer_numels": (1, 3),
         "layer_positions": (0, 1),
         "placements": ("gpu", "cpu"),
+        "streamed": (),
+        "host_planes": {"grads": 3 * 2**30, "weights": 2**30},
+        "device_planes": {"weights": 2**31},
+        "plan": None,
         "policy": "deadline",
         "reason": "[k] is in time",
         "ranks": (),
@@ -269,13 +274,13 @@ def status(**changed: Any) -> m.Status:
     return m.Status(**{**fields, **changed})
 
 
-class Replayed(monitor.Attachment):
+class Replayed(Client):
     """Answers and the feed as they come, in turn: a list is what the feed brings until it is silent."""
 
     def __init__(self, *events: m.Status | list[m.Status]) -> None:
         self.events, self._feed = list(events), self  # type: ignore[assignment]
 
-    def ask(self, question: Any, kind: Any, patience_s: float = 0.0) -> Any:
+    def _ask(self, question: Any, kind: Any, patience_s: float = 0.0) -> Any:
         assert not self.events or isinstance(self.events[0], m.Status)
         return self.events.pop(0) if self.events else None
 

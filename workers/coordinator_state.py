@@ -16,9 +16,10 @@ from typing import Final
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
-from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
+from workers.history import History
 from workers.tracing import Tracing
 
 SAVES_ITSELF: Final = (
@@ -49,6 +50,7 @@ class CoordinatorState:
         self.fleet = Fleet(replan_every=replan_every)
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._tracing = Tracing(is_on=traces)
+        self._history = History()
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
         self._takes_over = kept is not None
         for rank, commands in (kept or {}).items():
@@ -72,6 +74,8 @@ class CoordinatorState:
                 return [Note(f"{sender} is ready: {message.detail}")]
             case m.StatusRequest():
                 return [Answer(self._status())]
+            case m.HistoryRequest(points=points):
+                return [Answer(m.History(records=self._history.sample(points)))]
             case m.Command():
                 return self._on_command(message)
             case m.Goodbye():
@@ -190,12 +194,18 @@ class CoordinatorState:
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
 
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
-        """The commands, with a status for monitors after each record of the shown trainer."""
+        """The commands, with a status for monitors after each record of the shown trainer, which is kept for them."""
+        if seat is not self.fleet.shown:
+            return commands
         found: list[Command] = []
         for command in commands:
             found.append(command)
-            if isinstance(command, Write) and seat is self.fleet.shown:
-                found.append(Publish(replace(self._status(), record=command.line)))
+            match command:
+                case Write(line):
+                    self._history.add(line)
+                    found.append(Publish(replace(self._status(), record=line)))
+                case Amend(step, numbers):
+                    self._history.amend(step, numbers)
         return found
 
     def _status(self) -> m.Status:
@@ -211,6 +221,7 @@ class CoordinatorState:
         ]
         planning = self.fleet.shown.planning
         layers = planning.table.layers if planning is not None else ()
+        planes = planning.plane_bytes if planning is not None else ({}, {})
         return m.Status(
             run_name=self._run_name,
             run_dir=self._run_dir,
@@ -220,6 +231,10 @@ class CoordinatorState:
             layer_numels=tuple(layer.numel for layer in layers),
             layer_positions=tuple(planning.positions) if planning is not None else (),
             placements=planning.placements if planning is not None else (),
+            streamed=tuple(sorted(planning.streamed)) if planning is not None else (),
+            host_planes=planes[0],
+            device_planes=planes[1],
+            plan=planning.plan if planning is not None else None,
             policy=planning.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",
             ranks=self._ranks(),

@@ -14,11 +14,9 @@
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
     hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
 
-    <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Attachment ─ StatusRequest, Command ─▶ coordinator
-                                                    ▲────────── Status, again each step ──┘
+    hytrain.monitoring.Client ─ statuses ─▶ Observer: what the processes use ─▶ monitor_view: text
 
-A monitor cannot slow a run down: the coordinator never waits for it, and the feed drops frames that it does not read.
-`monitor_view` turns a status into text.
+A monitor cannot slow a run down: see `hytrain.monitoring`.
 """
 
 from __future__ import annotations
@@ -26,27 +24,25 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Final
 
 import psutil
 
-from hytrain.config import CLUSTER_FILE, Cluster
+from hytrain.config import Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from hytrain.run import trace
 from protocol import messages as m
-from protocol.address import COORDINATOR, Address
-from protocol.channel import Network
+from protocol.address import Address
 from workers import monitor_view as view
 from workers import report, run_folder, timeline, web
 from workers.alerts import Alerts
@@ -54,14 +50,6 @@ from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-#: After this long without news from the feed, check that the coordinator lives, and ask it.
-LOOK_S: Final = 0.5
-#: How long after a reply the feed may still bring statuses that were published before it.
-LAG_S: Final = 0.2
-ANSWER_S: Final = 10.0
-#: While a run is followed, a coordinator that has not replied for so long is shown as silent.
-SILENT_S: Final = 3.0
-
 #: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
     ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
@@ -74,8 +62,6 @@ ORDERS: Final = (
     ("trace", "N", "draw the timeline of the next N steps into trace.json in the run's folder; 0 ends one"),
     ("checkpoint", "", "save a checkpoint after one of the next steps, where a recipe trains"),
 )
-
-T = TypeVar("T", m.Status, m.CommandReply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _list(arguments.run, as_json=arguments.json)
         if arguments.prune:
             return _prune(arguments.run, arguments.keep)
-        with Attachment(find(arguments.run, alone=arguments.command is not None)) as attachment:
-            return _run(attachment, arguments)
+        with Client(find(arguments.run, alone=arguments.command is not None)) as client:
+            return _run(client, arguments)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `| head` has exited; without this, Python's flush at exit fails too
@@ -152,34 +138,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _run(attachment: Attachment, arguments: argparse.Namespace) -> int:
+def _run(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.command is not None:
-        return _order(attachment, arguments.command)
+        return _order(client, arguments.command)
     if arguments.once:
-        snapshot = Observer(attachment.run).look(attachment.require(m.StatusRequest(), m.Status))
+        snapshot = Observer(client.run).look(client.status())
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.web is not None:
-        run, token = attachment.run, _web_token(arguments.web_token_file)
+        run, token = client.run, _web_token(arguments.web_token_file)
         feed = web.Feed(run.run_name, Observer(run).look)
-        web.serve(attachment.statuses(), feed, Path(run.run_dir), arguments.web, token)
+        web.serve(client.statuses(), feed, Path(run.run_dir), arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
-        _follow(attachment, as_json=arguments.json, commands=commands)
+        _follow(client, as_json=arguments.json, commands=commands)
     else:
-        return _watch(attachment)
+        return _watch(client)
     return 0
 
 
-def _order(attachment: Attachment, command: m.Command) -> int:
+def _order(client: Client, command: m.Command) -> int:
     """Give a command. A timeline is waited for, and nothing else."""
-    drawn = Path(attachment.run.run_dir) / trace.FILE
+    drawn = Path(client.run.run_dir) / trace.FILE
     before = _identity(drawn)
-    reply = attachment.require(command, m.CommandReply)
+    reply = client.require(command, m.CommandReply)
     print(reply.text, file=sys.stdout if reply.ok else sys.stderr, flush=True)
     if not reply.ok:
         return EXIT_USAGE
     if command.name == "trace":
-        while _identity(drawn) == before and not attachment.ended:
+        while _identity(drawn) == before and not client.ended:
             time.sleep(LOOK_S)
         if _identity(drawn) == before:
             raise ConfigError("the run has ended, and left no timeline")
@@ -257,158 +243,13 @@ def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run
     return [replace(run, live=run.live or run.folder in live) for run in runs]
 
 
-# ---------------------------------------------------------------- which run
-
-
-def find(wanted: str | None, *, alone: bool = False) -> Cluster:
-    """The wanted run. None stands for the newest, or, with `alone`, for the only one.
-
-    Raises `ConfigError`, which names the live runs.
-    """
-    runs = live_runs()
-    names = ", ".join(f"{run.run_name} ({run.run_dir})" for run in runs) or "none"
-    if wanted is None:
-        if not runs:
-            raise ConfigError(f"you have no live run: {tempfile.gettempdir()} has no live socket folder")
-        if alone and len(runs) > 1:
-            raise ConfigError(f"several runs are live, name one of them: {names}")
-        return runs[0]
-    path = Path(wanted).resolve()
-    for run in runs:
-        if wanted == run.run_name or path in (Path(run.run_dir), Path(run.socket_dir).resolve()):
-            return run
-    if (elsewhere := _live(path)) is not None:  # a socket folder under another TMPDIR
-        return elsewhere[1]
-    if (path / "metrics.jsonl").is_file():
-        raise ConfigError(f"the run in {path} is not live: hytrain-monitor report {wanted} writes a page about it")
-    raise ConfigError(f"no live run is called {wanted!r}; live runs: {names}")
-
-
-def live_runs() -> list[Cluster]:
-    """This user's live runs, newest first."""
-    found = [live for folder in Path(tempfile.gettempdir()).glob("hytrain-*") if (live := _live(folder)) is not None]
-    return [run for _, run in sorted(found, key=lambda live: live[0], reverse=True)]
-
-
-def _live(folder: Path) -> tuple[int, Cluster] | None:
-    """The start time and the run whose sockets are in `folder`; None if it is not this user's or not live."""
-    try:
-        owner, started_ns = folder.lstat().st_uid, (folder / CLUSTER_FILE).stat().st_mtime_ns
-        if owner != os.getuid():
-            return None
-        run = Cluster.read(str(folder))
-        # The command line must name the folder: another process may have the PID of a dead coordinator.
-        return (started_ns, run) if run.socket_dir in psutil.Process(run.coordinator_pid).cmdline() else None
-    except (OSError, ConfigError, psutil.Error):
-        return None
-
-
-# ---------------------------------------------------------------- the connection
-
-
-class Attachment:
-    """A connection to one run's coordinator, and to one that takes its place. Waits end `LOOK_S` after the run."""
-
-    _last: m.Status | None = None
-
-    def __init__(self, run: Cluster) -> None:
-        """Raises `ConfigError` if the run has ended."""
-        self.run = run
-        try:
-            self._launcher = os.pidfd_open(run.launcher_pid)
-        except ProcessLookupError:
-            raise ConfigError(f"the run {run.run_name} has ended") from None
-        address = Address("monitor", os.getpid())
-        name = f"{address}-{secrets.token_hex(4)}"
-        self._network = Network(run.socket_dir, token=run.token, address=address, name=name)
-        self._feed = self._network.subscriber()
-        self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._network.close()
-        os.close(self._launcher)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run has ended, or its processes are being started again. Follows it to another coordinator."""
-        try:
-            self.run = Cluster.read(self.run.socket_dir)
-        except ConfigError:
-            return True
-        return bool(select.select([self._launcher], [], [], 0)[0])
-
-    def ask(self, question: m.StatusRequest | m.Command, kind: type[T], patience_s: float = ANSWER_S) -> T | None:
-        """The coordinator's reply, or None if it is gone. Raises `ClusterTimeout` if it lives but does not reply."""
-        self._outbox.send(question)
-        asked, deadline = self.run.coordinator_pid, time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            answer = self._outbox.receive(LOOK_S)
-            if isinstance(answer, kind):
-                return answer
-            if self.ended:
-                return None
-            if self.run.coordinator_pid != asked:
-                self._outbox.send(question)
-                asked = self.run.coordinator_pid
-        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
-
-    def require(self, question: m.StatusRequest | m.Command, kind: type[T]) -> T:
-        """Like `ask`, but raises `ConfigError` if the run has ended."""
-        answer = self.ask(question, kind)
-        if answer is None:
-            raise ConfigError(f"the run {self.run.run_name} has ended")
-        return answer
-
-    def statuses(self) -> Iterator[m.Status]:
-        """The current status, then each new one, until the run ends. Asks again while the feed brings nothing.
-
-        If the coordinator does not reply, the last status says so.
-        """
-        newest_s = 0.0
-        while (status := self._current()) is not None:
-            # The reply may overtake statuses in the feed. Yield those first, except before the first reply.
-            while 0.0 < newest_s < view.recorded_at_s(status) and (news := self._next(newest_s, LAG_S)) is not None:
-                newest_s = view.recorded_at_s(news)
-                yield news
-            if view.recorded_at_s(status) >= newest_s:
-                newest_s = view.recorded_at_s(status)
-                self._last = status
-                yield status
-            while (news := self._next(newest_s, LOOK_S)) is not None:
-                newest_s = view.recorded_at_s(news)
-                self._last = news
-                yield news
-
-    def _current(self) -> m.Status | None:
-        """The coordinator's reply, or the last status with how long it has not replied; None once it is gone."""
-        if self._last is None:
-            return self.ask(m.StatusRequest(), m.Status)
-        began_s = time.monotonic()
-        try:
-            return self.ask(m.StatusRequest(), m.Status, SILENT_S)
-        except ClusterTimeout:
-            first, *others = self._last.processes
-            first = replace(first, silent_s=first.silent_s + time.monotonic() - began_s)
-            return replace(self._last, processes=(first, *others))
-
-    def _next(self, newest_s: float, timeout_s: float) -> m.Status | None:
-        """The feed's next status with a newer record, or None after `timeout_s` seconds without a status."""
-        while (news := self._feed.receive(timeout_s)) is not None:
-            if isinstance(news, m.Status) and view.recorded_at_s(news) > newest_s:
-                return news
-        return None
-
-
 # ---------------------------------------------------------------- the modes
 
 
-def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str | None]) -> None:
+def _follow(client: Client, *, as_json: bool, commands: Mapping[str, str | None]) -> None:
     shown, silent = "{}", set[str]()  # the record before the first step, and who does not answer
     alerts, running = Alerts(), list[subprocess.Popen[bytes]]()
-    for status in attachment.statuses():
+    for status in client.statuses():
         for alert in alerts.look(status):
             if (command := commands[alert.kind]) is not None:
                 about = {"HYTRAIN_ALERT": alert.kind, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
@@ -428,7 +269,7 @@ def _follow(attachment: Attachment, *, as_json: bool, commands: Mapping[str, str
             last.wait(ANSWER_S)
 
 
-def _watch(attachment: Attachment) -> int:
+def _watch(client: Client) -> int:
     """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
     try:
         from workers.screen import Screen
@@ -438,10 +279,10 @@ def _watch(attachment: Attachment) -> int:
         ) from None
 
     def send(command: m.Command) -> m.CommandReply:
-        with Attachment(attachment.run) as other:  # a connection is for one thread
+        with Client(client.run) as other:  # a connection is for one thread
             return other.require(command, m.CommandReply)
 
-    screen = Screen(attachment.statuses(), Observer(attachment.run).look, send, (*SETTINGS, *ORDERS))
+    screen = Screen(client.statuses(), Observer(client.run).look, send, (*SETTINGS, *ORDERS))
     screen.run()
     screen.has_followed.wait(ANSWER_S + 2 * LOOK_S)  # the connection is closed next
     if screen.shown is not None:

@@ -60,11 +60,6 @@ class Snapshot:
     processes: tuple[tuple[m.Process, Usage | None], ...]
 
 
-def recorded_at_s(status: m.Status) -> float:
-    """When the status's record was made, in seconds of the node's monotonic clock; 0 before the first record."""
-    return float(json.loads(status.record).get("at_s", 0.0))
-
-
 # ---------------------------------------------------------------- the ranks of a job
 
 

@@ -27,6 +27,7 @@ from protocol.address import Address
 from protocol.handles import Precision, layout
 from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, gpu_fraction
 from workers.effects import Command, Note, Send
+from workers.plane_bytes import PlaneBytes
 
 #: Steps that warm up. They are recorded, but the planner does not use their times.
 WARM_UP_STEPS: Final = 1
@@ -106,7 +107,7 @@ class Planning:
         self._placed_bytes: int | None = None
         self._has_ring = False  # for visits, on the GPU
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
-        self._streamed: frozenset[int] = frozenset()  # layers whose weights rest in host memory, as last reported
+        self._streamed: frozenset[int] = frozenset()
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
         self._same_steps = WHOLE_STEPS
         self.reason = ""
@@ -123,6 +124,7 @@ class Planning:
         self._streamable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(self._facts, rates=rates, awaits_verdict=table.awaits_verdict)
+        self._plane_bytes = PlaneBytes(table)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))
         self._uncalibrated = {self._trainer, self._optimizer}
@@ -137,6 +139,21 @@ class Planning:
     @property
     def placements(self) -> tuple[str, ...]:
         return self._ledger.placements
+
+    @property
+    def plan(self) -> m.Plan | None:
+        """The newest plan, whether it is in effect or not."""
+        return self._plan
+
+    @property
+    def streamed(self) -> frozenset[int]:
+        """The layers whose weights rest in host memory, as last reported."""
+        return self._streamed
+
+    @property
+    def plane_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by plane in host memory, and on the trainer's device."""
+        return self._plane_bytes.of(self.placements, self._streamed)
 
     # ------------------------------------------------------------ before the first step
 

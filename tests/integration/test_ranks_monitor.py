@@ -12,9 +12,8 @@ from sharded_models import Decoder, next_token_loss
 from torch.distributed.fsdp import fully_shard
 
 import hytrain
-from protocol import messages as m
+from hytrain.monitoring import Client
 from workers import monitor_view as view
-from workers.monitor import Attachment
 
 PAUSE_S = 0.05
 STEPS = 4
@@ -38,9 +37,9 @@ def one_is_slow(slow: int) -> str | None:
             opt.log(step + 1)
         shown = None
         if dist.get_rank() == 0:
-            with Attachment(opt._session._cluster) as attachment:
+            with Client(opt._session._cluster) as client:
                 ends_s = time.monotonic() + DEADLINE_S
-                while None in view.waits_s(status := attachment.require(m.StatusRequest(), m.Status)):
+                while None in view.waits_s(status := client.status()):
                     assert time.monotonic() < ends_s, status.ranks
             shown = view.record_json(status)
         dist.barrier()

@@ -22,12 +22,12 @@ from typing import Final
 import psutil
 import zmq
 
+from hytrain.monitoring import Client
 from protocol import messages as m
 from protocol.address import ROLES, Address
 from protocol.channel import Network, PeerNotReading
 from tests.fuzz.frames import Maker
 from tests.soak.run import Broken, Run
-from workers.monitor import Attachment
 
 Act = Callable[[Run, random.Random], str]
 REFUSED: Final = 2
@@ -382,7 +382,7 @@ def commands(run: Run, drawn: random.Random) -> str:
     """A monitor steers the run."""
     assert run.cluster is not None
     given = []
-    with Attachment(run.cluster) as monitor:
+    with Client(run.cluster) as monitor:
         for _ in range(drawn.randint(1, 6)):
             name = drawn.choice(["k", "threads", "policy", "objective", "nonsense"])
             value = {
@@ -394,7 +394,7 @@ def commands(run: Run, drawn: random.Random) -> str:
             }[name]
             reply = monitor.require(m.Command(name=name, value=value), m.CommandReply)
             given.append(f"{name}={value}{'' if reply.ok else ' (refused)'}")
-        monitor.require(m.StatusRequest(), m.Status)
+        monitor.status()
         if drawn.random() < 0.8:
             monitor.require(m.Command(name="policy", value="random"), m.CommandReply)
     return ", ".join(given)

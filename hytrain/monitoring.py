@@ -1,0 +1,306 @@
+"""Live runs from outside: which there are, and a connection to one. For programs; `hytrain-monitor` is made with it.
+
+    <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Client ─ StatusRequest, HistoryRequest, Command ─▶ coordinator
+                                                  ▲─────────── Status, again each step ──┘
+
+A client cannot slow a run down: the coordinator never waits for it, and the feed drops frames that it does not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+import psutil
+
+from hytrain.config import CLUSTER_FILE, Cluster
+from hytrain.errors import ClusterTimeout, ConfigError
+from protocol import messages as m
+from protocol.address import COORDINATOR, Address
+from protocol.channel import Network
+from protocol.messages import Status
+from protocol.placement import PLACEMENTS
+
+__all__ = ["Client", "LayerPlace", "Status", "find", "live_runs"]
+
+#: After this long without news from the feed, check that the coordinator lives, and ask it.
+LOOK_S: Final = 0.5
+#: How long after a reply the feed may still bring statuses that were published before it.
+LAG_S: Final = 0.2
+ANSWER_S: Final = 10.0
+#: While a run is followed, a coordinator that has not replied for so long is shown as silent.
+SILENT_S: Final = 3.0
+#: Of the end of each log, so much is looked at.
+TAIL_BYTES: Final = 1 << 16
+
+T = TypeVar("T", Status, m.History, m.CommandReply)
+Question = m.StatusRequest | m.HistoryRequest | m.Command
+
+
+class LayerPlace(NamedTuple):
+    """A layer, and where its parts are.
+
+    Attributes:
+        lid: Its ID, from 0 on.
+        name: Its module's name in the model.
+        numel: How many parameters it has, on this rank.
+        weights: Where its weights rest between uses: "gpu", which stands for the trainer's device, or "host".
+        state: Where its optimizer state rests: "gpu" or "host".
+        updated_by: Who updates it: "gpu" or "cpu".
+    """
+
+    lid: int
+    name: str
+    numel: int
+    weights: str
+    state: str
+    updated_by: str
+
+
+class Client:
+    """A connection to a live run of this user on this machine, which sees it and can steer it.
+
+        with hytrain.monitoring.Client() as run:
+            print(run.history()[-1]["loss"], run.layers())
+            for status in run.statuses():  # one per step, until the run ends
+                print(json.loads(status.record)["step_s"])
+
+    It follows the run to another coordinator, if the first one dies. One thread may use it.
+    """
+
+    _last: Status | None = None
+
+    def __init__(self, run: Cluster | str | None = None) -> None:
+        """Connect.
+
+        Args:
+            run: The run's name, its folder or its socket folder. None stands for the newest one.
+
+        Raises:
+            ConfigError: There is no such live run; the message names those that there are.
+        """
+        self.run = run if isinstance(run, Cluster) else find(run)
+        try:
+            self._launcher = os.pidfd_open(self.run.launcher_pid)
+        except ProcessLookupError:
+            raise ConfigError(f"the run {self.run.run_name} has ended") from None
+        address = Address("monitor", os.getpid())
+        name = f"{address}-{secrets.token_hex(4)}"
+        self._network = Network(self.run.socket_dir, token=self.run.token, address=address, name=name)
+        self._feed = self._network.subscriber()
+        self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
+
+    def close(self) -> None:
+        """Disconnect. The run goes on."""
+        self._network.close()
+        os.close(self._launcher)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended, or its processes are being started again."""
+        try:
+            self.run = Cluster.read(self.run.socket_dir)  # it may have another coordinator
+        except ConfigError:
+            return True
+        return bool(select.select([self._launcher], [], [], 0)[0])
+
+    def status(self) -> Status:
+        """The newest record, the layers and their placements, the plan and its reason, and the processes.
+
+        Raises:
+            ConfigError: The run has ended.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        return self.require(m.StatusRequest(), Status)
+
+    def statuses(self) -> Iterator[Status]:
+        """The current status, then each new one, until the run ends.
+
+        While no step ends, the last status comes again, at least every 4 s. If the coordinator does not reply, this
+        status says so: its first process is the coordinator, whose `silent_s` grows. A caller that is slower than the
+        run misses statuses.
+
+        Raises:
+            ClusterTimeout: The coordinator lives, but has not replied to the first question for 10 s.
+        """
+        newest_s = 0.0
+        while (status := self._current()) is not None:
+            # The reply may overtake statuses in the feed. Yield those first, except before the first reply.
+            while 0.0 < newest_s < _recorded_at_s(status) and (news := self._next(newest_s, LAG_S)) is not None:
+                newest_s = _recorded_at_s(news)
+                yield news
+            if _recorded_at_s(status) >= newest_s:
+                newest_s = _recorded_at_s(status)
+                self._last = status
+                yield status
+            while (news := self._next(newest_s, LOOK_S)) is not None:
+                newest_s = _recorded_at_s(news)
+                self._last = news
+                yield news
+
+    def history(self, points: int = 500) -> list[dict[str, Any]]:
+        """The records that the coordinator has kept, the newest one last, evenly spaced if there are more.
+
+        It keeps up to 4096, of the first rank of this machine. `metrics.jsonl` in the run's folder has all.
+
+        Args:
+            points: How many at most, from 1 to 1000. Records that are large come in smaller numbers.
+
+        Raises:
+            ValueError: `points` is out of range.
+            ConfigError: The run has ended.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        return [json.loads(record) for record in self.require(m.HistoryRequest(points=points), m.History).records]
+
+    def layers(self) -> list[LayerPlace]:
+        """The layers of the first rank of this machine by ID, as they are placed now; none if no trainer has joined.
+
+        Raises:
+            ConfigError: The run has ended.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        status = self.status()
+        found = []
+        for lid, (name, numel) in enumerate(zip(status.layer_names, status.layer_numels, strict=True)):
+            placement, weights = PLACEMENTS[status.placements[lid]], "host" if lid in status.streamed else "gpu"
+            found.append(LayerPlace(lid, name, numel, weights, placement.state, placement.updates))
+        return found
+
+    def log_tail(self, lines: int = 20) -> dict[str, list[str]]:
+        """The last lines of each log of the run's processes on this machine, by the log's name.
+
+        They are read from the run's folder, 64 KiB of each at most: neither a process nor its log waits for a reader.
+        """
+        return {path.name: _tail(path, lines) for path in sorted(Path(self.run.run_dir, "logs").glob("*.log"))}
+
+    def command(self, name: str, value: str) -> str:
+        """Change the plan, as `hytrain-monitor --set-k` and the like do: the coordinator's answer, a sentence.
+
+        Args:
+            name: "k", "threads", "policy" or "objective".
+            value: As on the command line, such as "0.3" or "auto".
+
+        Raises:
+            ConfigError: The coordinator refuses it and says why, or the run has ended.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        reply = self.require(m.Command(name=name, value=value), m.CommandReply)
+        if not reply.ok:
+            raise ConfigError(reply.text)
+        return reply.text
+
+    def require(self, question: Question, kind: type[T]) -> T:
+        """The coordinator's reply to one of the protocol's questions. Raises as `status` does."""
+        answer = self._ask(question, kind)
+        if answer is None:
+            raise ConfigError(f"the run {self.run.run_name} has ended")
+        return answer
+
+    def _ask(self, question: Question, kind: type[T], patience_s: float = ANSWER_S) -> T | None:
+        """The coordinator's reply, or None if it is gone. Raises `ClusterTimeout` if it lives but does not reply."""
+        self._outbox.send(question)
+        asked, deadline = self.run.coordinator_pid, time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            answer = self._outbox.receive(LOOK_S)
+            if isinstance(answer, kind):
+                return answer
+            if self.ended:
+                return None
+            if self.run.coordinator_pid != asked:
+                self._outbox.send(question)
+                asked = self.run.coordinator_pid
+        raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
+
+    def _current(self) -> Status | None:
+        """The coordinator's reply, or the last status with how long it has not replied; None once it is gone."""
+        if self._last is None:
+            return self._ask(m.StatusRequest(), Status)
+        began_s = time.monotonic()
+        try:
+            return self._ask(m.StatusRequest(), Status, SILENT_S)
+        except ClusterTimeout:
+            first, *others = self._last.processes
+            first = replace(first, silent_s=first.silent_s + time.monotonic() - began_s)
+            return replace(self._last, processes=(first, *others))
+
+    def _next(self, newest_s: float, timeout_s: float) -> Status | None:
+        """The feed's next status with a newer record, or None after `timeout_s` seconds without a status."""
+        while (news := self._feed.receive(timeout_s)) is not None:
+            if isinstance(news, Status) and _recorded_at_s(news) > newest_s:
+                return news
+        return None
+
+
+def find(wanted: str | None = None, *, alone: bool = False) -> Cluster:
+    """The wanted live run: by its name, its folder or its socket folder.
+
+    None stands for the newest, or, with `alone`, for the only one.
+
+    Raises:
+        ConfigError: There is no such run; the message names the live runs.
+    """
+    runs = live_runs()
+    names = ", ".join(f"{run.run_name} ({run.run_dir})" for run in runs) or "none"
+    if wanted is None:
+        if not runs:
+            raise ConfigError(f"you have no live run: {tempfile.gettempdir()} has no live socket folder")
+        if alone and len(runs) > 1:
+            raise ConfigError(f"several runs are live, name one of them: {names}")
+        return runs[0]
+    path = Path(wanted).resolve()
+    for run in runs:
+        if wanted == run.run_name or path in (Path(run.run_dir), Path(run.socket_dir).resolve()):
+            return run
+    if (elsewhere := _live(path)) is not None:  # a socket folder under another TMPDIR
+        return elsewhere[1]
+    if (path / "metrics.jsonl").is_file():
+        raise ConfigError(f"the run in {path} is not live: hytrain-monitor report {wanted} writes a page about it")
+    raise ConfigError(f"no live run is called {wanted!r}; live runs: {names}")
+
+
+def live_runs() -> list[Cluster]:
+    """This user's live runs, newest first."""
+    found = [live for folder in Path(tempfile.gettempdir()).glob("hytrain-*") if (live := _live(folder)) is not None]
+    return [run for _, run in sorted(found, key=lambda live: live[0], reverse=True)]
+
+
+def _live(folder: Path) -> tuple[int, Cluster] | None:
+    """The start time and the run whose sockets are in `folder`; None if it is not this user's or not live."""
+    try:
+        owner, started_ns = folder.lstat().st_uid, (folder / CLUSTER_FILE).stat().st_mtime_ns
+        if owner != os.getuid():
+            return None
+        run = Cluster.read(str(folder))
+        # The command line must name the folder: another process may have the PID of a dead coordinator.
+        return (started_ns, run) if run.socket_dir in psutil.Process(run.coordinator_pid).cmdline() else None
+    except (OSError, ConfigError, psutil.Error):
+        return None
+
+
+def _recorded_at_s(status: Status) -> float:
+    """When the status's record was made, in seconds of the node's monotonic clock; 0 before the first record."""
+    return float(json.loads(status.record).get("at_s", 0.0))
+
+
+def _tail(path: Path, lines: int) -> list[str]:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - TAIL_BYTES, 0))
+        found = file.read().decode(errors="replace").splitlines()
+    return [*deque(found, maxlen=lines)]
