@@ -133,6 +133,9 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
             status, record = json.loads(once.stdout), recorded(tmp_path / "run")[-1]
             assert {name: status[name] for name in record} == record
             assert record["step"] == 4 and {"loss", "k"} <= record.keys()
+            with Client(str(tmp_path / "run")) as client:
+                assert client.history() == recorded(tmp_path / "run") and len(client.layers()) == 8
+                assert client.log_tail(1)["coordinator-0.log"]
             assert len(status["layers"]) == 8 and {layer["owner"] for layer in status["layers"]} <= {"gpu", "cpu"}
             assert {p["role"] for p in status["processes"]} == {"coordinator", "optimizer", "trainer", "launcher"}
             assert all(p["alive"] and p["rss_bytes"] > 0 for p in status["processes"])

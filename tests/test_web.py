@@ -30,6 +30,7 @@ from workers import monitor, web
 from workers.monitor_view import Snapshot
 from workers.web import Feed, application, exposition
 
+ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "a token"
 
 
@@ -187,6 +188,22 @@ def test_prometheus_gets_all_ranks_and_odd_names() -> None:
 def test_names_for_prometheus_are_unlike() -> None:
     names = [metric.prometheus for metric in METRICS if metric.prometheus]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"hytrain_[a-z_]+", name) for name in names)
+
+
+def test_the_dashboard_shows_metrics_that_exist(tmp_path: Path) -> None:
+    """A name that does not exist would be an empty panel. Each expression selects the runs."""
+    dashboard = json.loads((ROOT / "examples" / "grafana-dashboard.json").read_text())
+    known = {metric.prometheus for metric in METRICS if metric.prometheus} | {"hytrain_up"}
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for expression in shown:
+        names = re.findall(r"hytrain_\w+", expression)
+        assert names and set(names) <= known and expression.count('{run=~"$run"}') == len(names), expression
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) > 10
+    if promtool := shutil.which("promtool"):
+        rules = [{"record": f"panel:{number}", "expr": expression} for number, expression in enumerate(shown)]
+        (file := tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+        checked = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
