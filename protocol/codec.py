@@ -81,7 +81,7 @@ def decode(frame: bytes, *, token: str) -> Envelope:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not (value and isinstance(value[0], str | int | float)):  # as the others, then
         return [_plain(item) for item in value]
     return value
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -366,7 +367,7 @@ def test_the_table_has_a_line_per_rank() -> None:
         Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, world=4, gather_s=0.6), record="{}"))), ())
     )
     assert "ranks     rank 1 is the slowest: the others wait 500.0 ms in each step" in text
-    head, zero, one, two, three = text.splitlines()[7:12]
+    head, zero, one, two, three = text.splitlines()[9:14]
     assert head.split() == ["rank", "host", "step", "step", "time", "stall", "waits", "k", "optimizer"]
     assert zero.split() == "0 host0 7 2.00 s 500.0 ms 25% 600.0 ms 30% 0.125 2 threads on cores 0-7".split()
     assert one.split() == "1 host1 7 2.00 s 1.00 s 50% 0.0 ms 0% 0.250 2 threads on cores 0-7".split()
@@ -395,3 +396,63 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
     text = view.as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text
+
+
+GIB = 2**30
+
+
+def test_memory_is_told_by_plane() -> None:
+    """The largest first. What planes do not explain of the GPU's peak is told, too."""
+    assert view.memory(status()) == [
+        "host 4.00 GiB: grads 3.00 GiB, weights 1.00 GiB",
+        "trainer 2.00 GiB: weights 2.00 GiB",
+    ]
+    on_gpu = status(record=json.dumps(RECORD | {"gpu_peak_bytes": 5 * GIB}), host_planes={})
+    rest = "activations and others, at the peak 3.00 GiB"
+    assert view.memory(on_gpu) == [f"GPU 5.00 GiB: {rest}, weights 2.00 GiB"]
+    assert view.memory(status(host_planes={}, device_planes={})) == []
+
+
+def on_cores(*cores: int) -> Usage:
+    return Usage(cores=cores, rss_bytes=0, cpu_s=0.0, cpu_share=0.0)
+
+
+def test_a_core_belongs_to_who_is_pinned_to_it() -> None:
+    """The trainer may run on all cores, and the coordinator, too: those of the optimizer are the optimizer's."""
+    addresses = [Address("coordinator", 0), Address("trainer", 0), Address("optimizer", 0), Address("optimizer", 1)]
+    processes = [m.Process(address=address, pid=1, detail="") for address in addresses]
+    usages = on_cores(*range(8)), on_cores(*range(6)), on_cores(2, 3), None
+    loads = (0.0, 0.5, 1.0, 0.97, 0.3, 0.3, 0.1, 0.2)
+    shown = Snapshot(status(), tuple(zip(processes, usages, strict=True)), loads)
+    groups = view.cores(shown)
+    assert [(it.owner, it.cores) for it in groups] == [
+        ("optimizer-0", (2, 3)),
+        ("others", (6, 7)),
+        ("trainer-0", (0, 1, 4, 5)),
+    ]
+    assert groups[0].loads == (1.0, 0.97) and groups[0].bars == "██" and groups[2].bars == "▁▅▃▃"
+    assert groups[2].mean == pytest.approx(1.1 / 4)
+    told = json.loads(view.as_json(shown))
+    assert told["cores"][0] == {"owner": "optimizer-0", "cores": [2, 3], "loads": [1.0, 0.97], "bars": "██"}
+    assert told["host_planes"] == {"grads": 3 * GIB, "weights": GIB}
+    shared = Snapshot(status(), ((processes[1], on_cores(0, 1)), (processes[2], on_cores(0, 1))), (0.5, 0.5))
+    assert [it.owner for it in view.cores(shared)] == ["trainer-0, optimizer-0"]
+    assert view.cores(Snapshot(status(), ())) == [], "at the first look"
+    pytest.importorskip("rich")
+    text = view.as_text(shown)
+    assert "cores     optimizer-0  2-3      98%  ██\n" in text and "trainer-0    0-1,4-5  28%  ▁▅▃▃\n" in text
+    assert "memory    host 4.00 GiB: grads 3.00 GiB, weights 1.00 GiB\n" in text
+
+
+def test_the_load_of_a_core_is_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for a disk is no load. Time of virtual machines is in that of users, and counts once."""
+    names = ("user", "nice", "system", "idle", "iowait", "guest", "guest_nice")
+    times = namedtuple("times", names)
+    spent = [[times(1, 0, 0, 9, 0, 0, 0)] * 2, [times(4, 0, 2, 13, 1, 3, 0), times(1, 0, 0, 9, 0, 0, 0)]]
+    monkeypatch.setattr(monitor.psutil, "cpu_times", lambda percpu: spent[0])
+    pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": ()}
+    observer = monitor.Observer(Cluster(run_name="", run_dir="", socket_dir="", token="", **pids))
+    assert observer.look(status()).loads == ()
+    monkeypatch.setattr(monitor, "CORES_S", 0.0)
+    del spent[0]
+    assert observer.look(status()).loads == (0.5, 0.0)

@@ -50,6 +50,9 @@ from workers.monitor_view import Snapshot, Usage
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+#: The load of cores is a mean over at least so much.
+CORES_S: Final = 0.2
+
 #: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
     ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
@@ -142,7 +145,9 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.command is not None:
         return _order(client, arguments.command)
     if arguments.once:
-        snapshot = Observer(client.run).look(client.status())
+        observer = Observer(client.run)
+        time.sleep(CORES_S)
+        snapshot = observer.look(client.status())
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.web is not None:
         run, token = client.run, _web_token(arguments.web_token_file)
@@ -291,17 +296,26 @@ def _watch(client: Client) -> int:
 
 
 class Observer:
-    """Reads what a run's processes use, and remembers their CPU time at the last look."""
+    """Reads what a run's processes and the cores do, and remembers their CPU times at the last look."""
 
     def __init__(self, run: Cluster) -> None:
         address, detail = Address("launcher", 0), "starts and supervises the others"
         self._launcher = m.Process(address=address, pid=run.launcher_pid, detail=detail)
         self._seen: dict[int, tuple[float, float]] = {}
+        self._loads: tuple[float, ...] = ()
+        self._cores, self._cores_s = _core_times(), time.monotonic()
 
     def look(self, status: m.Status) -> Snapshot:
-        """`status`, with the current usage of its processes and of the launcher."""
+        """`status`, with the current usage of its processes and of the launcher, and the load of this machine's cores.
+
+        At the first look, no load of cores is known.
+        """
+        if (now_s := time.monotonic()) - self._cores_s >= CORES_S:
+            before, self._cores, self._cores_s = self._cores, _core_times(), now_s
+            spent = [(b1 - b0, t1 - t0) for (b0, t0), (b1, t1) in zip(before, self._cores, strict=False)]
+            self._loads = tuple(busy_s / total_s if total_s > 0 else 0.0 for busy_s, total_s in spent)
         processes = (*status.processes, self._launcher)
-        return Snapshot(status, tuple((process, self._usage(process.pid)) for process in processes))
+        return Snapshot(status, tuple((process, self._usage(process.pid)) for process in processes), self._loads)
 
     def _usage(self, pid: int) -> Usage | None:
         """A process's usage, or None if it is gone. `cpu_share` is since the last look, at first since its start."""
@@ -319,6 +333,15 @@ class Observer:
             )
         except psutil.Error:
             return None
+
+
+def _core_times() -> list[tuple[float, float]]:
+    """For each core, how many seconds it was busy, and how many in all. That of virtual machines is in `user`."""
+    found = []
+    for it in psutil.cpu_times(percpu=True):
+        total_s = sum(it) - it.guest - it.guest_nice
+        found.append((total_s - it.idle - it.iowait, total_s))
+    return found
 
 
 if __name__ == "__main__":

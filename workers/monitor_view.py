@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
-from hytrain.readable import GIB
+from hytrain.readable import GIB, gib
 from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #: For each placement, in the order of `PLACEMENTS`.
 STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan"), strict=False))
 MARKS: Final = dict(zip(PLACEMENTS, "█░▒", strict=False))
+BARS: Final = "▁▂▃▄▅▆▇█"
 #: When the CPU updates in a step that may be clipped.
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 TEXT_COLUMNS: Final = 140
@@ -54,10 +55,32 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A status, and each process's usage then; None for a process that was gone."""
+    """A status, and each process's usage then; None for a process that was gone.
+
+    `loads`: for each core of this machine, the share of its time in which it was busy; empty if it is not known.
+    """
 
     status: m.Status
     processes: tuple[tuple[m.Process, Usage | None], ...]
+    loads: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores of one owner: the processes that are pinned to them, or "others". `loads` are theirs."""
+
+    owner: str
+    cores: tuple[int, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.loads) / len(self.loads)
+
+    @property
+    def bars(self) -> str:
+        """A bar for each core, as high as its load."""
+        return "".join(BARS[min(int(load * len(BARS)), len(BARS) - 1)] for load in self.loads)
 
 
 # ---------------------------------------------------------------- the ranks of a job
@@ -126,6 +149,9 @@ def as_json(snapshot: Snapshot) -> str:
         "reason": status.reason,
         "layers": [{"name": name, "numel": numel, "owner": placed} for name, numel, placed in layers],
         "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
+        "cores": [asdict(group) | {"bars": group.bars} for group in cores(snapshot)],
+        "host_planes": status.host_planes,
+        "device_planes": status.device_planes,
         **_ranks_json(status),
     }
     return json.dumps(described)
@@ -211,6 +237,40 @@ def seconds(duration_s: float) -> str:
     return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
 
 
+# ---------------------------------------------------------------- memory and cores
+
+
+def cores(snapshot: Snapshot) -> list[Cores]:
+    """The cores by their owner: of the trainers and optimizers that may run on a core, those with the fewest cores."""
+    pinned = {
+        str(process.address): usage.cores
+        for process, usage in snapshot.processes
+        if usage is not None and process.address.role in ("optimizer", "trainer")
+    }
+    groups: dict[str, list[int]] = {}
+    for core in range(len(snapshot.loads)):
+        having = {name: len(its) for name, its in pinned.items() if core in its}
+        owner = ", ".join(name for name, count in having.items() if count == min(having.values()))
+        groups.setdefault(owner or "others", []).append(core)
+    return [
+        Cores(owner, tuple(its), tuple(snapshot.loads[core] for core in its)) for owner, its in sorted(groups.items())
+    ]
+
+
+def memory(status: m.Status) -> list[str]:
+    """What planes take in host memory and on the trainer's device, the largest first; and what else steps needed."""
+    record = json.loads(status.record)
+    on_device, peak = dict(status.device_planes), record.get("gpu_peak_bytes")
+    if peak is not None and (rest := peak - sum(on_device.values())) > 0:
+        on_device["activations and others, at the peak"] = rest
+    found = []
+    for where, planes in (("host", status.host_planes), ("trainer" if peak is None else "GPU", on_device)):
+        if planes:
+            parts = [f"{plane} {gib(nbytes)}" for plane, nbytes in sorted(planes.items(), key=lambda it: -it[1])]
+            found.append(f"{where} {gib(sum(planes.values()))}: {', '.join(parts)}")
+    return found
+
+
 # ---------------------------------------------------------------- the list of runs
 
 
@@ -285,6 +345,10 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         facts.add_row("training", "no step has ended yet")
     if status.layer_names:
         facts.add_row("layers", _strip(status))
+    if used := memory(status):
+        facts.add_row("memory", "\n".join(used))
+    if groups := cores(snapshot):
+        facts.add_row("cores", _core_rows(groups))
     for sentence in _waiting(status):
         facts.add_row("ranks", f"{sentence} in each step")
     parts = [facts, _rank_table(status, record)] if status.ranks else [facts]
@@ -303,6 +367,17 @@ def _strip(status: m.Status) -> Text:
         strip.append(f"   {mark} ", STYLES[name])
         strip.append(f"{name.upper()} {of_each.count(name)} layers, {numel / sum(numels):.0%}")
     return strip
+
+
+def _core_rows(groups: Sequence[Cores]) -> Table:
+    from rich.table import Table
+
+    rows = Table.grid(padding=(0, 2))
+    for column in ("owner", "cores", "mean", "bars"):
+        rows.add_column(justify="right" if column == "mean" else "left", no_wrap=column != "bars", overflow="fold")
+    for group in groups:
+        rows.add_row(group.owner, format_cores(group.cores), f"{group.mean:.0%}", group.bars)
+    return rows
 
 
 def _rank_table(status: m.Status, record: dict[str, Any]) -> Table:
