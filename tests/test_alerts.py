@@ -97,9 +97,15 @@ def test_the_command_knows_what_has_happened(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "words", [["--on-stall", "true"], ["--once", "--on-divergence", "true"], ["--web-token-file", "x"]]
+    "words",
+    [
+        ["--on-stall", "true"],
+        ["--once", "--on-divergence", "true"],
+        ["--web-token-file", "x"],
+        ["--once", "one", "two"],
+    ],
 )
 def test_what_belongs_to_another_mode_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         monitor.main(words)
-    assert re.search("(are for --follow|is for --web)", capsys.readouterr().err)
+    assert re.search("(are for --follow|is for --web|are for --web)", capsys.readouterr().err)

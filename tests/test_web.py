@@ -27,7 +27,7 @@ from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor, web
-from workers.monitor_view import Snapshot
+from workers.monitor_view import Snapshot, Usage
 from workers.web import Feed, application, exposition
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +43,12 @@ def at(step: int, **more: Any) -> m.Status:
     return status(record=json.dumps({**usual, **record(step, **more)}))
 
 
-def followed(*statuses: m.Status) -> Feed:
-    feed = Feed("demo", look)
+def new(name: str = "demo", folder: Path = Path("/runs/demo")) -> Feed:
+    return Feed(name, folder, look)
+
+
+def followed(*statuses: m.Status, name: str = "demo", folder: Path = Path("/runs/demo")) -> Feed:
+    feed = new(name, folder)
     feed.follow(statuses)
     return feed
 
@@ -52,15 +56,16 @@ def followed(*statuses: m.Status) -> Feed:
 class Client:
     """Asks with a token."""
 
-    def __init__(self, feed: Feed, folder: Path, token: str) -> None:
-        self._client, self._token = TestClient(application(feed, folder, TOKEN)), token
+    def __init__(self, feeds: list[Feed], token: str) -> None:
+        self._client, self._token = TestClient(application(feeds, TOKEN)), token
 
     def get(self, path: str, *, params: dict[str, str] | None = None, headers: dict[str, str] | None = None) -> Any:
         return self._client.get(path, params={"token": self._token, **(params or {})}, headers=headers)
 
 
 def client(feed: Feed, folder: Path, token: str = TOKEN) -> Client:
-    return Client(feed, folder, token)
+    feed.folder = folder
+    return Client([feed], token)
 
 
 def news(feed: Feed, folder: Path, after: str = "", **headers: str) -> list[dict[str, Any]]:
@@ -69,20 +74,28 @@ def news(feed: Feed, folder: Path, after: str = "", **headers: str) -> list[dict
     return [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.M)]
 
 
+def told_of(feed: Feed, folder: Path, after: str = "", **headers: str) -> dict[str, Any]:
+    """What is told of the only run in the only event."""
+    [event] = news(feed, folder, after, **headers)
+    assert event["ended"]
+    [told] = event["runs"]
+    return dict(told)
+
+
 def test_the_page_has_what_came_before_and_says_where_to_go_on(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [record(step) for step in range(1, 9)])
     page = client(followed(at(7), at(8)), folder).get("/").text
-    assert '<p id="line">' in page and "<h1>one</h1>" in page and "A HyTrain run, live" in page
+    assert '<p class="line">' in page and "<h1>one</h1>" in page and "HyTrain, live: one run" in page
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert json.loads(data)["after"] == 2
+    assert json.loads(data)["after"] == [2]
     assert [line["steps"] for line in drawn(page)["Loss"]["lines"]] == [list(range(1, 9)), []], "no validation yet"
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [])
     page = client(followed(status(record="{}")), folder).get("/").text
-    assert "Summary" not in page and 'id="plans"' in page
-    [told] = news(followed(status(record="{}")), folder)
+    assert "Summary" not in page and 'class="plans"' in page
+    told = told_of(followed(status(record="{}")), folder)
     assert told["line"] == "no step has ended yet" and told["records"] == []
 
 
@@ -90,17 +103,17 @@ def test_events_bring_what_has_come_since(tmp_path: Path) -> None:
     """Each record once: after the page's, or after those that a broken connection has brought."""
     folder = run(tmp_path / "one", [record(1)])
     feed = followed(*(at(step) for step in (1, 2, 2, 3, 4)), status(record="{}", layer_names=()))
-    assert [one["step"] for one in news(feed, folder, "1")[0]["records"]] == [2, 3, 4]
-    assert [one["step"] for one in news(feed, folder, "1", **{"last-event-id": "3"})[0]["records"]] == [4]
-    [told] = news(feed, folder)
-    assert told["records"] == [] and told["state"] == "the run has ended" and told["ended"]
+    assert [one["step"] for one in told_of(feed, folder, "1")["records"]] == [2, 3, 4]
+    assert [one["step"] for one in told_of(feed, folder, "1", **{"last-event-id": "3"})["records"]] == [4]
+    told = told_of(feed, folder)
+    assert told["records"] == [] and told["state"] == "the run has ended"
     assert told["line"].startswith("step 4") and told["processes"][0]["alive"] is False
 
 
 def test_a_silent_process_is_named() -> None:
     """In words that stay as they are, since they are read aloud. For how long is told beside the process."""
     first, *others = at(1).processes
-    assert Feed("demo", look).news(0)[1]["state"] == "waiting for the coordinator"
+    assert new().news(0)[1]["state"] == "waiting for the coordinator"
     gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
     quiet = replace(gone, processes=(replace(first, silent_s=9.0), *others))
     for last, state in ((quiet, f"{first.address} does not answer"), (gone, "")):
@@ -111,6 +124,35 @@ def test_a_silent_process_is_named() -> None:
         assert (told["state"], told["line"][:6]) == (state, "step 1"), "also once the trainer has left"
 
 
+def test_runs_are_side_by_side(tmp_path: Path) -> None:
+    """Those of one name are told apart by their folders. Each has its own count of records, and ends by itself."""
+    folders = [run(tmp_path / name / "run", [record(step) for step in range(1, 4)]) for name in ("a", "b")]
+    one, two = (followed(at(2), at(3), name=name, folder=its) for name, its in zip("ab", folders, strict=True))
+    both = Client([one, two], TOKEN)
+    page = both.get("/").text
+    assert "<h1>a/run, b/run</h1>" in page and page.count('class="live"') == page.count('class="plans"') == 2
+    assert [line["run"] for line in drawn(page)["Step time"]["lines"]] == [0, 0, 1, 1]
+    text = both.get("/events", params={"after": "1,2"}).text
+    [event] = [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.M)]
+    assert text.startswith("id: 2,2\n") and [len(its["records"]) for its in event["runs"]] == [1, 0]
+    told = both.get("/metrics").text
+    assert re.findall(r'^hytrain_step\{run="(\w)"', told, re.M) == ["a", "b"]
+    assert told.count("# TYPE hytrain_step gauge") == told.count("# TYPE hytrain_up gauge") == 1
+    two.ended = False
+    assert 'hytrain_up{run="a"} 0\nhytrain_up{run="b"} 1\n' in exposition([one, two])
+
+
+def test_cores_and_memory_are_told(tmp_path: Path) -> None:
+    usage = Usage(cores=(0, 1), rss_bytes=0, cpu_s=0.0, cpu_share=0.0)
+    feed = Feed("demo", tmp_path, lambda shown: Snapshot(shown, ((shown.processes[0], usage),), (1.0, 0.5, 0.0)))
+    feed.follow([at(1, gpu_peak_bytes=5 << 30)])
+    told = feed.news(0)[1]
+    assert told["cores"] == [("others", "2", "0%", "▁"), ("trainer-0", "0-1", "75%", "█▅")]
+    rest = ("activations and others, at the peak", "–", "3.00 GiB")
+    planes = [("grads", "3.00 GiB", "–"), ("weights", "1.00 GiB", "2.00 GiB")]
+    assert told["memory"] == [*planes, rest, ("all", "4.00 GiB", "5.00 GiB")]
+
+
 def test_pages_that_ask_do_not_make_it_look_again() -> None:
     """A process's CPU share is since the last look: if each page looked, each would see another."""
     looks = []
@@ -119,7 +161,7 @@ def test_pages_that_ask_do_not_make_it_look_again() -> None:
         looks.append(shown)
         return look(shown)
 
-    feed = Feed("demo", looking)
+    feed = Feed("demo", Path("/runs/demo"), looking)
     feed.follow([at(1)])
     for _ in range(3):
         assert feed.news(0)[1]["processes"]
@@ -141,7 +183,7 @@ def test_why_nothing_comes_any_more_is_told(error: Exception, words: str) -> Non
         raise error
 
     for before in ((), (at(1),)):
-        feed = Feed("demo", look)
+        feed = new()
         with nullcontext() if isinstance(error, ClusterTimeout) else pytest.raises(type(error)):
             feed.follow(statuses(*before))
         assert feed.ended and feed.news(0)[1]["state"] == words
@@ -177,12 +219,12 @@ def test_prometheus_gets_every_number_that_has_a_name(tmp_path: Path) -> None:
 
 def test_prometheus_gets_all_ranks_and_odd_names() -> None:
     several = replace(at(7), ranks=(rank(0, 0.7), rank(1, 0.1)))
-    feed = Feed('a "run"\\\n', look)
+    feed = new('a "run"\\\n')
     feed.status = several
-    told = exposition(feed)
+    told = exposition([feed])
     assert 'hytrain_up{run="a \\"run\\"\\\\\\n"} 1\n' in told
     assert re.findall(r'hytrain_step_seconds\{.*rank="(\d)"\}', told) == ["0", "1"]
-    assert exposition(Feed("demo", look)).endswith('hytrain_up{run="demo"} 0\n'), "also before it has told a thing"
+    assert exposition([new()]).endswith('hytrain_up{run="demo"} 0\n'), "also before it has told a thing"
 
 
 def test_names_for_prometheus_are_unlike() -> None:
@@ -220,14 +262,14 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken, pytest.raises(ConfigError, match="choose another with --web PORT"):
         taken.bind((web.HOST, 0))
         taken.listen()
-        web.serve([], Feed("demo", look), tmp_path, taken.getsockname()[1], TOKEN)
+        web.serve([(new(), [])], taken.getsockname()[1], TOKEN)
 
 
 class Waiting(Feed):
     """Follows once a page listens."""
 
-    def __init__(self) -> None:
-        super().__init__("demo", look)
+    def __init__(self, folder: Path) -> None:
+        super().__init__("demo", folder, look)
         self.listens = threading.Event()
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
@@ -239,14 +281,14 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     """In Chromium: values move, charts and plans grow, the end is told, and nothing is on its console."""
     import uvicorn
 
-    feed = Waiting()
+    feed, other = Waiting(run(tmp_path / "one", [])), followed(at(3, loss=9.0), folder=run(tmp_path / "two", []))
 
     def statuses() -> Iterator[m.Status]:
         feed.listens.wait(60)
         for time, step in enumerate((*range(1, 10), *range(4, 30))):  # the loop went back
             yield at(step, wall_time=1e9 + time, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
 
-    app = application(feed, run(tmp_path / "one", []), TOKEN)
+    app = application([other, feed], TOKEN)
     listening = socket.create_server((web.HOST, 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     threads = [
@@ -263,7 +305,9 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
         server.should_exit = True
         for thread in threads:
             thread.join()
-    assert '<p id="line">step 29' in seen and "the run has ended" in seen
+    assert re.findall(r'<p class="line">(step \d+)', seen) == ["step 3", "step 29"], "each run has its own"
+    assert seen.count("the run has ended") == 2 and "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen
     assert seen.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', seen)[0]) >= 6
+    assert "two: training from – to –;" in seen and "one: training from 3.999 to 3.971;" in seen
     plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)
     assert plans == ["4", "9", "4", "9"]

@@ -8,7 +8,7 @@
                                              --set-policy and --set-objective
     hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
     hytrain-monitor [RUN] --checkpoint       saves a checkpoint after one of the next steps
-    hytrain-monitor [RUN] --web [PORT]       a page in a browser that follows it, and /metrics for Prometheus
+    hytrain-monitor [RUN …] --web [PORT]     a page in a browser that follows runs, and /metrics for Prometheus
     hytrain-monitor trace RUN                what it waited for in its timeline's steps: see timeline.py
     hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _list(arguments.run, as_json=arguments.json)
         if arguments.prune:
             return _prune(arguments.run, arguments.keep)
+        if arguments.web is not None:
+            return _serve(arguments)
         with Client(find(arguments.run, alone=arguments.command is not None)) as client:
             return _run(client, arguments)
     except KeyboardInterrupt:
@@ -99,7 +101,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="hytrain-monitor report RUN [RUN …] writes a page about runs, live or ended; hytrain-monitor trace RUN "
         "says what a run waited for in the steps of its timeline.",
     )
-    parser.add_argument("run", nargs="?", help="the run's name, its folder or its socket folder; default: the newest")
+    about = "the run's name, its folder or its socket folder; default: the newest. With --web, there may be several"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=about)
     parser.add_argument("--keep", type=int, metavar="N", help="with --prune: keep the N newest runs, and do not ask")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--once", action="store_true", help="print the current status and exit")
@@ -132,6 +135,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     mode.add_argument("--prune", action="store_true", help=f"delete the folders of ended runs; {folder}")
     parser.add_argument("--json", action="store_true", help="with --once one JSON object, with --follow one per step")
     arguments = parser.parse_args(argv)
+    if len(arguments.runs) > 1 and arguments.web is None:
+        parser.error("several runs are for --web")
+    arguments.run = next(iter(arguments.runs), None)
     if arguments.web_token_file is not None and arguments.web is None:
         parser.error("--web-token-file FILE is for --web")
     if (arguments.on_stall or arguments.on_divergence) and not arguments.follow:
@@ -149,10 +155,6 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
         time.sleep(CORES_S)
         snapshot = observer.look(client.status())
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
-    elif arguments.web is not None:
-        run, token = client.run, _web_token(arguments.web_token_file)
-        feed = web.Feed(run.run_name, Observer(run).look)
-        web.serve(client.statuses(), feed, Path(run.run_dir), arguments.web, token)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
         _follow(client, as_json=arguments.json, commands=commands)
@@ -185,6 +187,23 @@ def _identity(file: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serve the page of one run, or of several side by side."""
+    token, wanted = _web_token(arguments.web_token_file), map(find, arguments.runs or [None])
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(run)) for run in {run.socket_dir: run for run in wanted}.values()]
+        folders = [Path(client.run.run_dir) for client in clients]
+        names = [client.run.run_name for client in clients]
+        if len(set(names)) < len(names):
+            names = report.names_of(folders)
+        runs = [
+            (web.Feed(name, folder, Observer(client.run).look), client.statuses())
+            for name, folder, client in zip(names, folders, clients, strict=True)
+        ]
+        web.serve(runs, arguments.web, token)
+    return 0
 
 
 def _web_token(file: str | None) -> str:

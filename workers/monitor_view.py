@@ -74,13 +74,10 @@ class Cores:
     loads: tuple[float, ...]
 
     @property
-    def mean(self) -> float:
-        return sum(self.loads) / len(self.loads)
-
-    @property
-    def bars(self) -> str:
-        """A bar for each core, as high as its load."""
-        return "".join(BARS[min(int(load * len(BARS)), len(BARS) - 1)] for load in self.loads)
+    def cells(self) -> tuple[str, str, str, str]:
+        """The owner, the cores, their mean load, and a bar for each core that is as high as its load."""
+        bars = "".join(BARS[min(int(load * len(BARS)), len(BARS) - 1)] for load in self.loads)
+        return self.owner, format_cores(self.cores), f"{sum(self.loads) / len(self.loads):.0%}", bars
 
 
 # ---------------------------------------------------------------- the ranks of a job
@@ -149,7 +146,7 @@ def as_json(snapshot: Snapshot) -> str:
         "reason": status.reason,
         "layers": [{"name": name, "numel": numel, "owner": placed} for name, numel, placed in layers],
         "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
-        "cores": [asdict(group) | {"bars": group.bars} for group in cores(snapshot)],
+        "cores": [asdict(group) for group in cores(snapshot)],
         "host_planes": status.host_planes,
         "device_planes": status.device_planes,
         **_ranks_json(status),
@@ -257,17 +254,22 @@ def cores(snapshot: Snapshot) -> list[Cores]:
     ]
 
 
-def memory(status: m.Status) -> list[str]:
-    """What planes take in host memory and on the trainer's device, the largest first; and what else steps needed."""
+def planes(status: m.Status) -> list[tuple[str, dict[str, int]]]:
+    """Bytes by plane on the host, and on the trainer's device with what else steps needed. Both have names."""
     record = json.loads(status.record)
     on_device, peak = dict(status.device_planes), record.get("gpu_peak_bytes")
     if peak is not None and (rest := peak - sum(on_device.values())) > 0:
         on_device["activations and others, at the peak"] = rest
+    return [("host", status.host_planes), ("trainer" if peak is None else "GPU", on_device)]
+
+
+def memory(status: m.Status) -> list[str]:
+    """A sentence for each place with planes, the largest first."""
     found = []
-    for where, planes in (("host", status.host_planes), ("trainer" if peak is None else "GPU", on_device)):
-        if planes:
-            parts = [f"{plane} {gib(nbytes)}" for plane, nbytes in sorted(planes.items(), key=lambda it: -it[1])]
-            found.append(f"{where} {gib(sum(planes.values()))}: {', '.join(parts)}")
+    for where, sizes in planes(status):
+        if sizes:
+            parts = [f"{plane} {gib(nbytes)}" for plane, nbytes in sorted(sizes.items(), key=lambda it: -it[1])]
+            found.append(f"{where} {gib(sum(sizes.values()))}: {', '.join(parts)}")
     return found
 
 
@@ -376,7 +378,7 @@ def _core_rows(groups: Sequence[Cores]) -> Table:
     for column in ("owner", "cores", "mean", "bars"):
         rows.add_column(justify="right" if column == "mean" else "left", no_wrap=column != "bars", overflow="fold")
     for group in groups:
-        rows.add_row(group.owner, format_cores(group.cores), f"{group.mean:.0%}", group.bars)
+        rows.add_row(*group.cells)
     return rows
 
 

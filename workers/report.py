@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from string import Template
@@ -281,21 +281,23 @@ def _number(record: dict[str, Any], name: str) -> float | None:
 # ---------------------------------------------------------------- the page
 
 
-def page(stories: Sequence[Story], now: datetime, *, live: tuple[str, int] | None = None) -> str:
-    """The whole page. One that web.py keeps up to date has a `live` run's name, and how many records came before.
+def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[tuple[str, int]] | None = None) -> str:
+    """The whole page. One that web.py keeps up to date has the `live` runs' names, and how many records came before.
 
     Such a run may have no story yet.
     """
-    names = _names(stories) if live is None else [live[0]]
+    is_live = live is not None
+    folders = [story.run.folder for story in stories if story is not None]
+    names = names_of(folders) if live is None else [name for name, _ in live]
     title = ", ".join(names)
-    kind = "A HyTrain report, written" if live is None else "A HyTrain run, live. The summary is of"
-    charts = list(_charts(stories, names, is_live=live is not None))
-    data = {"runs": names, "after": 0 if live is None else live[1], "charts": charts}
-    parts = [] if live is None else [(PAGES / "live.html").read_text()]
-    parts += [_summary(stories, names)] if stories else []
+    kind = "A HyTrain report, written" if live is None else f"HyTrain, live: {_runs(len(names))}. The summary is of"
+    after = [count for _, count in live or ()]
+    data = {"runs": names, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
+    parts = [_lives(names)] if is_live else []
+    parts += [_summary(stories, names)] if any(stories) else []
     parts.append('<section aria-label="Charts" id="charts"></section>')
-    for name, story in zip_longest(names, stories):
-        parts.append(_plans(name, story, is_live=live is not None))
+    for name, story in zip(names, stories, strict=True):
+        parts.append(_plans(name, story, is_live=is_live))
         if story is not None:
             parts += [_ranks(name, story), gantt.figure(name, story.timelines), *_waits(name, story)]
             parts.append(_details(name, story))
@@ -306,25 +308,37 @@ def page(stories: Sequence[Story], now: datetime, *, live: tuple[str, int] | Non
         licence=escape((PAGES / "uplot" / "LICENSE").read_text().replace("--", "- -")),
         body="\n".join(part for part in parts if part),
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        script="".join((PAGES / one).read_text() for one in (*SCRIPTS, *([] if live is None else ["live.js"]))),
+        script="".join((PAGES / one).read_text() for one in (*SCRIPTS, *(["live.js"] if is_live else []))),
     )
 
 
-def _names(stories: Sequence[Story]) -> list[str]:
+def names_of(folders: Sequence[Path]) -> list[str]:
     """The folders' names, with as much of their paths as tells them apart."""
-    paths = [story.run.folder for story in stories]
     for depth in range(1, 9):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
+        names = ["/".join(path.parts[-depth:]) for path in folders]
+        if len(set(names)) == len(set(folders)):
             return names
-    return [str(path) for path in paths]
+    return [str(path) for path in folders]
 
 
-def _charts(stories: Sequence[Story], names: Sequence[str], *, is_live: bool) -> Iterator[dict[str, Any]]:
+def _runs(count: int) -> str:
+    return "one run" if count == 1 else f"{count} runs"
+
+
+def _lives(names: Sequence[str]) -> str:
+    """What live.js fills, for each run. A single one is named by the page's title."""
+    parts, template = [], Template((PAGES / "live.html").read_text())
+    for index, name in enumerate(names):
+        heading = f'\n<h2><span class="mark run-{index % 6}"></span>{escape(name)}</h2>' if len(names) > 1 else ""
+        parts.append(template.substitute(heading=heading, of=f" of {escape(name)}" if len(names) > 1 else ""))
+    return f'<div id="lives">{"".join(parts)}</div>'
+
+
+def _charts(stories: Sequence[Story | None], names: Sequence[str], *, is_live: bool) -> Iterator[dict[str, Any]]:
     """What charts.js draws. A live run's lines may be empty: numbers may come."""
     for chart in CHARTS:
         lines = []
-        for index, (name, story) in enumerate(zip_longest(names, stories)):
+        for index, (name, story) in enumerate(zip(names, stories, strict=True)):
             for style, (metric, label) in enumerate(chart.lines):
                 steps, values = ([], []) if story is None else story.lines.get(metric, ([], []))
                 if is_live or any(values):  # a line of zeros says nothing
@@ -371,13 +385,13 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
 )
 
 
-def _summary(stories: Sequence[Story], names: Sequence[str]) -> str:
+def _summary(stories: Sequence[Story | None], names: Sequence[str]) -> str:
     head = "".join(
         f'<th scope="col"><span class="mark run-{i % 6}"></span>{escape(n)}</th>' for i, n in enumerate(names)
     )
     rows = []
     for name, tell in FACTS:
-        told = [tell(story) for story in stories]
+        told = [None if story is None else tell(story) for story in stories]
         if any(told):
             cells = "".join(f"<td>{escape(text or '–')}</td>" for text in told)
             rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
@@ -398,7 +412,7 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
         rows.append(f'<tr data-at="{plan.at}">{cells}<td class="words">{escape(plan.reason)}</td></tr>')
     left = len(plans) - len(rows)
     title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
-    return f'<div id="plans">{_table(title, head, rows)}</div>' if rows or is_live else ""
+    return f'<div class="plans">{_table(title, head, rows)}</div>' if rows or is_live else ""
 
 
 def _ranks(name: str, story: Story) -> str:

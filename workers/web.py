@@ -1,10 +1,10 @@
-"""`hytrain-monitor --web`: a run as a page on this machine, which follows it, and its numbers for Prometheus.
+"""`hytrain-monitor --web`: runs as a page on this machine, which follows them, and their numbers for Prometheus.
 
     coordinator ─ statuses ─▶ Feed, on a thread ─┬─▶ /events    server-sent events: new records, processes
-                                                 └─▶ /metrics   the newest records, in Prometheus's text format
-    the run's folder ─ report.read ─────────────────▶ /         the report so far; live.js adds what comes
+                 (one for each run)              └─▶ /metrics   the newest records, in Prometheus's text format
+    the runs' folders ─ report.read ────────────────▶ /         the report so far; live.js adds what comes
 
-Whoever has the address with its token may look. Nothing here can change the run, or slow it down: the coordinator does
+Whoever has the address with its token may look. Nothing here can change a run, or slow it down: the coordinator does
 not wait for monitors.
 """
 
@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.readable import gib
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor_view as view
@@ -48,13 +49,14 @@ EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Feed:
-    """What comes from the coordinator of the run `name`: the newest status, and the last records as they came.
+    """What comes from a run's coordinator: the newest status, and the last records as they came.
 
-    It looks at the processes itself, so that their CPU shares do not depend on how many pages ask.
+    It looks at the processes itself, so that their CPU shares do not depend on how many pages ask. `name` tells the run
+    from others.
     """
 
-    def __init__(self, name: str, look: Callable[[m.Status], view.Snapshot]) -> None:
-        self.name, self._look = name, look
+    def __init__(self, name: str, folder: Path, look: Callable[[m.Status], view.Snapshot]) -> None:
+        self.name, self.folder, self._look = name, folder, look
         self.status: m.Status | None = None
         self._seen: view.Snapshot | None = None
         self._seen_s = -math.inf
@@ -103,39 +105,55 @@ class Feed:
             "line": view.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
             "processes": json.loads(view.as_json(replace(seen, status=status)))["processes"],
+            "cores": [group.cells for group in view.cores(seen)],
+            "memory": _memory_rows(status),
         }
 
 
-def application(feed: Feed, folder: Path, token: str) -> Starlette:
+def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
+    """A row for each plane, with what it takes on the host and on the trainer's device, and their sums."""
+    places = [sizes for _, sizes in view.planes(status)]
+    rows = [
+        (plane, *(gib(sizes[plane]) if plane in sizes else "–" for sizes in places))
+        for plane in dict.fromkeys(plane for sizes in places for plane in sizes)
+    ]
+    return [*rows, ("all", *(gib(sum(sizes.values())) for sizes in places))] if rows else []
+
+
+def application(feeds: Sequence[Feed], token: str) -> Starlette:
     """The three addresses. Each wants `token` as a parameter: a cookie would go to all ports of this machine."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
     def page(request: Request) -> Response:
-        count = feed.count  # before the file is read: a record that comes twice is shown once
-        try:
-            stories = [report.read(folder)]
-        except (ConfigError, OSError):  # no step has ended yet
-            stories = []
-        return HTMLResponse(report.page(stories, datetime.now(UTC), live=(folder.name, count)))
+        counts = [feed.count for feed in feeds]  # before files are read: a record that comes twice is shown once
+        folders = [feed.folder for feed in feeds]
+        live = list(zip(report.names_of(folders), counts, strict=True))
+        return HTMLResponse(report.page([_story(folder) for folder in folders], datetime.now(UTC), live=live))
 
     def metrics(request: Request) -> Response:
-        return PlainTextResponse(exposition(feed), media_type=EXPOSITION)
+        return PlainTextResponse(exposition(feeds), media_type=EXPOSITION)
 
-    async def events(count: int) -> AsyncIterator[str]:
+    def news(counts: Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
+        found = [feed.news(count) for feed, count in zip(feeds, counts, strict=True)]
+        return [count for count, _ in found], [told for _, told in found]
+
+    async def events(counts: list[int]) -> AsyncIterator[str]:
         has_ended = False
         while not has_ended:
-            has_ended = feed.ended  # first: then what follows has everything
-            count, found = await asyncio.to_thread(feed.news, count)
-            yield f"id: {count}\ndata: {json.dumps(found | {'ended': has_ended})}\n\n"
+            has_ended = all(feed.ended for feed in feeds)  # first: then what follows has everything
+            counts, found = await asyncio.to_thread(news, counts)
+            data = json.dumps({"runs": found, "ended": has_ended})
+            yield f"id: {','.join(map(str, counts))}\ndata: {data}\n\n"
             await asyncio.sleep(0.0 if has_ended else EVERY_S)
 
     def stream(request: Request) -> Response:
         known = request.headers.get("last-event-id") or request.query_params.get("after") or ""
-        count = int(known) if known.isdecimal() else feed.count
+        given = [int(count) for count in known.split(",") if count.isdecimal()]
+        counts = given if len(given) == len(feeds) else [feed.count for feed in feeds]
         headers = {"Cache-Control": "no-store"}
-        return StreamingResponse(events(count), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events(counts), media_type="text/event-stream", headers=headers)
 
     def guarded(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
         def checked(request: Request) -> Response:
@@ -150,18 +168,27 @@ def application(feed: Feed, folder: Path, token: str) -> Starlette:
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 
-def exposition(feed: Feed) -> str:
+def _story(folder: Path) -> report.Story | None:
+    try:
+        return report.read(folder)
+    except (ConfigError, OSError):  # no step has ended yet
+        return None
+
+
+def exposition(feeds: Sequence[Feed]) -> str:
     """The newest record of each rank in Prometheus's text format. Without a status, only that there is none."""
-    name, status = _escaped(feed.name), feed.status
-    is_up = status is not None and not feed.ended and not status.processes[0].silent_s
     lines = ["# HELP hytrain_up Whether the run's coordinator answers.", "# TYPE hytrain_up gauge"]
-    lines.append(f'hytrain_up{{run="{name}"}} {int(is_up)}')
-    records = [] if status is None else [(rank.rank, rank.record) for rank in status.ranks] or [(0, status.record)]
-    of_ranks = [(rank, json.loads(record)) for rank, record in records]
+    of_ranks: list[tuple[str, dict[str, Any]]] = []
+    for feed in feeds:
+        name, status = _escaped(feed.name), feed.status
+        is_up = status is not None and not feed.ended and not status.processes[0].silent_s
+        lines.append(f'hytrain_up{{run="{name}"}} {int(is_up)}')
+        records = [] if status is None else [(rank.rank, rank.record) for rank in status.ranks] or [(0, status.record)]
+        of_ranks += [(f'run="{name}",rank="{rank}"', json.loads(record)) for rank, record in records]
     for metric in METRICS:
         samples = [
-            f'{metric.prometheus}{{run="{name}",rank="{rank}"}} {value!r}'
-            for rank, record in of_ranks
+            f"{metric.prometheus}{{{labels}}} {value!r}"
+            for labels, record in of_ranks
             if isinstance(value := record.get(metric.name), int | float) and math.isfinite(value)
         ]
         if metric.prometheus and samples:
@@ -175,8 +202,11 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def serve(statuses: Iterable[m.Status], feed: Feed, folder: Path, port: int, token: str) -> None:
-    """Serve until interrupted; print the address. Raises `ConfigError` without the packages, or for a taken port."""
+def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str) -> None:
+    """Serve runs until interrupted, each with the statuses that its feed follows; print the address.
+
+    Raises `ConfigError` without the packages, or for a taken port.
+    """
     try:
         import starlette  # noqa: F401, only checks that it exists
         import uvicorn
@@ -186,12 +216,18 @@ def serve(statuses: Iterable[m.Status], feed: Feed, folder: Path, port: int, tok
         listening = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"port {port}: {error}; choose another with --web PORT, or 0 for a free one") from None
-    config = uvicorn.Config(application(feed, folder, token), log_level="error", timeout_graceful_shutdown=1)
-    thread = threading.Thread(target=feed.follow, args=(statuses,), name="feed", daemon=True)
-    thread.start()
+    app = application([feed for feed, _ in runs], token)
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+    threads = [
+        threading.Thread(target=feed.follow, args=(statuses,), name="feed", daemon=True) for feed, statuses in runs
+    ]
+    for thread in threads:
+        thread.start()
     print(f"http://{HOST}:{listening.getsockname()[1]}/?{urlencode({'token': token})}", flush=True)
     try:
         uvicorn.Server(config).run([listening])
     finally:
-        feed.stops = True
-        thread.join(STOP_S)  # it uses the connection, which is closed next
+        for feed, _ in runs:
+            feed.stops = True
+        for thread in threads:
+            thread.join(STOP_S)  # it uses the connection, which is closed next

@@ -28,22 +28,27 @@ def read(address: str) -> str:
 
 
 @pytest.mark.usefixtures("own_run")
-def test_a_run_is_served_and_interrupting_the_page_leaves_it_alone(tmp_path: Path) -> None:
-    """Although a browser is still connected."""
+def test_runs_are_served_and_interrupting_the_page_leaves_them_alone(tmp_path: Path) -> None:
+    """Although a browser is still connected. A run that is named twice is there once."""
     pytest.importorskip("uvicorn")
-    model = perceptron()
-    with adamw(model, k=0.5) as opt:
+    model, another = perceptron(), perceptron()
+    with adamw(model, k=0.5) as opt, adamw(another, k=0.5) as other:
         train(model, opt, range(8), square_loss)
+        train(another, other, range(8), square_loss)
         (token := tmp_path / "token").write_text("a b\n")
-        with started(sys.executable, MONITOR, opt.run_dir, "--web", "0", "--web-token-file", token) as page:
+        runs = opt.run_dir, other.run_dir, opt.run_dir
+        with started(sys.executable, MONITOR, *runs, "--web", "0", "--web-token-file", token) as page:
             address = read_until(page, "http://").strip()
             assert address.endswith("/?token=a+b")
-            assert f"<h1>{opt.run_dir.name}</h1>" in read(address)
+            assert f"<h1>{opt.run_dir.name}, {other.run_dir.name}</h1>" in read(address)
             train(model, opt, range(8, 16), square_loss)
             with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=30) as events:
                 assert b'"records"' in events.readline() + events.readline()
-                told = read(address.replace("/?", "/metrics?"))
-                assert re.search(r'hytrain_up\{run="[^"]+"\} 1\n', told) and "hytrain_step_seconds{" in told
+                told = ""
+                while told.count("\nhytrain_step_seconds{") < 2:  # one for each run, once it has told a step
+                    told = read(address.replace("/?", "/metrics?"))
+                assert len(set(re.findall(r'^hytrain_up\{run="(.+)"\} 1$', told, re.M))) == 2
+                assert told.count("\nhytrain_step_seconds{") == 2
                 page.send_signal(signal.SIGINT)
                 assert page.wait(30) == EXIT_INTERRUPTED
         train(model, opt, range(16, 20), square_loss)

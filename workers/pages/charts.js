@@ -99,12 +99,12 @@ const hytrain = (() => {
   }
 
   // A live run's next record.
-  function add(record) {
+  function add(record, run) {
     for (const chart of charts) {
       let grows = false;
       for (const line of chart.lines) {
         const value = record[line.metric];
-        if (typeof value !== "number") continue;
+        if (line.run !== run || typeof value !== "number") continue;
         extend(line, record.step, value * chart.factor);
         grows = true;
       }
