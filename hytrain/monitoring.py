@@ -15,7 +15,7 @@ import select
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -24,6 +24,7 @@ import psutil
 
 from hytrain.config import CLUSTER_FILE, Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.run.trace import FILE
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
@@ -193,7 +194,7 @@ class Client:
         """Change the plan, as `hytrain-monitor --set-k` and the like do: the coordinator's answer, a sentence.
 
         Args:
-            name: "k", "threads", "policy" or "objective".
+            name: "k", "threads", "policy" or "objective"; also "trace" and "checkpoint", which have methods.
             value: As on the command line, such as "0.3" or "auto".
 
         Raises:
@@ -204,6 +205,41 @@ class Client:
         if not reply.ok:
             raise ConfigError(reply.text)
         return reply.text
+
+    def trace(self, steps: int, told: Callable[[str], object] = lambda answer: None) -> Path:
+        """Draw the timeline of the next steps, as `hytrain-monitor --trace` does, and wait until it is there.
+
+        Args:
+            steps: How many, up to 1000. 0 ends a timeline that is being drawn, and waits for its file.
+            told: Gets the coordinator's answer, a sentence, before the steps are waited for.
+
+        Returns:
+            The file, `trace.json` in the run's folder. The next timeline takes its place.
+
+        Raises:
+            ConfigError: The coordinator refuses it and says why, or the run has ended and left no timeline.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        file = Path(self.run.run_dir) / FILE
+        before = _identity(file)
+        told(self.command("trace", str(steps)))
+        while _identity(file) == before and not self.ended:
+            time.sleep(LOOK_S)
+        if _identity(file) == before:
+            raise ConfigError("the run has ended, and left no timeline")
+        return file
+
+    def checkpoint(self) -> str:
+        """Ask for a checkpoint after one of the next steps, as `hytrain-monitor --checkpoint` does.
+
+        Returns:
+            The coordinator's answer, a sentence. The checkpoint is not waited for.
+
+        Raises:
+            ConfigError: The loop cannot save on command, or the run has ended.
+            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+        """
+        return self.command("checkpoint", "")
 
     def require(self, question: Question, kind: type[T]) -> T:
         """The coordinator's reply to one of the protocol's questions. Raises as `status` does."""
@@ -296,6 +332,15 @@ def _live(folder: Path) -> tuple[int, Cluster] | None:
 def _recorded_at_s(status: Status) -> float:
     """When the status's record was made, in seconds of the node's monotonic clock; 0 before the first record."""
     return float(json.loads(status.record).get("at_s", 0.0))
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Differs once another file has the name; None while none has."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _tail(path: Path, lines: int) -> list[str]:

@@ -747,7 +747,7 @@ class History(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command(Message):
-    """Monitor to coordinator: one of the allowed commands."""
+    """Monitor to coordinator: one of the commands that docs/monitoring.md lists."""
 
     name: str
     value: str

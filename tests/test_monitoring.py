@@ -115,6 +115,7 @@ def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: P
         placed,
         m.CommandReply(ok=True, text="k=0.3 from the next plan on"),
         m.CommandReply(ok=False, text="k is '9': give a number in [0, 1], or \"auto\""),
+        m.CommandReply(ok=True, text="a checkpoint is saved"),
     )
     with run.answering(*answers) as asked, Client(run.cluster) as client:
         assert client.history(points=7) == [{"step": 3, "loss": 1.5}]
@@ -124,6 +125,7 @@ def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: P
         assert client.command("k", "0.3") == "k=0.3 from the next plan on"
         with pytest.raises(ConfigError, match="give a number"):
             client.command("k", "9")
+        assert client.checkpoint() == "a checkpoint is saved"
         with pytest.raises(ValueError, match="1001 points, not 1 to 1000"):
             client.history(1001)
         (tmp_path / "logs").mkdir()
@@ -136,7 +138,27 @@ def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: P
         m.StatusRequest(),
         m.Command(name="k", value="0.3"),
         m.Command(name="k", value="9"),
+        m.Command(name="checkpoint", value=""),
     ]
+
+
+@pytest.mark.spawns
+def test_a_timeline_is_waited_for(run: Run, tmp_path: Path) -> None:
+    """Until another file has the place of the last one."""
+    (file := tmp_path / "trace.json").write_text("the last one")
+    said: list[str] = []
+
+    def drawn(answer: str) -> None:
+        said.append(answer)
+        (tmp_path / "new").write_text("another")
+        (tmp_path / "new").replace(file)
+
+    answers = m.CommandReply(ok=True, text="the next 3 steps"), m.CommandReply(ok=False, text="it is drawn already")
+    with run.answering(*answers) as asked, Client(run.cluster) as client:
+        assert client.trace(3, drawn) == file and said == ["the next 3 steps"]
+        with pytest.raises(ConfigError, match="it is drawn already"):
+            client.trace(1)
+    assert asked == [m.Command(name="trace", value="3"), m.Command(name="trace", value="1")]
 
 
 @pytest.mark.spawns

@@ -40,7 +40,6 @@ import psutil
 from hytrain.config import Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
-from hytrain.run import trace
 from protocol import messages as m
 from protocol.address import Address
 from workers import monitor_view as view
@@ -165,28 +164,12 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
 
 def _order(client: Client, command: m.Command) -> int:
     """Give a command. A timeline is waited for, and nothing else."""
-    drawn = Path(client.run.run_dir) / trace.FILE
-    before = _identity(drawn)
-    reply = client.require(command, m.CommandReply)
-    print(reply.text, file=sys.stdout if reply.ok else sys.stderr, flush=True)
-    if not reply.ok:
-        return EXIT_USAGE
-    if command.name == "trace":
-        while _identity(drawn) == before and not client.ended:
-            time.sleep(LOOK_S)
-        if _identity(drawn) == before:
-            raise ConfigError("the run has ended, and left no timeline")
+    if command.name == "trace" and command.value.isdecimal():
+        drawn = client.trace(int(command.value), partial(print, flush=True))
         print(f"{drawn}\n\n{timeline.as_text(drawn)}")
+    else:
+        print(client.command(command.name, command.value))
     return 0
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    """Differs once another file has the name; None while none has."""
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _serve(arguments: argparse.Namespace) -> int:
