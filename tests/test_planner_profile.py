@@ -113,6 +113,13 @@ def test_visits_are_measured_and_others_take_as_much_longer_than_the_link() -> N
     assert [layers[lid].visit_s for lid in (10, 11, 12)] == [8.0, pytest.approx(30.0), 12.0]
 
 
+def test_no_visit_is_shorter_than_an_idle_link_needs() -> None:
+    """What is measured beside other copies, and made shorter for that, may be made too short."""
+    book = book_of(100, rates=Rates(d2h_s=1.0, h2d_s=2.0, cpu_update_s=3.0, gpu_update_s=4.0))
+    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0}, visit_s={10: 1.0})
+    assert profile_from(book)[10].visit_s == 5 * 2.0 * 100
+
+
 def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None:
     book = book_of(100, 300, rates=Rates(d2h_s=1.0, h2d_s=2.0, cpu_update_s=3.0, gpu_update_s=4.0))
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
