@@ -63,6 +63,7 @@ CLIP: Final = 1.0
 #: Seconds in which 48 GB are saved and loaded again: a guess.
 SAVE_S: Final = 110.0
 SAVING: Final = "saving"
+POWER: Final = "power"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
 #: GiB of GPU memory that torch may take.
@@ -82,6 +83,7 @@ class Segment:
     Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
     the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
     of the weights after them. With `saves`, training goes on while the whole state is saved; then that is loaded.
+    `power` measures the power during the measured steps.
     """
 
     batch: int
@@ -93,6 +95,7 @@ class Segment:
     profile: bool = False
     digest: bool = False
     saves: bool = False
+    power: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +351,16 @@ def saving(template: Job) -> list[Job]:
     return [replace(one, segments=(steps,)) for one, steps in each]
 
 
+def power(template: Job) -> list[Job]:
+    """The power of the GPU and of the host over a dozen seconds of each system's steps."""
+
+    def metered(system: str, settle: int, measure: int, patience: int = 0) -> Job:
+        steps = Segment(batch=8, label=POWER, settle=settle, measure=measure, patience=patience, power=True)
+        return job(template, system, steps)
+
+    return [metered("no-offload", 4, 24), metered(AUTO, 30, 24, 20), metered("deepspeed-zero2", 2, 7)]
+
+
 def frontier(
     template: Job,
     shape: str,
@@ -484,6 +497,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "lean": lean,
     "sft": sft,
     "saving": saving,
+    "power": power,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
     # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.

@@ -175,11 +175,33 @@ def frontier(rows: Rows) -> Any:
     return figure
 
 
+def power(rows: Rows) -> Any:
+    """Watts over time: the GPU's, and the host's processors' where they were read. A line for each system."""
+    here = Rows(row for row in rows.of_part("power") if row.get("watts"))
+    names = [name for name in ("gpu_watts", "host_watts") if any(name in row["watts"] for row in here)]
+    if not names:
+        return None
+    figure, panels = pyplot.subplots(len(names), 1, figsize=(WIDTH_IN, 3.2 * len(names)), sharex=True, squeeze=False)
+    titles = {"gpu_watts": "GPU, W", "host_watts": "the host's processors, W"}
+    for axes, name in zip(panels[:, 0], names, strict=True):
+        for row in (mine[-1] for mine in here.by("system")):
+            if name in row["watts"]:
+                colour, label = _colour(row["system"]), f"{row['system']}, mean {row[name]:.0f} W"
+                axes.plot(row["watts"]["at_s"], row["watts"][name], color=colour, label=label)
+        axes.set_title(titles[name], loc="left")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    panels[-1, 0].set_xlabel("seconds")
+    return figure
+
+
 #: by the block of the page that shows it: what draws it, and what it shows
 PICTURES: Final[dict[str, tuple[Callable[[Rows], Any], str]]] = {
     "systems": (systems, "step time and GPU memory of each system"),
     "sweep": (sweep, "step time and GPU memory over k, with the planner's choice"),
     "policies": (policies, "step time and GPU memory of the policies at each batch size"),
     "frontier": (frontier, "step time below caps on GPU memory"),
+    "power": (power, "power over time of each system"),
     "threads": (threads, "step time and k while threads are taken and given back"),
 }

@@ -361,6 +361,21 @@ def saving(rows: Rows) -> str:
     )
 
 
+def power(rows: Rows) -> str:
+    """Watts, and joules per token."""
+
+    def tokens_per_s(mine: Rows) -> float | None:
+        return ratio(mine.last("batch") * mine.last("sequence"), mine.median("step_s"))
+
+    speed = (col.K, col.STEP, computed("tokens/s", tokens_per_s, lambda value: number(value, 0)))
+    watts = (median("GPU, W", "gpu_watts", 0), median("host's processors, W", "host_watts", 0))
+    joules = (
+        median("GPU, J per token", "gpu_joules_per_token", 4),
+        median("host's processors, J per token", "host_joules_per_token", 4),
+    )
+    return table(rows.of_part("power").by("system"), col.SYSTEM, *speed, *watts, *joules)
+
+
 #: Columns of systems below caps on GPU memory.
 CAPPED: Final = (last("model", "shape"), ("cap", lambda mine: f"{mine.last('cap_gib'):.0f} GiB"), col.SYSTEM)
 PLACED: Final = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
@@ -411,14 +426,14 @@ def machines(rows: Rows) -> str:
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, frontier, home)
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, power, frontier, home)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    apart = {sft: ("sft",), saving: ("saving",), frontier: FRONTIERS}
+    apart = {sft: ("sft",), saving: ("saving",), power: ("power",), frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())
     made = [(one_host, others), *own, *((make, ranked) for make in several.MEASURED.values())]

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,11 @@ from torch import Tensor, nn
 from benchmarks import idle, ranks, saving, text
 from benchmarks.host import used_bytes
 from benchmarks.parts import ON_META, SHAPES, Job, Segment
+from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 from hytrain import deferred_init
+from hytrain.run.environment import gpu_uuid
 
 #: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
 #: decides every fourth step, so it has looked at its last plan twice.
@@ -201,17 +203,21 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         raise Unavailable("what keeps a GPU idle needs a GPU")
     for name, value in segment.commands:
         running.command(name, value)
-    steps = Steps(job, segment, running)
-    while not steps.settled():
-        steps.run()
-    if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    retries = alloc_retries()
-    with idle.Profile(segment.measure) if segment.profile else nullcontext() as profile:
+    with ExitStack() as stack:
+        power = stack.enter_context(Power(gpu_uuid(torch.device(job.device)))) if segment.power else None
+        steps = Steps(job, segment, running)
+        while not steps.settled():
+            steps.run()
+        if job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        retries = alloc_retries()
+        profile = stack.enter_context(idle.Profile(segment.measure)) if segment.profile else None
+        began_s = steps.finished_s() if power else 0.0
         for _ in range(segment.measure + (profile.warm_up if profile else 0)):
             steps.run()
             if profile:
                 profile.step()
+        ended_s = steps.finished_s() if power else 0.0
     row = {
         **times_of(steps.times(), segment.measure),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
@@ -225,6 +231,11 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         row["clipped_share"] = sum(norm > job.clip for norm in last) / len(last)
     if profile:
         row["idle"] = profile.result()
+    if power:
+        watts = power.of(began_s, ended_s, segment.measure * segment.batch * job.sequence)
+        if not watts:
+            raise Unavailable("nothing here tells its power: of a GPU, nvidia-ml-py does")
+        row |= watts
     if job.reads_text:
         row |= text.held_out(model, job, segment.batch)
     if segment.digest:
@@ -279,6 +290,12 @@ class Steps:
         still = self.count >= STILL_STEPS and len({each.k for each in last}) <= 1
         still = still and not any(each.moving for each in last)
         return all(ranks.gathered(still)) if self._in_ranks else still
+
+    def finished_s(self) -> float:
+        """Waits until the device has done all steps; returns when that was, on the monotonic clock."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.monotonic()
 
     def times(self) -> list[float]:
         """Seconds of each step. Waits for the device."""

@@ -57,6 +57,10 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         }
         found |= {"save_stall_share": 0.05, "disk_bytes": 42 * 10**9, "disk_bytes_per_parameter": 12.02}
         found |= {"save_host_gb": 0.4, "resume_s": 20.0, "restored": True}
+    if segment.power:
+        seconds = [index / 4 for index in range(1, 48)]
+        found |= {"gpu_watts": 600.0, "gpu_joules_per_token": 600 * step_s / 8192, "host_watts": 200.0}
+        found["watts"] = {"at_s": seconds, "gpu_watts": [600.0] * 47, "host_watts": [None, *[200.0] * 46]}
     if segment.digest:
         found["digest"] = "00ff"
     return found

@@ -20,7 +20,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rows import jobs_of, made_up, row
 
-from benchmarks import checkpoints, curves, guard, host, idle, memory, parts, report, saving, several, suite, systems
+from benchmarks import (
+    checkpoints,
+    curves,
+    guard,
+    host,
+    idle,
+    memory,
+    parts,
+    power,
+    report,
+    saving,
+    several,
+    suite,
+    systems,
+    watcher,
+)
 from benchmarks.columns import NOTHING
 from benchmarks.goals import Goal, Verdict
 from benchmarks.parts import Job, Segment
@@ -439,7 +454,7 @@ def test_growth_is_the_most_less_what_was_before(
 ) -> None:
     looks, ends = iter([[5, 50], [9, 40], [7, 60]]), iter([False, False, True])
     monkeypatch.setattr(memory, "_now", lambda: next(looks))
-    monkeypatch.setattr(memory.select, "select", lambda *given: (next(ends), [], []))
+    monkeypatch.setattr(watcher.select, "select", lambda *given: (next(ends), [], []))
     memory.main()
     assert capsys.readouterr().out.splitlines() == ["watching", "[4, 10]"]
 
@@ -503,6 +518,62 @@ def test_a_state_that_does_not_fit_is_not_saved(
     with pytest.raises(systems.Unavailable, match=why):
         saving.measure(torch.nn.Linear(2, 2), way, tmp_path / "saved", lambda: pytest.fail("trained"), 1.0)
     assert not (tmp_path / "saved").exists()
+
+
+# ---------------------------------------------------------------- power
+
+
+def test_power_is_that_of_the_measured_steps() -> None:
+    """From second 11 to 14, with readings before and after; the host's counter is read later than the GPU's."""
+    readings = [
+        {"at_s": 10.0},
+        {"at_s": 12.0, "gpu_watts": 100.0},
+        {"at_s": 13.0, "gpu_watts": 400.0, "host_watts": 50.0},
+        {"at_s": 15.0, "gpu_watts": 700.0, "host_watts": 150.0},
+        {"at_s": 16.0, "gpu_watts": 9000.0, "host_watts": 9000.0},
+    ]
+    found = power.of(readings, 11.0, 14.0, tokens=600)
+    assert (found["gpu_watts"], found["gpu_joules_per_token"]) == (400.0, 2.0)
+    assert (found["host_watts"], found["host_joules_per_token"]) == (100.0, 0.5)
+    over_time = {"at_s": [1.0, 2.0, 4.0], "gpu_watts": [100.0, 400.0, 700.0], "host_watts": [None, 50.0, 150.0]}
+    assert found["watts"] == over_time
+    assert power.of([{"at_s": 10.0}, {"at_s": 12.0}], 10.5, 12.0, tokens=1) == {}
+
+
+def test_power_is_read_each_tick_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Counters:
+        def watch(self, gpu: str) -> None:
+            self.gpu = gpu
+
+        def read(self, gpus: list[str], now_s: float) -> dict[str, dict[str, float]]:
+            return {self.gpu: {"gpu_watts": 100 * now_s, "gpu_utilization": 1.0}}
+
+    clock, ends = map(float, itertools.count()), iter([False, True])
+    monkeypatch.setattr(power, "Gauges", Counters)
+    monkeypatch.setattr(power, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(watcher.select, "select", lambda *given: (next(ends), [], []))
+    power.main("GPU-1")
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == [{"at_s": at_s, "gpu_watts": 100 * at_s} for at_s in (0.0, 1.0, 2.0)]
+
+
+@pytest.mark.spawns
+def test_a_machine_that_does_not_tell_its_power_has_a_row_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import step
+
+    class Blind(power.Power):
+        told = property(lambda self: [{"at_s": 0.0}, {"at_s": 1e9}], lambda self, told: looks.append(told))
+
+    looks: list[Any] = []
+    monkeypatch.setattr(step, "Power", Blind)
+    steps = Segment(batch=2, settle=1, measure=2, power=True)
+    [found] = step.rows(Job(system="torch", shape="demo", sequence=64, device="cpu", segments=(steps,)), str(tmp_path))
+    assert found["error"] == "nothing here tells its power: of a GPU, nvidia-ml-py does"
+    assert len(looks) == 1 and len(looks[0]) >= 2
 
 
 # ---------------------------------------------------------------- suite
