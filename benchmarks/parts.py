@@ -64,6 +64,7 @@ CLIP: Final = 1.0
 SAVE_S: Final = 110.0
 SAVING: Final = "saving"
 POWER: Final = "power"
+UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
 #: GiB of GPU memory that torch may take.
@@ -83,7 +84,7 @@ class Segment:
     Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
     the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
     of the weights after them. With `saves`, training goes on while the whole state is saved; then that is loaded.
-    `power` measures the power during the measured steps.
+    `power` measures the power during the measured steps. So many `monitors` are attached in all steps.
     """
 
     batch: int
@@ -96,6 +97,7 @@ class Segment:
     digest: bool = False
     saves: bool = False
     power: bool = False
+    monitors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +363,13 @@ def power(template: Job) -> list[Job]:
     return [metered("no-offload", 4, 24), metered(AUTO, 30, 24, 20), metered("deepspeed-zero2", 2, 7)]
 
 
+def monitors(template: Job) -> list[Job]:
+    """Fixed shares without a monitor, with 50 of which 25 are stopped, and without again: what is between is noise."""
+    steps = Segment(batch=8, settle=6, measure=36)
+    counts = {UNWATCHED: 0, WATCHED: 50, UNWATCHED_AGAIN: 0}
+    return [job(template, "hytrain:0.5", *(replace(steps, label=each, monitors=n) for each, n in counts.items()))]
+
+
 def frontier(
     template: Job,
     shape: str,
@@ -498,6 +507,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "sft": sft,
     "saving": saving,
     "power": power,
+    "monitors": monitors,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
     "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
     # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.

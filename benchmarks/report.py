@@ -24,7 +24,20 @@ from benchmarks import several
 from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
 from benchmarks.goals import HEAD, Goal, Judge, NotMeasured, judged, known
 from benchmarks.idle import CAUSES
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, LEAN, NEVER_CLIPPED, NO_CLIPPING, ROAMING, SAVING, SFT, WEIGHTLESS
+from benchmarks.parts import (
+    ALWAYS_CLIPPED,
+    AUTO,
+    LEAN,
+    NEVER_CLIPPED,
+    NO_CLIPPING,
+    ROAMING,
+    SAVING,
+    SFT,
+    UNWATCHED,
+    UNWATCHED_AGAIN,
+    WATCHED,
+    WEIGHTLESS,
+)
 from benchmarks.rows import Rows, is_steady, pair, ratio
 
 RESULTS: Final = Path(__file__).resolve().with_name("results")
@@ -121,6 +134,16 @@ def same_bits(rows: Rows) -> tuple[str, bool]:
     return f"{len(digests)} runs, {'the same bits' if same else 'different bits'}", same
 
 
+def watched(rows: Rows) -> tuple[str, bool]:
+    """A step with 50 monitors, by the mean of those without before and after; and how far these two differ."""
+    here = rows.of_part("monitors")
+    before, beside, after = (
+        known(here.where(label=label).median("step_s")) for label in (UNWATCHED, WATCHED, UNWATCHED_AGAIN)
+    )
+    value = 2 * beside / (before + after)
+    return f"{value:.4f}; without, before and after differ by {share(abs(after / before - 1), 2)}", value <= 1.005
+
+
 def saved_with(field: str, bar: float, write: Callable[[float | None], str]) -> Judge:
     """What a save beside training costs."""
 
@@ -167,6 +190,7 @@ GOALS: Final = (
          compared("clipping", f"{AUTO} {NEVER_CLIPPED}", f"{AUTO} {NO_CLIPPING}", at_most=1.03)),
     Goal("max_grad_norm, always clipped: faster than ZeRO-2 that clips, too", "≥ 1.5 ×",
          compared("clipping", f"deepspeed-zero2 {ALWAYS_CLIPPED}", f"{AUTO} {ALWAYS_CLIPPED}", at_least=1.5)),
+    Goal("50 monitors, 25 of them stopped: step / the step without", "≤ 1.005", watched),
     Goal("a save beside training: stalls / the save's duration", "≤ 10 %", saved_with("save_stall_share", 0.1, share)),
     Goal("a save beside training: more host memory", "≤ 1 GB",
          saved_with("save_host_gb", 1.0, lambda value: f"{number(value, 2)} GB")),
@@ -376,6 +400,20 @@ def power(rows: Rows) -> str:
     return table(rows.of_part("power").by("system"), col.SYSTEM, *speed, *watts, *joules)
 
 
+def monitors(rows: Rows) -> str:
+    """Steps with monitors attached and without."""
+    here = rows.of_part("monitors")
+    base = here.where(label=UNWATCHED).median("step_s")
+    to_base = computed("relative to the first", lambda mine: ratio(mine.median("step_s"), base), lambda v: number(v, 4))
+
+    def read(mine: Rows) -> str:
+        found = mine.last("monitors_read")
+        return MISSING if found is None else f"{min(found[::2])} to {max(found[::2])}"
+
+    columns = (last("attached", "label"), col.STEP, to_base, ("records that each has read that is not stopped", read))
+    return table(here.by("label"), *columns)
+
+
 #: Columns of systems below caps on GPU memory.
 CAPPED: Final = (last("model", "shape"), ("cap", lambda mine: f"{mine.last('cap_gib'):.0f} GiB"), col.SYSTEM)
 PLACED: Final = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
@@ -426,14 +464,14 @@ def machines(rows: Rows) -> str:
 
 _TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, power, frontier, home)
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, power, monitors, frontier, home)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    apart = {sft: ("sft",), saving: ("saving",), power: ("power",), frontier: FRONTIERS}
+    apart = {sft: ("sft",), saving: ("saving",), power: ("power",), monitors: ("monitors",), frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())
     made = [(one_host, others), *own, *((make, ranked) for make in several.MEASURED.values())]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks import idle, ranks, saving, text
 from benchmarks.host import used_bytes
+from benchmarks.monitors import Monitors
 from benchmarks.parts import ON_META, SHAPES, Job, Segment
 from benchmarks.power import Power
 from benchmarks.rows import times_of
@@ -205,6 +206,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         running.command(name, value)
     with ExitStack() as stack:
         power = stack.enter_context(Power(gpu_uuid(torch.device(job.device)))) if segment.power else None
+        watching = stack.enter_context(attached(segment, running)) if segment.monitors else None
         steps = Steps(job, segment, running)
         while not steps.settled():
             steps.run()
@@ -218,6 +220,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
             if profile:
                 profile.step()
         ended_s = steps.finished_s() if power else 0.0
+        told = watching and watching.read()
     row = {
         **times_of(steps.times(), segment.measure),
         "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
@@ -231,6 +234,8 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         row["clipped_share"] = sum(norm > job.clip for norm in last) / len(last)
     if profile:
         row["idle"] = profile.result()
+    if told:
+        row["monitors_read"] = told
     if power:
         watts = power.of(began_s, ended_s, segment.measure * segment.batch * job.sequence)
         if not watts:
@@ -241,6 +246,12 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
+
+
+def attached(segment: Segment, running: Running) -> Monitors:
+    if running.optimizer is None:
+        raise Unavailable("only HyTrain has monitors")
+    return Monitors(segment.monitors, Path(running.optimizer.run_dir))
 
 
 def alloc_retries() -> int:

@@ -61,6 +61,8 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         seconds = [index / 4 for index in range(1, 48)]
         found |= {"gpu_watts": 600.0, "gpu_joules_per_token": 600 * step_s / 8192, "host_watts": 200.0}
         found["watts"] = {"at_s": seconds, "gpu_watts": [600.0] * 47, "host_watts": [None, *[200.0] * 46]}
+    if segment.monitors:
+        found["monitors_read"] = [40, 1] * (segment.monitors // 2)
     if segment.digest:
         found["digest"] = "00ff"
     return found

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks import (
     host,
     idle,
     memory,
+    monitors,
     parts,
     power,
     report,
@@ -574,6 +576,44 @@ def test_a_machine_that_does_not_tell_its_power_has_a_row_that_says_so(
     [found] = step.rows(Job(system="torch", shape="demo", sequence=64, device="cpu", segments=(steps,)), str(tmp_path))
     assert found["error"] == "nothing here tells its power: of a GPU, nvidia-ml-py does"
     assert len(looks) == 1 and len(looks[0]) >= 2
+
+
+# ---------------------------------------------------------------- monitors
+
+
+@pytest.mark.spawns
+def test_monitors_read_while_steps_are_measured_and_every_second_one_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import step
+
+    class Seen(monitors.Monitors):
+        def __exit__(self, *error: object) -> None:
+            states.extend(psutil.Process(process.pid).status() for process, _ in self._all)
+            while (reads := self.read())[0] == 1:  # it may be behind
+                time.sleep(0.01)
+            counts.append(reads)
+            super().__exit__(*error)
+
+    states: list[str] = []
+    counts: list[list[int]] = []
+    monkeypatch.setattr(step, "Monitors", Seen)
+    before, beside = Segment(batch=2, settle=1, measure=2), Segment(batch=2, settle=0, measure=8, monitors=2)
+    job = Job(system="hytrain:0.5", shape="demo", sequence=64, device="cpu", segments=(before, beside))
+    plain, found = step.rows(job, str(tmp_path))
+    assert "error" not in found and "monitors_read" not in plain
+    assert [state == psutil.STATUS_STOPPED for state in states] == [False, True]
+    assert min(found["monitors_read"]) == 1 and counts[0][1] == 1
+
+
+def test_what_monitors_cost_is_seen_beside_what_steps_differ_anyway() -> None:
+    rows = made_up("monitors")
+    for one, step_s in zip(rows, (1.0, 1.011, 1.01), strict=True):
+        one["step_s"] = step_s
+    text, met = report.watched(rows)
+    assert met is False and text == "1.0060; without, before and after differ by 1.00 %"
+    rows[1]["step_s"] = 1.01
+    assert report.watched(rows) == ("1.0050; without, before and after differ by 1.00 %", True)
 
 
 # ---------------------------------------------------------------- suite

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from protocol.address import Address
 from workers import monitor, run_folder
 from workers import monitor_view as view
 from workers.monitor_view import Snapshot, Usage
+from workers.web import Feed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -305,6 +307,33 @@ def test_an_answer_that_overtakes_the_feed_loses_no_record() -> None:
     assert list(attached.statuses()) == [two, three, four, five, five, six, seven]
     # The feed lost what came between, as it may: then the answer is what there is.
     assert list(Replayed(one, [two], five, [], [six]).statuses()) == [one, two, five, six]
+
+
+@pytest.mark.parametrize("reader", ["--follow", "--web"])
+def test_ten_thousand_steps_leave_nothing_in_memory(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As traced behind the first two thousand, when what is bounded is full. A float per step would be 24 bytes."""
+    traced = list[int]()
+
+    def statuses() -> Iterator[m.Status]:
+        for step in range(1, 12_001):
+            yield status(record=json.dumps(RECORD | {"step": step, "at_s": float(step), "loss": step / 7}))
+            if step in (2_000, 12_000):
+                traced.append(tracemalloc.get_traced_memory()[0])
+
+    attached, feed = Replayed(), Feed(lambda shown: Snapshot(shown, ()))
+    attached.statuses = statuses  # type: ignore[method-assign]
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        tracemalloc.start()
+        try:
+            if reader == "--web":
+                feed.follow(statuses())
+            else:
+                monitor._follow(attached, as_json=False, commands={"stall": None, "divergence": None})
+        finally:
+            tracemalloc.stop()
+    first, last = traced
+    assert last - first < 50_000
 
 
 def test_a_line_has_what_the_record_has() -> None:

@@ -22,7 +22,7 @@ from hytrain.errors import ConfigError
 from protocol import messages as m
 from workers.monitor import ORDERS, SETTINGS
 from workers.monitor_view import Snapshot
-from workers.screen import KEPT, PEAK, Screen
+from workers.screen import KEPT, KEPT_LINES, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
 
@@ -102,6 +102,18 @@ def test_curves_plans_and_the_table_follow_the_run() -> None:
     assert set(found["curves"]["step_s"]) == {0.0, 0.5, PEAK * 0.5} and "step time 500.0 ms" in found["labels"]
     assert screen.shown is not None and json.loads(screen.shown.status.record)["step"] == KEPT + 8
     assert found["end"][-1] == "the run has ended: q leaves"
+
+
+def test_ten_thousand_steps_leave_as_much_as_a_few_hundred() -> None:
+    """Each with a plan."""
+    run = Run(*(at(step, reason="a plan") for step in range(1, 10_001)))
+    _, found = shown(run)
+    assert {name: len(values) for name, values in found["curves"].items()} == {
+        "loss": KEPT,
+        "step_s": KEPT + 1,
+        "stall_s": KEPT + 1,
+    }
+    assert len(found["plans"]) == KEPT_LINES and found["plans"][-1].startswith("step 10000")
 
 
 def test_a_key_asks_and_gives_the_command() -> None:

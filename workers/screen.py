@@ -32,6 +32,8 @@ from workers import monitor_view as view
 
 #: So many steps are in a curve.
 KEPT: Final = 240
+#: So many lines of plans are kept.
+KEPT_LINES: Final = 500
 #: Drawing takes CPU from the run.
 REDRAW_S: Final = 0.25
 STAYS_S: Final = 3600.0
@@ -114,7 +116,7 @@ class Screen(App[None]):
                 with Vertical():
                     yield Label(label, id=f"name-{name}")
                     yield Sparkline([], id=name)
-        yield RichLog(id="plans", wrap=True, markup=False, min_width=0)
+        yield RichLog(id="plans", max_lines=KEPT_LINES, wrap=True, markup=False, min_width=0)
         yield Footer(show_command_palette=False)  # it would cover keys at 80 columns
 
     def on_mount(self) -> None:

@@ -1,6 +1,7 @@
 "use strict";
 // Follows live runs: new records go into the charts and the plans, and the rest is shown as it is.
 (() => {
+  const MOST_PLANS = 1000;
   const { after } = JSON.parse(document.getElementById("data").textContent);
 
   function row(cells, words = -1) {
@@ -37,8 +38,10 @@
         hytrain.add(record, run);
         if (typeof record.reason !== "string" || known.has(record.wall_time)) continue;
         known.add(record.wall_time);
+        if (known.size > 2 * MOST_PLANS) known.delete(known.values().next().value);
         const numbers = [record.k.toFixed(3), record.visiting_layers, record.streamed_layers];
         plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
+        if (plans.rows.length > MOST_PLANS) plans.deleteRow(0);
       }
       if (news.line === undefined) return;
       line.textContent = news.line;
