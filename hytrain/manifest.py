@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,11 +31,15 @@ ONE: Final = Ranks()
 SUMS: Final = "SHA256SUMS"
 #: Accepts the files of a folder as they are.
 ACCEPT: Final = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
+#: What the threads of this process are writing, and since when.
+_being_written: dict[object, tuple[Path, float]] = {}
 
 
 @contextmanager
 def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
     """Raise `SavingError` where a file of `folder` cannot be written: for OSError, and for other `errors`."""
+    key = object()
+    _being_written[key] = folder, time.monotonic()
     try:
         yield
     except SavingError:
@@ -45,6 +50,14 @@ def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
         clear_frames(error.__traceback__)  # or whoever holds the new error holds what was to be written
         said = getattr(error, "strerror", None) or error
         raise SavingError(f"{folder} could not be written: {said}. What was saved before is whole") from None
+    finally:
+        del _being_written[key]
+
+
+def being_written() -> tuple[Path, float] | None:
+    """Which folder this process is writing, on any thread, and for how many seconds: of several the first."""
+    folder, began_s = min([*_being_written.values()], key=lambda known: known[1], default=(None, 0.0))
+    return None if folder is None else (folder, time.monotonic() - began_s)
 
 
 def seal(folder: Path, files: Iterable[Path], ranks: Ranks = ONE, *, in_parallel: bool = False) -> None:

@@ -662,9 +662,14 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pong(Message):
-    """Trainer or optimizer to coordinator: the answer to Ping. `waits_for`: what training waits for; may be empty."""
+    """Trainer or optimizer to coordinator: the answer to Ping. `waits_for`: what training waits for; may be empty.
+
+    `writing`: the folder that is being written, and for how long; "" if none is.
+    """
 
     waits_for: str = ""
+    writing: str = ""
+    writing_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -674,12 +679,17 @@ class StatusRequest(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of the run, as shown to users. `silent_s`: for how long it has not answered; 0 while it does."""
+    """One process of the run, as shown to users. `silent_s`: for how long it has not answered; 0 while it does.
+
+    `writing`, `writing_s`: as in its last Pong.
+    """
 
     address: Address
     pid: int
     detail: str
     silent_s: float = 0.0
+    writing: str = ""
+    writing_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

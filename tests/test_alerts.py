@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_monitor import status
+from test_monitor import look, status
 from test_report import record
 
 from protocol import messages as m
@@ -26,7 +26,7 @@ def at(step: int, share: float = 0.0, **more: Any) -> m.Status:
 
 def told(*statuses: m.Status) -> list[Alert]:
     alerts = Alerts()
-    return [alert for one in statuses for alert in alerts.look(one)]
+    return [alert for one in statuses for alert in alerts.look(look(one))]
 
 
 def steps(count: int, share: float, start: int = 1, **more: Any) -> Iterator[m.Status]:
@@ -75,17 +75,13 @@ def test_a_process_that_does_not_answer_and_a_divergence_are_told_at_once() -> N
     assert told(status(record="{}")) == []
 
 
-class Attached:
-    def __init__(self, *statuses: m.Status) -> None:
-        self.statuses = lambda: iter(statuses)
-
-
 def test_the_command_knows_what_has_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = "import os, sys; print(*(os.environ[f'HYTRAIN_{name}'] for name in ('ALERT', 'TEXT', 'RUN')))"
     out = tmp_path / "out"
     commands = {"stall": None, "divergence": f'{sys.executable} -c "{script}" > {out}.part; mv {out}.part {out}'}
     monitor._follow(
-        Attached(*steps(STEPS, 0.9), at(99, diverged_at=98.0)),  # type: ignore[arg-type]
+        [*steps(STEPS, 0.9), at(99, diverged_at=98.0)],
+        look,
         as_json=False,
         commands=commands,
     )
@@ -93,7 +89,7 @@ def test_the_command_knows_what_has_happened(tmp_path: Path, capsys: pytest.Capt
     while not out.exists() and time.monotonic() < ends_s:
         time.sleep(0.01)
     assert out.read_text() == f"divergence training has diverged at step 98 {at(1).run_dir}\n"
-    assert len(capsys.readouterr().out.splitlines()) == STEPS + 1
+    assert len(capsys.readouterr().out.splitlines()) == STEPS + 2
 
 
 @pytest.mark.parametrize(

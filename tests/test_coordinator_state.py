@@ -868,6 +868,16 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._process_bytes
 
 
+def test_monitors_hear_what_a_process_is_writing_until_it_says_otherwise(driver: Driver) -> None:
+    driver.start()
+    said = []
+    for pong in (m.Pong(writing="/c/step-4", writing_s=3.0), m.Pong()):
+        driver.state.heartbeats.answered(TRAINER, pong)
+        said.append({one.address.role: (one.writing, one.writing_s) for one in driver.status().processes})
+    nothing = dict.fromkeys(("coordinator", "optimizer", "trainer"), ("", 0.0))
+    assert said == [{**nothing, "trainer": ("/c/step-4", 3.0)}, nothing]
+
+
 def test_a_record_counts_skipped_steps(driver: Driver) -> None:
     """Where steps can be skipped; and on with other layers."""
     driver.start(awaits_verdict=True)

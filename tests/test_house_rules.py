@@ -43,6 +43,7 @@ PURE = (
     "workers/plane_bytes.py",
     "workers/effects.py",
     "workers/alerts.py",
+    "workers/troubles.py",
 )
 # What turns bytes into code. `multiprocessing` pickles what it sends.
 UNSAFE_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}

@@ -18,15 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hytrain.config import Cluster
 from hytrain.monitoring import Client
 from protocol import messages as m
 from protocol.address import Address
-from workers import monitor, run_folder
+from workers import monitor, observer, run_folder
 from workers import monitor_view as view
-from workers.monitor_view import Snapshot, Usage
+from workers.monitor_view import Snapshot
+from workers.troubles import Usage, find
 from workers.web import Feed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,6 +282,12 @@ def status(**changed: Any) -> m.Status:
     return m.Status(**{**fields, **changed})
 
 
+def look(shown: m.Status) -> Snapshot:
+    """As the monitor looks, but at processes that are gone."""
+    processes = tuple((process, None) for process in shown.processes)
+    return Snapshot(shown, processes, find(shown, processes))
+
+
 class Replayed(Client):
     """Answers and the feed as they come, in turn: a list is what the feed brings until it is silent."""
 
@@ -320,8 +328,7 @@ def test_ten_thousand_steps_leave_nothing_in_memory(reader: str, monkeypatch: py
             if step in (2_000, 12_000):
                 traced.append(tracemalloc.get_traced_memory()[0])
 
-    attached, feed = Replayed(), Feed(lambda shown: Snapshot(shown, ()))
-    attached.statuses = statuses  # type: ignore[method-assign]
+    feed = Feed("demo", Path("/runs/demo"), look)
     with open(os.devnull, "w") as nowhere:
         monkeypatch.setattr(sys, "stdout", nowhere)
         tracemalloc.start()
@@ -329,7 +336,7 @@ def test_ten_thousand_steps_leave_nothing_in_memory(reader: str, monkeypatch: py
             if reader == "--web":
                 feed.follow(statuses())
             else:
-                monitor._follow(attached, as_json=False, commands={"stall": None, "divergence": None})
+                monitor._follow(statuses(), look, as_json=False, commands={"stall": None, "divergence": None})
         finally:
             tracemalloc.stop()
     first, last = traced
@@ -452,7 +459,7 @@ def test_a_core_belongs_to_who_is_pinned_to_it() -> None:
     processes = [m.Process(address=address, pid=1, detail="") for address in addresses]
     usages = on_cores(*range(8)), on_cores(*range(6)), on_cores(2, 3), None
     loads = (0.0, 0.5, 1.0, 0.97, 0.3, 0.3, 0.1, 0.2)
-    shown = Snapshot(status(), tuple(zip(processes, usages, strict=True)), loads)
+    shown = Snapshot(status(), tuple(zip(processes, usages, strict=True)), loads=loads)
     groups = view.cores(shown)
     assert [(it.owner, it.cores) for it in groups] == [
         ("optimizer-0", (2, 3)),
@@ -463,7 +470,7 @@ def test_a_core_belongs_to_who_is_pinned_to_it() -> None:
     told = json.loads(view.as_json(shown))
     assert told["cores"][0] == {"owner": "optimizer-0", "cores": [2, 3], "loads": [1.0, 0.97]}
     assert told["host_planes"] == {"grads": 3 * GIB, "weights": GIB}
-    shared = Snapshot(status(), ((processes[1], on_cores(0, 1)), (processes[2], on_cores(0, 1))), (0.5, 0.5))
+    shared = Snapshot(status(), ((processes[1], on_cores(0, 1)), (processes[2], on_cores(0, 1))), loads=(0.5, 0.5))
     assert [it.owner for it in view.cores(shared)] == ["trainer-0, optimizer-0"]
     assert view.cores(Snapshot(status(), ())) == [], "at the first look"
     pytest.importorskip("rich")
@@ -477,10 +484,10 @@ def test_the_load_of_a_core_is_since_the_last_look(monkeypatch: pytest.MonkeyPat
     names = ("user", "nice", "system", "idle", "iowait", "guest", "guest_nice")
     times = namedtuple("times", names)
     spent = [[times(1, 0, 0, 9, 0, 0, 0)] * 2, [times(4, 0, 2, 13, 1, 3, 0), times(1, 0, 0, 9, 0, 0, 0)]]
-    monkeypatch.setattr(monitor.psutil, "cpu_times", lambda percpu: spent[0])
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: spent[0])
     pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": ()}
-    observer = monitor.Observer(Cluster(run_name="", run_dir="", socket_dir="", token="", **pids))
-    assert observer.look(status()).loads == ()
-    monkeypatch.setattr(monitor, "CORES_S", 0.0)
+    looking = observer.Observer(Cluster(run_name="", run_dir="", socket_dir="", token="", **pids))
+    assert looking.look(status()).loads == ()
+    monkeypatch.setattr(observer, "LOOK_S", 0.0)
     del spent[0]
-    assert observer.look(status()).loads == (0.5, 0.0)
+    assert looking.look(status()).loads == (0.5, 0.0)

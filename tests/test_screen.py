@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("textual")
 
-from test_monitor import status
+from test_monitor import look, status
 from test_report import record
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, RichLog, Sparkline
@@ -21,14 +21,9 @@ from textual.widgets._footer import FooterKey
 from hytrain.errors import ConfigError
 from protocol import messages as m
 from workers.monitor import ORDERS, SETTINGS
-from workers.monitor_view import Snapshot
 from workers.screen import KEPT, KEPT_LINES, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
-
-
-def look(shown: m.Status) -> Snapshot:
-    return Snapshot(shown, tuple((process, None) for process in shown.processes))
 
 
 def at(step: int, **more: Any) -> m.Status:

@@ -20,22 +20,19 @@ import pytest
 pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
-from test_monitor import rank, status
+from test_monitor import look, rank, status
 from test_report import drawn, in_a_browser, record, run
 
 from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor, web
-from workers.monitor_view import Snapshot, Usage
+from workers.monitor_view import Snapshot
+from workers.troubles import Usage
 from workers.web import Feed, application, exposition
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "a token"
-
-
-def look(shown: m.Status) -> Snapshot:
-    return Snapshot(shown, tuple((process, None) for process in shown.processes))
 
 
 def at(step: int, **more: Any) -> m.Status:
@@ -116,7 +113,7 @@ def test_a_silent_process_is_named() -> None:
     assert new().news(0)[1]["state"] == "waiting for the coordinator"
     gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
     quiet = replace(gone, processes=(replace(first, silent_s=9.0), *others))
-    for last, state in ((quiet, f"{first.address} does not answer"), (gone, "")):
+    for last, state in ((quiet, f"{first.address} (process {first.pid}) has not answered for 9 s"), (gone, "")):
         feed = followed(at(1), quiet, last)
         feed.ended = False
         told = feed.news(0)[1]
@@ -144,7 +141,7 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
 
 def test_cores_and_memory_are_told(tmp_path: Path) -> None:
     usage = Usage(cores=(0, 1), rss_bytes=0, cpu_s=0.0, cpu_share=0.0)
-    feed = Feed("demo", tmp_path, lambda shown: Snapshot(shown, ((shown.processes[0], usage),), (1.0, 0.5, 0.0)))
+    feed = Feed("demo", tmp_path, lambda shown: Snapshot(shown, ((shown.processes[0], usage),), loads=(1.0, 0.5, 0.0)))
     feed.follow([at(1, gpu_peak_bytes=5 << 30)])
     told = feed.news(0)[1]
     assert told["cores"] == [("others", "2", "0%", "▁"), ("trainer-0", "0-1", "75%", "█▅")]
@@ -306,7 +303,8 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert re.findall(r'<p class="line">(step \d+)', seen) == ["step 3", "step 29"], "each run has its own"
-    assert seen.count("the run has ended") == 2 and "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen
+    assert seen.count("the run has ended") == 4, "shown and read aloud"
+    assert "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen
     assert seen.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', seen)[0]) >= 6
     assert "two: training from – to –;" in seen and "one: training from 3.999 to 3.971;" in seen
     plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)

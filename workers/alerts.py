@@ -1,6 +1,6 @@
 """When a followed run needs somebody: `hytrain-monitor --follow --on-stall CMD --on-divergence CMD`.
 
-    statuses ─▶ Alerts.look ─▶ Alert: its kind, and what has happened in words ─▶ run: CMD, while the monitor goes on
+    snapshots ─▶ Alerts.look ─▶ Alert: its kind, and what has happened in words ─▶ run: CMD, while the monitor goes on
 
 An alert comes once, and again only after things were well in between. It reads no clock, file or socket.
 """
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from protocol import messages as m
-from workers import monitor_view as view
+from workers.monitor_view import Snapshot
 
 #: Waits of the last so many steps are looked at together: a single slow step is no alert.
 STEPS: Final = 16
@@ -40,20 +39,23 @@ class Alerts:
     _records: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told: set[str] = field(default_factory=set)
 
-    def look(self, status: m.Status) -> Iterator[Alert]:
+    def look(self, snapshot: Snapshot) -> Iterator[Alert]:
         """The alerts of a new status."""
-        for process in status.processes:
-            is_silent = process.silent_s > 0
-            if self._is_new(f"silent {process.address}", begins=is_silent, ends=not is_silent):
-                yield Alert("stall", f"{process.address} (process {process.pid}) {view.silence(process)}")
-        record = json.loads(status.record)
+        troubles = {trouble.about: trouble for trouble in snapshot.troubles}
+        for process, _ in snapshot.processes:
+            trouble = troubles.get(str(process.address))
+            if self._is_new(str(process.address), begins=trouble is not None, ends=trouble is None):
+                assert trouble is not None, "it begins with one"
+                yield Alert("stall", trouble.text)
+        record = json.loads(snapshot.status.record)
         if not record or (self._records and record == self._records[-1]):
             return
         self._records.append(record)
-        diverged_at = record.get("diverged_at")
-        is_well = diverged_at is None and "loss" in record  # other records say nothing of it
-        if self._is_new("divergence", begins=diverged_at is not None, ends=is_well):
-            yield Alert("divergence", f"training has diverged at step {diverged_at:.0f}")
+        divergence = troubles.get("divergence")
+        is_well = divergence is None and "loss" in record  # other records say nothing of it
+        if self._is_new("divergence", begins=divergence is not None, ends=is_well):
+            assert divergence is not None, "it begins with one"
+            yield Alert("divergence", divergence.text)
         share = sum(one["stall_s"] for one in self._records) / max(sum(one["step_s"] for one in self._records), 1e-9)
         is_full = len(self._records) == STEPS
         if self._is_new("waiting", begins=is_full and share >= STALLED, ends=share <= CALM):

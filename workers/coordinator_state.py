@@ -216,6 +216,8 @@ class CoordinatorState:
                 pid=hello.pid,
                 detail=self._handshake.detail(address),
                 silent_s=self.heartbeats.silent_s(address),
+                writing=self.heartbeats.last(address).writing,
+                writing_s=self.heartbeats.last(address).writing_s,
             )
             for address, hello in self._handshake.joined.items()
         ]

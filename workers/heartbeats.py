@@ -22,22 +22,26 @@ AGAIN: Final = 60
 
 
 class Heartbeats:
-    """How long each asked worker has been silent, and what the trainers wait for."""
+    """How long each asked worker has been silent, and what it said last."""
 
     def __init__(self, *, limit_s: float) -> None:
         self._limit = max(limit_s, SILENT_S) / BEAT_S
         self._missed: dict[Address, int] = {}
         self._answered: set[Address] = set()
-        self._waits_for: dict[Address, str] = {}
+        self._pongs: dict[Address, Pong] = {}
 
     def answered(self, address: Address, pong: Pong) -> None:
         self._answered.add(address)
-        self._waits_for[address] = pong.waits_for
+        self._pongs[address] = pong
 
     def silent_s(self, address: Address) -> float:
         """How long a worker has not answered; 0 if it is not called silent."""
         silent_s = self._missed.get(address, 0) * BEAT_S
         return silent_s if silent_s >= SILENT_S else 0.0
+
+    def last(self, address: Address) -> Pong:
+        """A worker's last answer; before the first, that it neither waits nor writes."""
+        return self._pongs.get(address, Pong())
 
     def beat(self, asked: Collection[Address]) -> tuple[list[str], list[Address]]:
         """A beat has passed since these were asked, and is to begin anew. Returns news, and who is to be ended."""
@@ -47,6 +51,7 @@ class Heartbeats:
             address: 0 if address in self._answered else self._missed.get(address, -1) + 1 for address in asked
         }
         self._answered.clear()
+        self._pongs = {address: pong for address, pong in self._pongs.items() if address in self._missed}
         for address in asked:
             silent_s = self.silent_s(address)
             if before[address] and not silent_s:
@@ -60,5 +65,5 @@ class Heartbeats:
 
     def _waiting_for(self, silent: Address) -> str:
         """What the trainer that this optimizer serves waits for."""
-        what = self._waits_for.get(Address("trainer", silent.rank), "")
+        what = self.last(Address("trainer", silent.rank)).waits_for
         return f"; trainer-{silent.rank} waits for {what}" if what and silent.role == "optimizer" else ""

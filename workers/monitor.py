@@ -28,29 +28,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import psutil
-
-from hytrain.config import Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from protocol import messages as m
-from protocol.address import Address
 from workers import monitor_view as view
 from workers import report, run_folder, timeline, web
 from workers.alerts import Alerts
-from workers.monitor_view import Snapshot, Usage
+from workers.observer import FIRST_S, Observer
 
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
-#: The load of cores is a mean over at least so much.
-CORES_S: Final = 0.2
 
 #: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
@@ -151,12 +145,12 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
         return _order(client, arguments.command)
     if arguments.once:
         observer = Observer(client.run)
-        time.sleep(CORES_S)
+        time.sleep(FIRST_S)  # what else runs shows in a while
         snapshot = observer.look(client.status())
         print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
-        _follow(client, as_json=arguments.json, commands=commands)
+        _follow(client.statuses(), Observer(client.run).look, as_json=arguments.json, commands=commands)
     else:
         return _watch(client)
     return 0
@@ -253,21 +247,28 @@ def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run
 # ---------------------------------------------------------------- the modes
 
 
-def _follow(client: Client, *, as_json: bool, commands: Mapping[str, str | None]) -> None:
-    shown, silent = "{}", set[str]()  # the record before the first step, and who does not answer
+def _follow(
+    statuses: Iterable[m.Status],
+    look: Callable[[m.Status], view.Snapshot],
+    *,
+    as_json: bool,
+    commands: Mapping[str, str | None],
+) -> None:
+    shown, told = "{}", set[str]()  # the record before the first step, and what is wrong
     alerts, running = Alerts(), list[subprocess.Popen[bytes]]()
-    for status in client.statuses():
-        for alert in alerts.look(status):
+    for status in statuses:
+        snapshot = look(status)
+        for alert in alerts.look(snapshot):
             if (command := commands[alert.kind]) is not None:
                 about = {"HYTRAIN_ALERT": alert.kind, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
                 began = subprocess.Popen(
                     command, shell=True, env={**os.environ, **about}, stdin=subprocess.DEVNULL, stdout=2
                 )
                 running = [began, *(other for other in running if other.poll() is None)]
-        for process in status.processes:
-            if process.silent_s and str(process.address) not in silent and not as_json:
-                print(f"{process.address} (process {process.pid}) {view.silence(process)}", flush=True)
-        silent = {str(process.address) for process in status.processes if process.silent_s}
+        for trouble in snapshot.troubles:
+            if trouble.about not in told and not as_json:
+                print(trouble.text, flush=True)
+        told = {trouble.about for trouble in snapshot.troubles}
         if status.record != shown:
             shown = status.record
             print(view.record_json(status) if as_json else view.line(status), flush=True)
@@ -295,55 +296,6 @@ def _watch(client: Client) -> int:
     if screen.shown is not None:
         print(view.as_text(screen.shown))
     return screen.return_code or 0
-
-
-class Observer:
-    """Reads what a run's processes and the cores do, and remembers their CPU times at the last look."""
-
-    def __init__(self, run: Cluster) -> None:
-        address, detail = Address("launcher", 0), "starts and supervises the others"
-        self._launcher = m.Process(address=address, pid=run.launcher_pid, detail=detail)
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._loads: tuple[float, ...] = ()
-        self._cores, self._cores_s = _core_times(), time.monotonic()
-
-    def look(self, status: m.Status) -> Snapshot:
-        """`status`, with the current usage of its processes and of the launcher, and the load of this machine's cores.
-
-        At the first look, no load of cores is known.
-        """
-        if (now_s := time.monotonic()) - self._cores_s >= CORES_S:
-            before, self._cores, self._cores_s = self._cores, _core_times(), now_s
-            spent = [(b1 - b0, t1 - t0) for (b0, t0), (b1, t1) in zip(before, self._cores, strict=False)]
-            self._loads = tuple(busy_s / total_s if total_s > 0 else 0.0 for busy_s, total_s in spent)
-        processes = (*status.processes, self._launcher)
-        return Snapshot(status, tuple((process, self._usage(process.pid)) for process in processes), self._loads)
-
-    def _usage(self, pid: int) -> Usage | None:
-        """A process's usage, or None if it is gone. `cpu_share` is since the last look, at first since its start."""
-        try:
-            process = psutil.Process(pid)
-            times, now_s = process.cpu_times(), time.time()
-            cpu_s = times.user + times.system
-            seen_s, seen_cpu_s = self._seen.get(pid, (process.create_time(), 0.0))
-            self._seen[pid] = now_s, cpu_s
-            return Usage(
-                cores=tuple(process.cpu_affinity() or ()),
-                rss_bytes=process.memory_info().rss,
-                cpu_s=cpu_s,
-                cpu_share=(cpu_s - seen_cpu_s) / max(now_s - seen_s, 1e-3),
-            )
-        except psutil.Error:
-            return None
-
-
-def _core_times() -> list[tuple[float, float]]:
-    """For each core, how many seconds it was busy, and how many in all. That of virtual machines is in `user`."""
-    found = []
-    for it in psutil.cpu_times(percpu=True):
-        total_s = sum(it) - it.guest - it.guest_nice
-        found.append((total_s - it.idle - it.iowait, total_s))
-    return found
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
 from workers.affinity import format_cores, format_threads
+from workers.troubles import Trouble, Usage, silence
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,24 +45,15 @@ SILENT_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """A process's usage. `cpu_share` is 1.0 for one core that is always busy."""
-
-    cores: tuple[int, ...]
-    rss_bytes: int
-    cpu_s: float
-    cpu_share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A status, and each process's usage then; None for a process that was gone.
+    """A status, each process's usage then, None for a process that was gone, and what is wrong.
 
     `loads`: for each core of this machine, the share of its time in which it was busy; empty if it is not known.
     """
 
     status: m.Status
     processes: tuple[tuple[m.Process, Usage | None], ...]
+    troubles: tuple[Trouble, ...] = ()
     loads: tuple[float, ...] = ()
 
 
@@ -149,6 +141,7 @@ def as_json(snapshot: Snapshot) -> str:
         "cores": [asdict(group) for group in cores(snapshot)],
         "host_planes": status.host_planes,
         "device_planes": status.device_planes,
+        "troubles": [trouble.text for trouble in snapshot.troubles],
         **_ranks_json(status),
     }
     return json.dumps(described)
@@ -345,6 +338,8 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         )
     else:
         facts.add_row("training", "no step has ended yet")
+    for trouble in snapshot.troubles:
+        facts.add_row(Text("trouble", "bold red"), Text(trouble.text, "bold red"))
     if status.layer_names:
         facts.add_row("layers", _strip(status))
     if used := memory(status):
@@ -426,11 +421,6 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
         load = _load(process.address.role, record)
         rows.add_row(str(process.address), str(process.pid), *use, *load, Text(what))
     return rows
-
-
-def silence(process: m.Process) -> str:
-    """What is said of a process that does not answer."""
-    return f"has not answered for {process.silent_s:.0f} s"
 
 
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:

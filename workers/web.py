@@ -98,10 +98,11 @@ class Feed:
         seen, status, known = self._seen, self.status, list(self._records)
         if status is None or seen is None:
             return after, {"records": [], "state": self._end if self.ended else "waiting for the coordinator"}
-        state = "; ".join(f"{process.address} does not answer" for process in status.processes if process.silent_s)
+        troubles = () if self.ended else seen.troubles
         return known[-1][0] if known else after, {
             "records": [json.loads(record) for number, record in known if number > after],
-            "state": self._end if self.ended else state,
+            "state": self._end if self.ended else "; ".join(trouble.text for trouble in troubles),
+            "about": "; ".join(trouble.about for trouble in troubles),  # the same as long as the same is wrong
             "line": view.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
             "processes": json.loads(view.as_json(replace(seen, status=status)))["processes"],

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
+from hytrain import manifest
 from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
@@ -394,7 +395,7 @@ class Link:
                     if silence.ends():
                         _log.warning("the coordinator is heard again")
                     self._recorded_s = incoming.message.recorded_s or self._recorded_s
-                    self._inbox.reply(incoming.sender, Pong(waits_for=listener.waits_for))
+                    self._inbox.reply(incoming.sender, _pong(listener))
                 elif isinstance(incoming.message, Introduce):
                     self._find_coordinator(incoming.message)
                     silence.ends()
@@ -432,6 +433,14 @@ class _Silence:
         """It is heard. Whether its silence had been told."""
         told, self._quiet_s, self._told = self._told, 0.0, False
         return told
+
+
+def _pong(listener: Listener) -> Pong:
+    writing = manifest.being_written()
+    if writing is None:
+        return Pong(waits_for=listener.waits_for)
+    folder, writing_s = writing
+    return Pong(waits_for=listener.waits_for, writing=str(folder), writing_s=writing_s)
 
 
 def describe_failure(sender: Address, failure: Failure) -> str:

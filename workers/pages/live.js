@@ -21,7 +21,7 @@
   }
 
   const shows = [...document.querySelectorAll(".live")].map((place, run) => {
-    const [state, line, reason] = ["state", "line", "reason"].map((name) => place.querySelector(`.${name}`));
+    const [state, spoken, line, reason] = ["state", "spoken", "line", "reason"].map((name) => place.querySelector(`.${name}`));
     const plans = document.querySelectorAll(".plans tbody")[run];
     const known = new Set([...plans.rows].map((one) => Number(one.dataset.at))); // when they took effect
 
@@ -31,8 +31,12 @@
       body.closest(".box").hidden = rows.length === 0;
     }
 
+    let told;
     return (news) => {
-      if (state.textContent !== news.state) state.textContent = news.state; // it is read aloud
+      state.textContent = news.state;
+      const about = news.about || news.state;
+      if (about !== told) spoken.textContent = news.state; // read aloud once, not with each second that passes
+      told = about;
       state.classList.toggle("alarm", news.state !== "");
       for (const record of news.records) {
         hytrain.add(record, run);

@@ -1,0 +1,157 @@
+"""Looks at a run's processes and at what else runs on the optimizers' cores, beside the coordinator's statuses.
+
+    status ─▶ Observer.look ─▶ psutil: use and state of each process, load of each core ──┬─▶ Snapshot, for the views
+                          └─▶ Strangers: CPU time of other programs ──────────────────────┘
+
+The monitor does this, so that it costs the run nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from typing import Any, Final
+
+import psutil
+
+from hytrain.config import Cluster
+from protocol import messages as m
+from protocol.address import Address
+from workers.monitor_view import Snapshot
+from workers.troubles import Stranger, Usage, find
+
+#: How often the run's processes and the cores are looked at, at most.
+LOOK_S: Final = 0.5
+#: Other programs are looked for so often: reading what all processes use takes some milliseconds.
+EVERY_S: Final = 2.0
+#: The first time is over sooner.
+FIRST_S: Final = 1.0
+_ASKED: Final = ("pid", "ppid", "name", "cpu_times", "cpu_num")
+
+
+class Observer:
+    """Reads what a run's processes use and what the cores do, and remembers their times at the last look.
+
+    It may be asked more often than it looks: then what is new are the status and what is wrong with it.
+    """
+
+    def __init__(self, run: Cluster) -> None:
+        address, detail = Address("launcher", 0), "starts and supervises the others"
+        self._launcher = m.Process(address=address, pid=run.launcher_pid, detail=detail)
+        self._seen: dict[int, tuple[float, float]] = {}
+        self._loads: tuple[float, ...] = ()
+        self._usages: dict[int, Usage | None] = {}
+        self._looked_s = time.monotonic()
+        self._cores = _core_times()
+        self._strangers = Strangers()
+
+    def look(self, status: m.Status) -> Snapshot:
+        """`status`, with the usage of its processes and of the launcher, the loads of cores, and what is wrong."""
+        processes, now_s = (*status.processes, self._launcher), time.monotonic()
+        pids = {process.pid for process in processes}
+        is_due = now_s - self._looked_s >= LOOK_S
+        if is_due or not pids <= self._usages.keys():
+            self._usages = {pid: self._usage(pid) for pid in pids}
+        if is_due:
+            self._looked_s = now_s
+            before, self._cores = self._cores, _core_times()
+            spent = [(b1 - b0, t1 - t0) for (b0, t0), (b1, t1) in zip(before, self._cores, strict=False)]
+            self._loads = tuple(busy_s / total_s if total_s > 0 else 0.0 for busy_s, total_s in spent)
+        used = tuple((process, self._usages.get(process.pid)) for process in processes)
+        optimizers = [use for process, use in used if use is not None and process.address.role == "optimizer"]
+        strangers = self._strangers.look(pids, {core for use in optimizers for core in use.cores})
+        return Snapshot(status, used, find(status, used, strangers), loads=self._loads)
+
+    def _usage(self, pid: int) -> Usage | None:
+        """A process's usage, or None if it is gone. `cpu_share` is since the last look, at first since its start."""
+        try:
+            process = psutil.Process(pid)
+            times, now_s = process.cpu_times(), time.time()
+            cpu_s = times.user + times.system
+            seen_s, seen_cpu_s = self._seen.get(pid, (process.create_time(), 0.0))
+            self._seen[pid] = now_s, cpu_s
+            return Usage(
+                cores=tuple(process.cpu_affinity() or ()),
+                rss_bytes=process.memory_info().rss,
+                cpu_s=cpu_s,
+                cpu_share=(cpu_s - seen_cpu_s) / max(now_s - seen_s, 1e-3),
+                state=str(process.status()),
+            )
+        except psutil.Error:
+            return None
+
+
+class Strangers:
+    """CPU time that programs besides the run take on some cores, since the last time that it was read."""
+
+    def __init__(self) -> None:
+        self._read_s, self._every_s = time.monotonic(), FIRST_S
+        self._seen = _all_times()
+        self._busy = psutil.cpu_times(percpu=True)
+        self._found: tuple[Stranger, ...] = ()
+
+    def look(self, own: Collection[int], cores: Collection[int]) -> tuple[Stranger, ...]:
+        """Those on `cores`, which take most first. `own`: the run's processes; what they have started is theirs.
+
+        A program's time is counted where it ran last. What the cores have worked besides is of programs that are not
+        seen, as those of other containers; without the time of all that the run has done, wherever that was.
+        """
+        now_s = time.monotonic()
+        if now_s - self._read_s < self._every_s or not cores:
+            return self._found
+        span_s, self._read_s, self._every_s = now_s - self._read_s, now_s, EVERY_S
+        before, self._seen = self._seen, _all_times()
+        busy_before, self._busy = self._busy, psutil.cpu_times(percpu=True)
+        of_run = _with_children(own, {pid: known.parent for pid, known in self._seen.items()})
+        taken = {pid: known.cpu_s - before[pid].cpu_s for pid, known in self._seen.items() if pid in before}
+        found, seen_s = list[Stranger](), 0.0
+        for pid, cpu_s in taken.items():
+            if pid in of_run:
+                seen_s += cpu_s + self._seen[pid].childrens_s - before[pid].childrens_s
+            elif self._seen[pid].core in cores and pid != os.getpid():
+                seen_s += cpu_s
+                found.append(Stranger(pid, self._seen[pid].name, cpu_s / span_s))
+        seen_s += taken.get(os.getpid(), 0.0)
+        found.sort(key=lambda stranger: -stranger.cpu_share)
+        pairs = zip(busy_before, self._busy, strict=False)
+        worked_s = sum(_worked_s(now) - _worked_s(then) for core, (then, now) in enumerate(pairs) if core in cores)
+        self._found = (*found, Stranger(0, "", (worked_s - seen_s) / span_s))
+        return self._found
+
+
+class _Times:
+    """One process's CPU seconds, also those of its ended children; its parent, and the core that it ran on last."""
+
+    __slots__ = ("childrens_s", "core", "cpu_s", "name", "parent")
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        times = asked["cpu_times"]
+        self.cpu_s, self.childrens_s = times.user + times.system, times.children_user + times.children_system
+        self.parent, self.core, self.name = asked["ppid"], asked["cpu_num"], str(asked["name"])
+
+
+def _all_times() -> dict[int, _Times]:
+    found = (process.info for process in psutil.process_iter(_ASKED))
+    return {asked["pid"]: _Times(asked) for asked in found if asked["cpu_times"] is not None}
+
+
+def _with_children(own: Collection[int], parents: dict[int, object]) -> set[int]:
+    """The run's processes with all that they have started and that still lives."""
+    found = set(own)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _core_times() -> list[tuple[float, float]]:
+    """For each core, how many seconds it was busy, and how many in all. That of virtual machines is in `user`."""
+    found = []
+    for it in psutil.cpu_times(percpu=True):
+        total_s = sum(it) - it.guest - it.guest_nice
+        found.append((total_s - it.idle - it.iowait, total_s))
+    return found
+
+
+def _worked_s(times: Any) -> float:
+    return float(times.user + times.nice + times.system)
