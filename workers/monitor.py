@@ -108,7 +108,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PORT",
         help=f"serve a page and Prometheus's /metrics on {web.HOST}, by default on port {web.PORT}",
     )
-    for kind, when in (("stall", "the run waits long, or a process does not answer"), ("divergence", "it diverges")):
+    for kind, when in (
+        ("stall", "the run waits long, or a process is stopped or does not answer"),
+        ("divergence", "it diverges"),
+    ):
         parser.add_argument(f"--on-{kind}", metavar="CMD", help=f"with --follow: run this in a shell when {when}")
     parser.add_argument(
         "--web-token-file",

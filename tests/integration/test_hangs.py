@@ -99,7 +99,7 @@ def test_a_stopped_coordinator_is_told_to_the_trainer_and_by_the_monitor(tmp_pat
         with started(sys.executable, MONITOR, "--follow") as monitor:
             read_until(monitor, "step")
             coordinator.suspend()
-            read_until(monitor, f"coordinator-0 (process {coordinator.pid}) has not answered for")
+            read_until(monitor, f"coordinator-0 (process {coordinator.pid}) is stopped")
             assert first.stderr is not None
             assert f"the coordinator (process {coordinator.pid}) has not been heard" in first.stderr.readline()
             coordinator.resume()
