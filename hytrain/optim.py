@@ -54,6 +54,7 @@ from hytrain.saver import Saver
 from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
+from hytrain.trackers import check_trackers
 from protocol.messages import GroupHyper
 
 if TYPE_CHECKING:
@@ -120,10 +121,13 @@ class AdamW(torch.optim.Optimizer):
         trace: Whether to write `trace.json`, the timeline of all processes.
         pipeline_group: The process group of a pipeline's stages, which train different parameters. Norms are those of
             all stages together.
+        log_to: What else gets the numbers of `log`, and k, step time and stall of each logged step: "tensorboard" and
+            "wandb". The files are in the run's folder; W&B is offline unless WANDB_MODE is set. Rank 0 writes them.
 
     Raises:
         UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
         ConfigError: A setting is invalid.
+        MissingPackage: `log_to` needs a library that is not installed.
         CapacityError: Memory cannot suffice; the message shows the arithmetic.
         ClusterError: The other processes did not start, or died.
     """
@@ -163,6 +167,7 @@ class AdamW(torch.optim.Optimizer):
         gpu_memory_limit: int | None = None,
         trace: bool | None = None,
         pipeline_group: ProcessGroup | None = None,
+        log_to: Sequence[str] = (),
     ) -> None:
         ranks = Ranks.of_job()
         with ranks.together():
@@ -185,6 +190,8 @@ class AdamW(torch.optim.Optimizer):
                 loss_scale=loss_scale,
                 overlap=overlap,
             )
+            if ranks.rank == 0:
+                check_trackers(log_to, "log_to")
             target = check_device(device, ranks)
             self._model: nn.Module = Parts(model) if isinstance(model, list | tuple) else cast(nn.Module, model)
             check_model(self._model)
@@ -218,6 +225,7 @@ class AdamW(torch.optim.Optimizer):
             device=target,
             groups=partial(_groups, me),
             read_groups=partial(_read_groups, me),
+            log_to=log_to,
         )
         self._close = weakref.finalize(self, self._session.close)
         _made.add(self)

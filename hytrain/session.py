@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +55,7 @@ from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.step.streaming import window_bytes
 from hytrain.tensors import flat, has_memory, local
+from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log, Plan
 
@@ -89,6 +90,7 @@ class Session:
         device: torch.device | None,
         groups: Callable[[], list[dict[str, Any]]],
         read_groups: Callable[[], Groups],
+        log_to: Sequence[str],
     ) -> None:
         self._pid = os.getpid()
         self.ranks = ranks
@@ -134,6 +136,8 @@ class Session:
         if self._place.rank == 0:
             launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
             environment.write(self.run_dir, self._device, launcher)
+        self._trackers = Trackers(log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
+        self._tracked = self.engine.statistics  # the last that they have
         _sessions.add(self)
 
     @property
@@ -406,6 +410,10 @@ class Session:
                 step,
             )
         self._link.post("coordinator", Log(step=step, numbers=numbers, renames=place.renames, ahead=place.ahead))
+        self._trackers.write(step, numbers)
+        if (last := self.engine.statistics).step and last is not self._tracked:
+            self._tracked = last
+            self._trackers.write(self.engine.steps, {"step_s": last.step_s, "stall_s": last.stall_s, "k": last.k})
 
     def restored(self, steps: int) -> None:
         """The state of a run after `steps` steps was loaded: go on with its count."""
@@ -428,7 +436,9 @@ class Session:
         """
         if os.getpid() != self._pid or self._closed:
             return
-        if threading.current_thread().name.startswith(THREAD_PREFIX):  # the garbage collector may run on any thread
+        if threading.current_thread().name.startswith(
+            (THREAD_PREFIX, THREAD_NAME)
+        ):  # the garbage collector may run on any thread
             threading.Thread(target=self.close, name="hytrain-close").start()
             return
         self._closed = True
@@ -436,6 +446,7 @@ class Session:
             self._leave()
         finally:  # also after Ctrl-C during the wait for the last updates
             self._place.close()
+            self._trackers.close()
 
     def _leave(self) -> None:
         """End the engine. The run's processes can then serve another one."""

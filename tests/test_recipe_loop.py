@@ -47,6 +47,7 @@ from hytrain.recipe.saved import latest
 from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
+from protocol.metrics import BY_NAME
 from workers import trainer
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
@@ -610,13 +611,11 @@ def test_one_bad_batch_is_no_divergence_where_it_is_skipped(options: dict[str, A
     assert divergence.step == seen and f"step {seen} " in divergence.sign
 
 
-def test_trackers_have_the_numbers_of_the_records(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's across a resume; W&B offline, and without a process that is left."""
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    children = psutil.Process().children(recursive=True)
+def test_tensorboard_has_the_numbers_of_the_records(runs: Runs) -> None:
+    """Across a resume."""
     options = ["train.steps=4", "train.eval_every=2"]
     runs.train("run", *options, "train.stop_at=2", "run.log_to=[tensorboard]")
-    runs.train("run", *options, "train.resume=latest", "run.log_to=[tensorboard, wandb]")
+    runs.train("run", *options, "train.resume=latest", "run.log_to=[tensorboard]")
     events = EventAccumulator(str(runs.folder / "run" / "tensorboard"))
     events.Reload()
     expected = runs.optimizers[0].records + runs.optimizers[1].records
@@ -625,6 +624,14 @@ def test_trackers_have_the_numbers_of_the_records(runs: Runs, monkeypatch: pytes
         assert [(step, numbers[name]) for step, numbers in expected if name in numbers] == found
     scalars, left = {*events.Tags()["scalars"]}, {"steps", "remaining_s", "tokens"}
     assert {"k", "stall_s", *expected[0][1]} - left <= scalars and not left & scalars, "these draw no curve"
+    assert scalars <= BY_NAME.keys()
+
+
+def test_wandb_is_offline_and_leaves_no_process(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    children = psutil.Process().children(recursive=True)
+    runs.train("run", "train.steps=4", "train.eval_every=2", "run.log_to=[wandb]")
     [offline] = (runs.folder / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"validation_loss" in offline.read_bytes()
     assert psutil.Process().children(recursive=True) == children
@@ -643,7 +650,7 @@ def test_records_tell_how_far_the_run_has_come(runs: Runs) -> None:
 def test_missing_trackers_are_one_sentence(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(MissingPackage, match=rf"log_to: \[{name}\] needs .*pip install '{name}'"):
+        with pytest.raises(MissingPackage, match=rf"run.log_to: \[{name}\] needs .*pip install 'hytrain\[{name}\]'"):
             runs.train("run", f"run.log_to=[{name}]")
 
 

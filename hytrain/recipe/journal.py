@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
-from hytrain.recipe.trackers import Write
 from hytrain.recipe.validation import Validation
+from hytrain.trackers import Trackers
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Journal:
         opt: TrainingOptimizer,
         progress: Progress,
         history: History,
-        trackers: Sequence[Write] = (),
+        trackers: Trackers | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.history = history
@@ -149,7 +149,7 @@ class Journal:
             numbers["diverged_at"] = self.divergence.step
         if self._task.job.speaks:
             self._opt.log(step, **numbers, tokens=tokens, **self._left(step))
-        for write in self._trackers:
-            write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
+        if self._trackers is not None:
+            self._trackers.write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))
         self._progress.show(step, read["loss"], speed)

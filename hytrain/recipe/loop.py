@@ -27,10 +27,10 @@ from hytrain.recipe.report import Summary
 from hytrain.recipe.saved import BEGUN, mark
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
-from hytrain.recipe.trackers import trackers
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
+from hytrain.trackers import Trackers, check_trackers
 
 
 def train(
@@ -51,6 +51,7 @@ def train(
     task = assemble(recipe, resumed, deferred=optimizer_factory is None)
     factors(task.recipe.train)  # refuses options that do not fit
     job = task.job
+    job.decided(lambda: check_trackers(recipe.run.log_to, "run.log_to"))
     opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
     start = checkpoint.restore(resumed, opt, task.job) if resumed else 0
     end = recipe.train.stop_at or task.recipe.train.length
@@ -59,9 +60,12 @@ def train(
     job.decided(lambda: checkpoint.begin(run_dir, resumed))
     mark(joined_cluster(), BEGUN)
     bar = sys.stderr.isatty() if terminal is None else terminal
-    kept = recipe if job.speaks else recipe.model_copy(update={"run": recipe.run.model_copy(update={"log_to": ()})})
-    with Progress(start, end, bar, job.speaks) as progress, trackers(kept, run_dir, start) as writes:
-        journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), writes)
+    names, told = recipe.run.log_to if job.speaks else (), recipe.model_dump(mode="json")
+    with (
+        Progress(start, end, bar, job.speaks) as progress,
+        Trackers(names, run_dir, recipe.run.name, told) as trackers,
+    ):
+        journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), trackers)
         with ending.after_a_step(), closing(Saver()) as saver:
             validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end), ending, saver)
     cost, curve = task.cost, run_dir / "loss.png"

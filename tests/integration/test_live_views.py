@@ -1,4 +1,4 @@
-"""What shows a run live, beside it: `hytrain-monitor` on a terminal, and its page. The run goes on without them."""
+"""What shows a live run: `hytrain-monitor` on a terminal, its page, TensorBoard. The run goes on without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ import pytest
 from helpers import adamw, train, wait_for_coordinator
 from programs import read_until, started
 from small_models import perceptron, square_loss
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hytrain.errors import MissingPackage
+from protocol.metrics import BY_NAME
 from workers.monitor import EXIT_INTERRUPTED
 
 MONITOR = Path(__file__).resolve().parents[2] / "bin" / "hytrain-monitor"
@@ -90,3 +93,30 @@ def test_a_terminal_shows_a_run_and_a_key_changes_its_plan() -> None:
             if opt.statistics().k == 0.0:
                 break
         assert opt.statistics().k == 0.0
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_loops_numbers_reach_tensorboard() -> None:
+    """Step 1's before it, step 2's after it, step 3's after step 4; HyTrain's own are of the steps that have ended."""
+    model = perceptron()
+    with adamw(model, k=0.5, log_to=["tensorboard"]) as opt:
+        for step, logged in enumerate(([1], [2], [], [3, 4]), start=1):
+            if step == 1:
+                opt.log(1, loss=1.0)
+            train(model, opt, range(step - 1, step), square_loss)
+            for number in logged[step == 1 :]:
+                opt.log(number, loss=float(number))
+        k = opt.statistics().k
+    events = EventAccumulator(str(opt.run_dir / "tensorboard"))
+    events.Reload()
+    found = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found["loss"] == [(step, float(step)) for step in range(1, 5)]
+    assert found["k"] == [(2, pytest.approx(k)), (4, pytest.approx(k))]
+    assert found.keys() == {"loss", "k", "step_s", "stall_s"} <= BY_NAME.keys()
+
+
+def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    said = r"log_to: \[tensorboard\] needs .*pip install 'hytrain\[tensorboard\]'"
+    with pytest.raises(MissingPackage, match=said), adamw(perceptron(), log_to=["tensorboard"]):
+        pass

@@ -1,0 +1,157 @@
+"""TensorBoard and Weights & Biases: files in the run's folder, with the names of metrics.jsonl.
+
+    opt.log, a recipe's journal ─▶ Trackers.write ─▶ queue ─▶ one thread ─▶ the trackers' own libraries
+
+The thread has what a tracker costs and what goes wrong in it: training neither waits for it nor ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Protocol, Self
+
+from hytrain.errors import ConfigError
+from hytrain.extras import needed
+
+#: So many writes may wait for a slow tracker. Those after them are in metrics.jsonl alone.
+WAITING: Final = 1024
+THREAD_NAME: Final = "hytrain-trackers"
+
+_log = logging.getLogger(__name__)
+
+Numbers = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """One library's files. It is made on the thread, with the number of the first step that is written."""
+
+    def __init__(self, run_dir: Path, first_step: int, title: str, config: Mapping[str, Any]) -> None: ...
+    def write(self, step: int, numbers: Numbers) -> None: ...
+    def close(self, *, failed: bool) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, first_step: int, title: str, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides the steps that a resumed run repeats.
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path, first_step: int, title: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode: Literal["offline"] | None = None if "WANDB_MODE" in os.environ else "offline"
+        self._run = wandb.init(dir=run_dir, name=title, config=dict(config), mode=mode)
+        self._run.define_metric("*", step_metric="step")  # W&B's own count drops what a loop logs late
+        self._end = wandb.teardown
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def close(self, *, failed: bool) -> None:
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            self._end()  # ends the process that W&B has started
+
+
+TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+
+
+def check_trackers(names: Collection[str], option: str) -> None:
+    """Raises ConfigError if `option` names no such trackers, and MissingPackage if a library is not installed."""
+    for name in names:
+        if isinstance(names, str) or name not in TRACKERS:
+            raise ConfigError(f"{option} is {names!r}: a list of {' and '.join(TRACKERS)}, or of one of them")
+        with needed(f"{option}: [{name}]", f"hytrain[{name}]"):
+            if name == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+            else:
+                import wandb  # noqa: F401
+
+
+class Trackers:
+    """The trackers of a run in the folder `run_dir`. `title` and `config` are what W&B tells of the run."""
+
+    def __init__(
+        self, names: Collection[str], run_dir: Path, title: str, config: Mapping[str, Any] | None = None
+    ) -> None:
+        self._given = queue.Queue[tuple[int, Numbers] | bool](WAITING)  # at last, whether the run has failed
+        self._said_full = False
+        self._thread: threading.Thread | None = None
+        if names:
+            given = (self._given, dict.fromkeys(names), run_dir, title, config or {})
+            self._thread = threading.Thread(target=_run, args=given, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    def write(self, step: int, numbers: Numbers) -> None:
+        """Add numbers of a step. Waits for nothing."""
+        if self._thread is None or not numbers:
+            return
+        try:
+            self._given.put_nowait((step, numbers))
+        except queue.Full:
+            if not self._said_full:
+                _log.warning("the trackers are too slow and miss numbers from step %d on; metrics.jsonl has them", step)
+            self._said_full = True
+
+    def close(self, *, failed: bool = False) -> None:
+        """Return once all numbers are written."""
+        if self._thread is not None:
+            self._given.put(failed)
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+
+def _run(
+    given: queue.Queue[tuple[int, Numbers] | bool],
+    names: Collection[str],
+    run_dir: Path,
+    title: str,
+    config: Mapping[str, Any],
+) -> None:
+    opened: dict[str, Tracker] = {}
+    failing: set[str] = set()
+
+    def warn(name: str, error: Exception) -> None:
+        if name not in failing:
+            _log.warning("%s gets no more numbers, training goes on: %s: %s", name, type(error).__name__, error)
+        failing.add(name)
+
+    while not isinstance(entry := given.get(), bool):
+        step, numbers = entry
+        for name in [name for name in names if name not in failing]:
+            try:
+                if name not in opened:
+                    opened[name] = TRACKERS[name](run_dir, step, title, config)
+                opened[name].write(step, numbers)
+            except Exception as error:
+                warn(name, error)
+    for name, tracker in opened.items():
+        try:
+            tracker.close(failed=entry)
+        except Exception as error:
+            warn(name, error)
