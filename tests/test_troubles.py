@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import replace
 from typing import Any
@@ -144,3 +147,21 @@ def test_what_cores_have_worked_for_nobody_is_of_programs_that_are_not_seen(monk
     machine.processes = {10: (1, 2, 0.5, 0.1), 20: (1, 3, 0.3, 0.0), 99: (1, 0, 0.05, 0.0)}
     found = {one.pid: one.cpu_share for one in strangers.look({10}, {2, 3})}
     assert found == {20: pytest.approx(0.3), 0: pytest.approx(1.95 - 0.5 - 0.1 - 0.3 - 0.05)}
+
+
+def test_a_process_is_where_any_of_its_threads_may_be() -> None:
+    """As with OpenMP's, which bind the thread that starts them to one core."""
+    bind = "os.sched_setaffinity(0, {cores[%d]}), print(flush=True), input()"
+    program = (
+        "import os, threading; cores = sorted(os.sched_getaffinity(0))\n"
+        f"threading.Thread(target=lambda: ({bind % -1})).start(); {bind % 0}"
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
+        try:
+            for _ in range(2):
+                process.stdout.readline()
+            assert observer._cores(process.pid) == tuple(sorted({cores[0], cores[-1]}))
+        finally:
+            process.kill()

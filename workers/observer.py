@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Final
 
 import psutil
@@ -72,13 +73,13 @@ class Observer:
             seen_s, seen_cpu_s = self._seen.get(pid, (process.create_time(), 0.0))
             self._seen[pid] = now_s, cpu_s
             return Usage(
-                cores=tuple(process.cpu_affinity() or ()),
+                cores=_cores(pid),
                 rss_bytes=process.memory_info().rss,
                 cpu_s=cpu_s,
                 cpu_share=(cpu_s - seen_cpu_s) / max(now_s - seen_s, 1e-3),
                 state=str(process.status()),
             )
-        except psutil.Error:
+        except (psutil.Error, OSError):
             return None
 
 
@@ -142,6 +143,15 @@ def _with_children(own: Collection[int], parents: dict[int, object]) -> set[int]
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def _cores(pid: int) -> tuple[int, ...]:
+    """Where any of its threads may run: OpenMP's are bound to a core each, and the first one is among them."""
+    found = set[int]()
+    for tid in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found |= os.sched_getaffinity(int(tid))
+    return tuple(sorted(found))
 
 
 def _core_times() -> list[tuple[float, float]]:
