@@ -191,7 +191,7 @@ def power(rows: Rows) -> Any:
         axes.set_title(titles[name], loc="left")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)
     panels[-1, 0].set_xlabel("seconds")
     return figure
 

@@ -52,8 +52,9 @@ def of(readings: list[dict[str, float]], began_s: float, ended_s: float, tokens:
         mean = sum(span_s * watts for span_s, watts in known) / sum(span_s for span_s, _ in known)
         row[name] = round(mean, 1)
         row[name.replace("watts", "joules_per_token")] = round(mean * (ended_s - began_s) / tokens, 5)
-        over_time = row.setdefault("watts", {"at_s": [round(after["at_s"] - began_s, 3) for _, after in within]})
-        over_time[name] = [round(after[name], 1) if name in after else None for _, after in within]
+        whole = [after for span_s, after in within if span_s > TICK_S / 2]  # in less, a counter may not have moved
+        over_time = row.setdefault("watts", {"at_s": [round(after["at_s"] - began_s, 3) for after in whole]})
+        over_time[name] = [round(after[name], 1) if name in after else None for after in whole]
     return row
 
 

@@ -531,6 +531,7 @@ def test_power_is_that_of_the_measured_steps() -> None:
         {"at_s": 10.0},
         {"at_s": 12.0, "gpu_watts": 100.0},
         {"at_s": 13.0, "gpu_watts": 400.0, "host_watts": 50.0},
+        {"at_s": 13.05, "gpu_watts": 700.0, "host_watts": 150.0},  # too soon to be drawn
         {"at_s": 15.0, "gpu_watts": 700.0, "host_watts": 150.0},
         {"at_s": 16.0, "gpu_watts": 9000.0, "host_watts": 9000.0},
     ]
