@@ -69,9 +69,9 @@ UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor a
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
 #: GiB of GPU memory that torch may take.
 CAPS: Final = (8, 12, 16, 24, 32, 48)
-#: Of 3.43 B parameters: a quarter of what no offload takes, and less than bitsandbytes and torch in bf16 take.
-LEAN_GIB: Final = 15
-LEAN: Final = f"below {LEAN_GIB} GiB"
+#: Labels by cap in GiB, for 3.43 B parameters: less than two thirds of what bitsandbytes' 8-bit AdamW takes, and a
+#: quarter of what no offload takes.
+LEAN: Final = {gib: f"below {gib:g} GiB" for gib in (14.0, 15.5)}
 #: Where weights, too, are in host memory. What runs below the lowest cap takes no more below a higher one.
 WEIGHTLESS: Final = ("fsdp2", "deepspeed-zero3-params")
 LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
@@ -332,10 +332,10 @@ def identical(template: Job) -> list[Job]:
 def lean(template: Job) -> list[Job]:
     """What people try first where memory is short, beside HyTrain as it is and below a cap on the GPU's memory."""
     systems = ("no-offload", AUTO, "torch-bf16", "bnb-8bit", "bnb-paged-8bit")
-    below = plain(replace(template, cap_gib=LEAN_GIB), ROAMING)
+    below = [(plain(replace(template, cap_gib=gib), ROAMING), label) for gib, label in LEAN.items()]
     return [
         *(plain(template, system) for system in systems),
-        replace(below, segments=(replace(below.segments[0], label=LEAN),)),
+        *(replace(one, segments=(replace(one.segments[0], label=label),)) for one, label in below),
     ]
 
 

@@ -35,7 +35,9 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         **{"part": part, "batch": segment.batch, "label": label, "exact": parts.about(job.system).exact},
         **{"step_s": step_s, "steps_s": [step_s] * segment.measure, "tflops": 200.0, "host_gb": 50.0, "loss": 2.5},
         "settling_s": [1.0] * slow + [step_s] * (segment.settle - slow),
-        "gpu_peak_gb": (14.0 if label == parts.LEAN else 12 + 30 * k) if ours else GPU_GB.get(job.system, 15.0),
+        "gpu_peak_gb": (14.0 if label in parts.LEAN.values() else 12 + 30 * k)
+        if ours
+        else GPU_GB.get(job.system, 15.0),
         **{"host": host, "commit": "c0ffee", "at": at, "command": f"python -m benchmarks.suite {part}"},
         **{"hardware": {"gpu": "made up"}, "versions": {"torch": "0"}},
     }
