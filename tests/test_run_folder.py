@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from workers.run_folder import (
     create,
     default,
     find,
+    metrics_file,
     prune,
+    recent_records,
     set_aside,
 )
 
@@ -72,6 +75,15 @@ def test_what_was_set_aside_comes_back_if_nothing_was_trained(tmp_path: Path) ->
     assert set_aside(folder) == aside
     (folder / "metrics.jsonl").write_text("another run")
     assert not bring_back(folder, aside) and (folder / "metrics.jsonl").read_text() == "another run"
+
+
+def test_recent_records_are_the_last_ones_and_those_with_plans_before(tmp_path: Path) -> None:
+    metrics = metrics_file(tmp_path, 0)
+    assert recent_records(metrics, 3, 3) == [], "there is none yet"
+    lines = [{"step": step, **({"reason": "a plan"} if step % 2 else {})} for step in range(1, 11)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 11, "rea')
+    assert [one["step"] for one in recent_records(metrics, 4, 2)] == [5, 7, 8, 9, 10], "the last line is cut off"
+    assert metrics_file(tmp_path, 3).name == "metrics-3.jsonl"
 
 
 def test_a_second_optimizer_of_a_program_gets_a_folder_beside(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("textual")
 
 from test_monitor import look, status
 from test_report import record
+from test_report import run as recorded
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, RichLog, Sparkline
 from textual.widgets._footer import FooterKey
@@ -97,6 +100,17 @@ def test_curves_plans_and_the_table_follow_the_run() -> None:
     assert set(found["curves"]["step_s"]) == {0.0, 0.5, PEAK * 0.5} and "step time 500.0 ms" in found["labels"]
     assert screen.shown is not None and json.loads(screen.shown.status.record)["step"] == KEPT + 8
     assert found["end"][-1] == "the run has ended: q leaves"
+
+
+def test_a_run_that_has_been_going_on_is_shown_from_its_records(tmp_path: Path) -> None:
+    """All plans, also those before the curves begin; a record once, though it comes in the first statuses, too."""
+    reasons = {1: "began", 60: "moved", KEPT + 90: "settled"}
+    lines = [record(step, **({"reason": reasons[step]} if step in reasons else {})) for step in range(1, KEPT + 101)]
+    folder = recorded(tmp_path / "one", lines)
+    run = Run(*(replace(at(KEPT + step), run_dir=str(folder)) for step in (98, 100, 101)))
+    _, found = shown(run)
+    assert [line.partition("  ")[0] for line in found["plans"]] == [f"step {step}" for step in reasons]
+    assert found["curves"]["loss"] == [4.0 - step / 1000 for step in range(102, KEPT + 102)]
 
 
 def test_ten_thousand_steps_leave_as_much_as_a_few_hundred() -> None:

@@ -42,6 +42,7 @@ from workers.heartbeats import BEAT_S
 from workers.metrics_file import MetricsFile
 from workers.nodes import Nodes
 from workers.process import begin_worker, read_token, say_ready, worker_parser
+from workers.run_folder import metrics_file
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
 #: optimizer, whose last report comes after the weights that the trainer waited for.
@@ -137,8 +138,7 @@ class Metrics:
 
     def _of(self, rank: int) -> MetricsFile:
         if rank not in self._files:
-            name = f"metrics-{rank}.jsonl" if rank else "metrics.jsonl"
-            self._files[rank] = MetricsFile(self._folder / name)
+            self._files[rank] = MetricsFile(metrics_file(self._folder, rank))
         return self._files[rank]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +240,26 @@ def _last_records(metrics: Path) -> list[dict[str, Any]]:
         for line in reversed(file.read(TAIL_BYTES).splitlines()):
             with suppress(ValueError):  # cut off at its beginning, or by a crash
                 records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def metrics_file(folder: Path, rank: int) -> Path:
+    """Where a rank's records are."""
+    return folder / (f"metrics-{rank}.jsonl" if rank else "metrics.jsonl")
+
+
+def recent_records(metrics: Path, steps: int, plans: int) -> list[dict[str, Any]]:
+    """A rank's last `steps` records, after those of the last `plans` earlier steps in which a plan took effect."""
+    last, planned = deque[bytes](maxlen=steps), deque[bytes](maxlen=plans)
+    with suppress(OSError), metrics.open("rb") as file:
+        for line in file:
+            if len(last) == steps and b'"reason": "' in last[0]:
+                planned.append(last[0])
+            last.append(line)
+    records = []
+    for line in (*planned, *last):
+        with suppress(ValueError):  # cut off by a crash
+            records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
 
 

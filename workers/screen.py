@@ -1,6 +1,7 @@
 """The terminal's live view of a run: the table, three curves, the plans, and keys that give the coordinator commands.
 
-    statuses ─ a thread ─▶ Screen.show ─▶ table, curves, plans
+    the run's folder: records so far ─┐
+    statuses ─────────────── a thread ┴▶ Screen.show ─▶ table, curves, plans
     k p o t r c ─▶ Ask: a value ─▶ Send, on a thread, over a connection of its own ─▶ the coordinator's reply
 
 The monitor imports it only where there is a terminal. It needs Textual.
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Final
 
@@ -29,6 +31,7 @@ from textual.widgets import Footer, Input, Label, RichLog, Sparkline, Static
 from hytrain.errors import ClusterTimeout, ConfigError
 from protocol import messages as m
 from workers import monitor_view as view
+from workers import run_folder
 
 #: So many steps are in a curve.
 KEPT: Final = 240
@@ -126,15 +129,20 @@ class Screen(App[None]):
     @work(thread=True, group="feed")
     def _follow(self) -> None:
         last, drawn_s, new, record = None, -math.inf, list[dict[str, Any]](), "{}"
+        shown = set[float | None]()  # when the records were made that came before
         try:
             for status in self._statuses:
                 if not self.is_running:
                     return
+                if last is None:
+                    new = _so_far(status)
+                    shown = {one.get("wall_time") for one in new}
                 if last is not None and last.layer_names and not status.layer_names:
                     status = replace(last, processes=status.processes)  # the trainer has left: keep its last table
                 if status.record != record:
                     record = status.record
-                    new.append(json.loads(record))
+                    if (one := json.loads(record)).get("wall_time") not in shown:
+                        new.append(one)
                 last = status
                 if time.monotonic() - drawn_s >= REDRAW_S:
                     self.call_from_thread(self.show, self._look(status), new)
@@ -192,3 +200,10 @@ class Screen(App[None]):
         except (ConfigError, ClusterTimeout) as error:
             reply = m.CommandReply(ok=False, text=str(error))
         self.call_from_thread(self.notify, reply.text, severity="information" if reply.ok else "error", markup=False)
+
+
+def _so_far(status: m.Status) -> list[dict[str, Any]]:
+    """What the curves and the plans show of a run that has been going on. A coordinator's history may lack plans."""
+    rank = json.loads(status.record).get("rank", 0)
+    metrics = run_folder.metrics_file(Path(status.run_dir), rank)
+    return run_folder.recent_records(metrics, steps=KEPT, plans=KEPT_LINES)
