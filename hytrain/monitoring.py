@@ -24,7 +24,7 @@ import psutil
 
 from hytrain.config import CLUSTER_FILE, Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
-from hytrain.run.trace import FILE
+from hytrain.run.trace import FILE, identity
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
@@ -220,14 +220,14 @@ class Client:
             ConfigError: The coordinator refuses it and says why, or the run has ended and left no timeline.
             ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
         """
-        file = Path(self.run.run_dir) / FILE
-        before = _identity(file)
+        folder = Path(self.run.run_dir)
+        before = identity(folder)
         told(self.command("trace", str(steps)))
-        while _identity(file) == before and not self.ended:
+        while identity(folder) == before and not self.ended:
             time.sleep(LOOK_S)
-        if _identity(file) == before:
+        if identity(folder) == before:
             raise ConfigError("the run has ended, and left no timeline")
-        return file
+        return folder / FILE
 
     def checkpoint(self) -> str:
         """Ask for a checkpoint after one of the next steps, as `hytrain-monitor --checkpoint` does.
@@ -332,15 +332,6 @@ def _live(folder: Path) -> tuple[int, Cluster] | None:
 def _recorded_at_s(status: Status) -> float:
     """When the status's record was made, in seconds of the node's monotonic clock; 0 before the first record."""
     return float(json.loads(status.record).get("at_s", 0.0))
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    """Differs once another file has the name; None while none has."""
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _tail(path: Path, lines: int) -> list[str]:

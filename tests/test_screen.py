@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("textual")
 
+from test_gantt_text import made, usual
 from test_monitor import look, status
 from test_report import record
 from test_report import run as recorded
@@ -22,11 +24,13 @@ from textual.widgets import Input, Label, RichLog, Sparkline
 from textual.widgets._footer import FooterKey
 
 from hytrain.errors import ConfigError
+from hytrain.run import trace
 from protocol import messages as m
 from workers.monitor import ORDERS, SETTINGS
-from workers.screen import KEPT, KEPT_LINES, PEAK, Screen
+from workers.screen import KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
+SCREENS = Path(__file__).with_name("screens")
 
 
 def at(step: int, **more: Any) -> m.Status:
@@ -54,15 +58,17 @@ class Run:
         return self._reply or m.CommandReply(ok=True, text=f"{command.name}={command.value} from the next plan on")
 
 
+async def until(pilot: Pilot[None], is_so: Callable[[], bool]) -> None:
+    """Wait for it, but not for ever: the test then says what is instead."""
+    for _ in range(500):
+        if is_so():
+            return
+        await pilot.pause(0.02)
+
+
 def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Screen, dict[str, Any]]:
     """The screen after these keys, and what it showed then."""
     screen, found = Screen(run.statuses(), look, run.send, ALL), dict[str, Any]()
-
-    async def until(pilot: Pilot[None], is_so: Any) -> None:
-        for _ in range(500):
-            if is_so():
-                return
-            await pilot.pause(0.02)
 
     async def drive() -> None:
         async with screen.run_test(size=size) as pilot:
@@ -140,6 +146,83 @@ def test_a_key_asks_and_gives_the_command() -> None:
         assert run.commands == [command] and not found["asks"]
 
 
+class Traced:
+    """A run in this folder, whose second timeline comes once the first one is shown."""
+
+    def __init__(self, folder: Path) -> None:
+        lines = [record(step, lr=1e-3, **({"reason": "a plan"} if step in (1, 9) else {})) for step in range(1, 30)]
+        self.folder, self.status = folder, replace(at(30, lr=1e-3, tokens_per_s=1e4), run_dir=str(folder))
+        recorded(folder, lines)
+        made(folder, 2, usual)
+
+    def again(self) -> None:
+        shutil.rmtree(self.folder / trace.FOLDER)
+        made(self.folder, 1, lambda drawn: drawn.span("compute", "forward", 0, 0, 90))
+
+
+def seen(screen: Screen) -> str:
+    """What is on the terminal."""
+    return "".join(f"{strip.text.rstrip()}\n" for strip in screen.screen._compositor.render_strips())
+
+
+@pytest.mark.parametrize(("width", "height", "keys"), [(80, 24, ""), (80, 24, "g"), (200, 60, ""), (200, 60, "gg")])
+def test_the_terminal_looks_as_it_did(
+    width: int, height: int, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in screens/. If it is to look otherwise, empty the file there, and the test fills it."""
+    monkeypatch.chdir(tmp_path)
+    run = Run(Traced(Path("demo")).status)
+    screen = Screen(run.statuses(), look, run.send, ALL)
+
+    file = SCREENS / f"{width}x{height}{'-gantt' if keys == 'g' else ''}.txt"
+    expected = file.read_text() if file.exists() else ""
+
+    async def drive() -> str:
+        async with screen.run_test(size=(width, height)) as pilot:
+            await until(pilot, lambda: screen.screen.has_class("-drawn"))
+            await pilot.press(*keys)
+            await until(pilot, lambda: seen(screen) == expected)
+            run.ends.set()
+            return seen(screen)
+
+    told = asyncio.run(drive())
+    if not expected:
+        file.write_text(told)
+    assert told == expected
+
+
+def test_a_timeline_that_is_drawn_meanwhile_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    traced = Traced(tmp_path / "one")
+    run = Run(traced.status)
+    screen = Screen(run.statuses(), look, run.send, ALL)
+
+    async def drive() -> str:
+        async with screen.run_test(size=(120, 50)) as pilot:
+            await until(pilot, lambda: "2 steps from step 41 on" in seen(screen))
+            traced.again()
+            await until(pilot, lambda: "2 steps from step 41 on" not in seen(screen))
+            run.ends.set()
+            return seen(screen)
+
+    assert "step 41, 100.0 ms each; computing 90.0%" in asyncio.run(drive())
+
+
+def test_a_key_shows_the_timeline_alone_and_how_to_draw_one() -> None:
+    run = Run(at(1))
+    screen = Screen(run.statuses(), look, run.send, ALL)
+
+    async def drive() -> None:
+        async with screen.run_test(size=(120, 60)) as pilot:
+            for is_alone in (False, True, False):
+                await until(pilot, lambda is_alone=is_alone: (NO_TIMELINE in seen(screen)) == is_alone)
+                words = "step time", "learning rate", NO_TIMELINE
+                assert [word in seen(screen) for word in words] == [not is_alone, not is_alone, is_alone]
+                await pilot.press("g")
+            run.ends.set()
+
+    asyncio.run(drive())
+
+
 def test_all_keys_and_a_question_have_room_at_80_columns() -> None:
     run = Run(at(1))
     screen = Screen(run.statuses(), look, run.send, ALL)
@@ -148,7 +231,7 @@ def test_all_keys_and_a_question_have_room_at_80_columns() -> None:
         async with screen.run_test(size=(80, 24)) as pilot:
             await pilot.pause()
             keys = screen.query(FooterKey)
-            assert {key.description for key in keys} >= {"k", "policy", "trace", "checkpoint", "quit"}
+            assert {key.description for key in keys} >= {"k", "policy", "trace", "checkpoint", "gantt", "quit"}
             assert all(key.region.right <= 80 and key.region.width > len(key.description) for key in keys)
             await pilot.press("c")
             asked, how = screen.screen.query(Label)

@@ -1,6 +1,7 @@
 """Draws some steps of a timeline for a page: a row for each part of the machine that works at the same time.
 
-    Timeline of each rank ─▶ figure ─▶ HTML with an SVG, whose colours and patterns are in pages/page.css
+    Timeline of each rank ─▶ lanes ─┬─▶ figure ─▶ HTML with an SVG, whose colours and patterns are in pages/page.css
+                                    └─▶ gantt_text, for terminals
 
 `report` calls it. The figure needs no script. A kind of work differs from the others of its row also without colours.
 """
@@ -8,7 +9,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import Final
 
@@ -51,25 +53,50 @@ TICK_WIDTH: Final = 80
 Rows = list[tuple[str, list[Span]]]
 
 
-def figure(name: str, timelines: Mapping[int, Timeline]) -> str:
-    """A figure of the first whole steps of a run, which is called `name`, by rank; nothing without any."""
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a picture shows: some steps of `first` and of other ranks, `window` in milliseconds, and labelled rows."""
+
+    timelines: Mapping[int, Timeline]
+    steps: range
+    window: tuple[float, float]
+    rows: Rows
+
+    @property
+    def first(self) -> Timeline:
+        return next(iter(self.timelines.values()))
+
+    @property
+    def title(self) -> str:
+        """The steps' numbers, as the loop counts."""
+        began, last = self.first.first, self.first.first + len(self.steps) - 1
+        return f"steps {began} to {last}" if last > began else f"step {last}"
+
+
+def lanes(timelines: Mapping[int, Timeline], most_steps: int = MOST_STEPS) -> Lanes:
+    """The rows of the first whole steps of a run, by rank, of which there is at least one."""
     shown = dict(list(timelines.items())[:MOST_RANKS])
-    if not shown:
-        return ""
     first = next(iter(shown.values()))
-    steps = range(min(first.steps), min(first.steps) + min(len(first.steps), MOST_STEPS))
+    steps = range(min(first.steps), min(first.steps) + min(len(first.steps), most_steps))
     windows = [timeline.within(steps) for timeline in shown.values() if timeline.steps.keys() & set(steps)]
     window = min(began for began, _ in windows), max(ended for _, ended in windows)
     rows = [row for rank, timeline in shown.items() for row in _rows(rank, timeline, window, len(timelines) > 1)]
-    kinds = {span.kind for _, spans in rows for span in spans}
-    last = first.first + len(steps) - 1
-    title = f"Timeline of {name}: " + (f"steps {first.first} to {last}" if last > first.first else f"step {last}")
-    labels = "".join(f"<li>{escape(label)}</li>" for label, _ in rows)
+    return Lanes(shown, steps, window, rows)
+
+
+def figure(name: str, timelines: Mapping[int, Timeline]) -> str:
+    """A figure of the first whole steps of a run, which is called `name`, by rank; nothing without any."""
+    if not timelines:
+        return ""
+    found = lanes(timelines)
+    kinds = {span.kind for _, spans in found.rows for span in spans}
+    title = f"Timeline of {name}: {found.title}"
+    labels = "".join(f"<li>{escape(label)}</li>" for label, _ in found.rows)
     return (
         f'<figure class="gantt"><figcaption>{escape(title)}</figcaption>{_legend(kinds)}'
         f'<div class="lanes"><ul aria-hidden="true">{labels}</ul>'
         f'<div class="box" tabindex="0" role="region" aria-label="{escape(title)}">'
-        f"{_svg(rows, window, first, steps, _told(title, shown))}</div></div></figure>"
+        f"{_svg(found, _told(title, found.timelines))}</div></div></figure>"
     )
 
 
@@ -109,7 +136,8 @@ def _of_rank(rank: int, found: Shares) -> str:
     return f"Rank {rank}: computing {found.busy:.1%} of a step; {', '.join(waits) or 'no waits'}."
 
 
-def _svg(rows: Rows, window: tuple[float, float], first: Timeline, steps: Sequence[int], told: str) -> str:
+def _svg(found: Lanes, told: str) -> str:
+    rows, window, first, steps = found.rows, found.window, found.first, found.steps
     width, height = STEP_WIDTH * len(steps), HEAD + ROW * len(rows) + HEAD
     scale = width / (window[1] - window[0])
 

@@ -1,7 +1,8 @@
-"""The terminal's live view of a run: the table, three curves, the plans, and keys that give the coordinator commands.
+"""The terminal's live view of a run: the table, curves, a timeline, the plans, and keys that give commands.
 
     the run's folder: records so far ─┐
-    statuses ─────────────── a thread ┴▶ Screen.show ─▶ table, curves, plans
+    statuses ─────────────── a thread ┼▶ Screen.show ─▶ table, curves, plans
+    the run's folder: trace.json ─────┴▶ Screen.draw ─▶ timeline; g: alone, also where it has no room beside the rest
     k p o t r c ─▶ Ask: a value ─▶ Send, on a thread, over a connection of its own ─▶ the coordinator's reply
 
 The monitor imports it only where there is a terminal. It needs Textual.
@@ -29,9 +30,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Label, RichLog, Sparkline, Static
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.run import trace
 from protocol import messages as m
 from workers import monitor_view as view
-from workers import run_folder
+from workers import run_folder, timeline
+from workers.gantt_text import Drawing
 
 #: So many steps are in a curve.
 KEPT: Final = 240
@@ -42,8 +45,17 @@ REDRAW_S: Final = 0.25
 STAYS_S: Final = 3600.0
 #: A curve cuts off what is above so many medians: a slow first step would leave nothing else to see.
 PEAK: Final = 3.0
+NO_TIMELINE: Final = "no timeline has been drawn yet: r draws one of the next steps"
 ENDED: Final = "the run has ended: q leaves"
+#: Metrics, their names, and how a number is written that is no time.
 CURVES: Final = (("loss", "loss", "{:.4f}"), ("step_s", "step time", None), ("stall_s", "stall", None))
+#: Those that only a tall terminal has room for.
+MORE_CURVES: Final = (
+    ("lr", "learning rate", "{:.3g}"),
+    ("k", "k", "{:.3f}"),
+    ("tokens_per_s", "tokens/s", "{:,.0f}"),
+)
+ALL_CURVES: Final = (*CURVES, *MORE_CURVES)
 
 Send = Callable[[m.Command], m.CommandReply]
 
@@ -76,12 +88,23 @@ class Screen(App[None]):
 
     TITLE = "hytrain-monitor"
     CSS = """
-    VerticalScroll { height: auto; max-height: 65%; }
+    #above { height: auto; max-height: 65%; }
     #facts { height: auto; padding: 0 1; }
-    #curves { height: 5; padding: 0 1; }
-    #curves Vertical { width: 1fr; margin-right: 2; }
+    .curves { height: 5; padding: 0 1; }
+    .curves Vertical { width: 1fr; margin-right: 2; }
     Sparkline { height: 3; }
+    #more { display: none; }
+    .-tall #more { display: block; }
+    .-tall .curves { height: 7; }
+    .-tall Sparkline { height: 5; }
     #plans { height: 1fr; min-height: 4; padding: 0 1; border-top: solid $panel; }
+    #timeline { height: auto; max-height: 30%; padding: 0 1; border-top: solid $panel; display: none; }
+    #drawing { height: auto; }
+    .-high.-drawn #above, .-tall.-drawn #above { max-height: 45%; }
+    .-high.-drawn #timeline, .-tall.-drawn #timeline { display: block; }
+    .-tall #timeline { max-height: 40%; }
+    .-alone #above, .-alone #curves, .-alone #more, .-alone #plans { display: none; }
+    .-alone #timeline { display: block; height: 1fr; max-height: 100%; }
     #ask { width: 70; height: auto; padding: 1 2; background: $panel; }
     #ask Label { width: 100%; }
     Ask { align: center middle; }
@@ -93,9 +116,11 @@ class Screen(App[None]):
         Binding("t", "ask('threads')", "threads"),
         Binding("r", "ask('trace')", "trace"),
         Binding("c", "ask('checkpoint')", "checkpoint"),
+        Binding("g", "alone", "gantt"),
         Binding("q", "quit", "quit"),
         Binding("ctrl+c", "quit", show=False, priority=True),
     ]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (42, "-high"), (54, "-tall")]
 
     def __init__(
         self,
@@ -107,18 +132,21 @@ class Screen(App[None]):
         super().__init__()
         self._statuses, self._look, self._send = statuses, look, send
         self._settings = {name: (value, effect) for name, value, effect in settings}
-        self._values: dict[str, list[float]] = {name: [] for name, *_ in CURVES}
+        self._values: dict[str, list[float]] = {name: [] for name, *_ in ALL_CURVES}
         self.shown: view.Snapshot | None = None
         self.has_followed = threading.Event()  # the thread is done with `statuses`
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll():
+        with VerticalScroll(id="above"):
             yield Static(id="facts")
-        with Horizontal(id="curves"):
-            for name, label, _ in CURVES:
-                with Vertical():
-                    yield Label(label, id=f"name-{name}")
-                    yield Sparkline([], id=name)
+        for row, curves in (("curves", CURVES), ("more", MORE_CURVES)):
+            with Horizontal(id=row, classes="curves"):
+                for name, label, _ in curves:
+                    with Vertical():
+                        yield Label(label, id=f"name-{name}")
+                        yield Sparkline([], id=name)
+        with VerticalScroll(id="timeline"):
+            yield Static(NO_TIMELINE, id="drawing", markup=False)
         yield RichLog(id="plans", max_lines=KEPT_LINES, wrap=True, markup=False, min_width=0)
         yield Footer(show_command_palette=False)  # it would cover keys at 80 columns
 
@@ -130,6 +158,7 @@ class Screen(App[None]):
     def _follow(self) -> None:
         last, drawn_s, new, record = None, -math.inf, list[dict[str, Any]](), "{}"
         shown = set[float | None]()  # when the records were made that came before
+        drawn: tuple[int, int] | None = None
         try:
             for status in self._statuses:
                 if not self.is_running:
@@ -147,6 +176,9 @@ class Screen(App[None]):
                 if time.monotonic() - drawn_s >= REDRAW_S:
                     self.call_from_thread(self.show, self._look(status), new)
                     drawn_s, new = time.monotonic(), []
+                    if (found := trace.identity(Path(status.run_dir))) != drawn:
+                        drawn = found
+                        self.call_from_thread(self.draw, timeline.of_run(Path(status.run_dir)))
             if last is not None:
                 self.call_from_thread(self.show, self._look(last), new, ended=True)
             else:
@@ -167,22 +199,34 @@ class Screen(App[None]):
         self.shown = snapshot
         below.query_one("#facts", Static).update(view.table(snapshot, ended=ended))
         for record in records:
-            for name, *_ in CURVES:
+            for name, *_ in ALL_CURVES:
                 if (value := record.get(name)) is not None:
                     self._values[name] = [*self._values[name][1 - KEPT :], value]
             if isinstance(reason := record.get("reason"), str):
                 words = f"step {record['step']}  k {record['k']:.3f}  {reason}"
                 below.query_one("#plans", RichLog).write(words, expand=True)
-        for name, label, text in CURVES:
+        for name, label, text in ALL_CURVES:
             if values := self._values[name]:
                 middle = median(values)
                 top = PEAK * middle if middle > 0 else math.inf
                 shown = [min(value, top) for value in values]
-                below.query_one(f"#{name}", Sparkline).data = shown if text else [0.0, *shown]  # times begin at 0
+                below.query_one(f"#{name}", Sparkline).data = shown if name == "loss" else [0.0, *shown]
                 now = view.seconds(values[-1]) if text is None else text.format(values[-1])
                 below.query_one(f"#name-{name}", Label).update(f"{label} {now}")
         if ended:
             self.notify(ENDED, timeout=STAYS_S)
+
+    def draw(self, timelines: dict[int, timeline.Timeline]) -> None:
+        """Draw the newest timeline, if there is one that can be drawn."""
+        below = self.screen_stack[0] if self.screen_stack else None
+        if below is None or not below.query("#drawing"):
+            return  # it is being left
+        below.set_class(bool(timelines), "-drawn")
+        below.query_one("#drawing", Static).update(Drawing(timelines) if timelines else NO_TIMELINE)
+
+    def action_alone(self) -> None:
+        """A key: the timeline alone, or with the rest."""
+        self.screen.toggle_class("-alone")
 
     def action_ask(self, name: str) -> None:
         """A key: ask for the setting's value, and give the command."""

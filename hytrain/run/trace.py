@@ -165,6 +165,15 @@ def merge(run_dir: Path) -> Path:
     return target
 
 
+def identity(run_dir: Path) -> tuple[int, int] | None:
+    """Differs once another timeline is in the run's folder; None while there is none."""
+    try:
+        found = (run_dir / FILE).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _is_whole(line: str) -> bool:
     try:
         json.loads(line)
