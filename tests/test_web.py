@@ -20,10 +20,12 @@ import pytest
 pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
+from test_gantt_text import made, usual
 from test_monitor import look, rank, status
 from test_report import drawn, in_a_browser, record, run
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor, web
@@ -186,7 +188,7 @@ def test_why_nothing_comes_any_more_is_told(error: Exception, words: str) -> Non
         assert feed.ended and feed.news(0)[1]["state"] == words
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/events", "/timeline?run=0", "/metrics"])
 def test_nothing_is_told_without_the_token(path: str, tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [record(1)])
     stranger = client(followed(at(1)), folder, token="another")
@@ -245,6 +247,24 @@ def test_the_dashboard_shows_metrics_that_exist(tmp_path: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_a_page_is_told_of_another_timeline_and_gets_it(tmp_path: Path) -> None:
+    folders = [run(tmp_path / name, [record(1)]) for name in ("one", "two")]
+    feeds = [followed(at(1), folder=folder) for folder in folders]
+    asked = Client(feeds, TOKEN)
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', asked.get("/").text, re.S)
+    assert json.loads(data)["drawn"] == [feed.news(0)[1]["drawn"] for feed in feeds] == ["", ""]
+    assert asked.get("/timeline", params={"run": "1"}).text.strip() == ""
+    drawn = []
+    for steps in (2, 1):
+        shutil.rmtree(folders[1] / trace.FOLDER, ignore_errors=True)
+        made(folders[1], steps, usual)
+        drawn.append(feeds[1].news(0)[1]["drawn"])
+    assert "" not in drawn and drawn[0] != drawn[1] and feeds[0].news(0)[1]["drawn"] == ""
+    told = asked.get("/timeline", params={"run": "1"}).text
+    assert "Timeline of two: step 41<" in told and "What the 1 steps in the timeline of two consist of" in told
+    assert {asked.get("/timeline", params={"run": given}).status_code for given in ("2", "-1", "x", "")} == {404}
+
+
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     (file := tmp_path / "token").write_text("  a token\n")
     assert monitor._web_token(str(file)) == "a token"
@@ -275,13 +295,14 @@ class Waiting(Feed):
 
 
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
-    """In Chromium: values move, charts and plans grow, the end is told, and nothing is on its console."""
+    """In Chromium: values move, charts and plans grow, a timeline comes, the end is told, and its console is empty."""
     import uvicorn
 
     feed, other = Waiting(run(tmp_path / "one", [])), followed(at(3, loss=9.0), folder=run(tmp_path / "two", []))
 
     def statuses() -> Iterator[m.Status]:
         feed.listens.wait(60)
+        made(feed.folder, 2, usual)
         for time, step in enumerate((*range(1, 10), *range(4, 30))):  # the loop went back
             yield at(step, wall_time=1e9 + time, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
 
@@ -307,5 +328,6 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     assert "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen
     assert seen.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', seen)[0]) >= 6
     assert "two: training from – to –;" in seen and "one: training from 3.999 to 3.971;" in seen
+    assert seen.count('<figure class="gantt">') == 1 and "Timeline of one: steps 41 to 42" in seen
     plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)
     assert plans == ["4", "9", "4", "9"]

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -281,26 +281,35 @@ def _number(record: dict[str, Any], name: str) -> float | None:
 # ---------------------------------------------------------------- the page
 
 
-def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[tuple[str, int]] | None = None) -> str:
-    """The whole page. One that web.py keeps up to date has the `live` runs' names, and how many records came before.
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A run whose page web.py keeps up to date: what the page has from the run's folder.
 
-    Such a run may have no story yet.
+    `after`: so many records came before. `drawn`: which timeline is the newest; "" is none.
     """
+
+    name: str
+    after: int
+    drawn: str
+
+
+def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live] | None = None) -> str:
+    """The whole page, of runs that have stories or are `live`."""
     is_live = live is not None
     folders = [story.run.folder for story in stories if story is not None]
-    names = names_of(folders) if live is None else [name for name, _ in live]
+    names = names_of(folders) if live is None else [one.name for one in live]
     title = ", ".join(names)
     kind = "A HyTrain report, written" if live is None else f"HyTrain, live: {_runs(len(names))}. The summary is of"
-    after = [count for _, count in live or ()]
-    data = {"runs": names, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
+    so_far = {"after": [one.after for one in live or ()], "drawn": [one.drawn for one in live or ()]}
+    data = {"runs": names, **so_far, "charts": list(_charts(stories, names, is_live=is_live))}
     parts = [_lives(names)] if is_live else []
     parts += [_summary(stories, names)] if any(stories) else []
     parts.append('<section aria-label="Charts" id="charts"></section>')
     for name, story in zip(names, stories, strict=True):
         parts.append(_plans(name, story, is_live=is_live))
-        if story is not None:
-            parts += [_ranks(name, story), gantt.figure(name, story.timelines), *_waits(name, story)]
-            parts.append(_details(name, story))
+        parts.append("" if story is None else _ranks(name, story))
+        parts.append(f'<div class="timeline">{timelines(name, {} if story is None else story.timelines)}</div>')
+        parts.append("" if story is None else _details(name, story))
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
         kind=f"{kind} {now:%Y-%m-%d %H:%M} UTC",
@@ -426,10 +435,15 @@ def _ranks(name: str, story: Story) -> str:
     return _table(title, "".join(f'<th scope="col">{head}</th>' for head in heads), rows) if rows else ""
 
 
-def _waits(name: str, story: Story) -> Iterator[str]:
+def timelines(name: str, of_ranks: Mapping[int, Timeline]) -> str:
+    """The picture of a run's timeline, and what each rank waited for in its steps; nothing without any."""
+    return "\n".join([gantt.figure(name, of_ranks), *_waits(name, of_ranks)])
+
+
+def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
     """What each rank waited for in the steps of the timeline, in the order of cost."""
     head = "".join(f'<th scope="col">{head}</th>' for head in ("", "per step", "share", "mostly", "what helps"))
-    for rank, one in story.timelines.items():
+    for rank, one in of_ranks.items():
         found = timeline.shares(one)
         work = ", ".join(f"{share.key} {view.seconds(share.ms / 1e3)}" for share in found.work)
         rows = [_cost("computing", found.busy * found.step_ms, found, work, "")]
@@ -438,7 +452,7 @@ def _waits(name: str, story: Story) -> Iterator[str]:
             worth = share.ms >= timeline.WORTH * found.step_ms
             layers = ", ".join(filter(None, timeline.layers(share)))
             rows.append(_cost(cause.title, share.ms, found, layers, cause.advice if worth else ""))
-        whose = f", rank {rank}" if len(story.timelines) > 1 else ""
+        whose = f", rank {rank}" if len(of_ranks) > 1 else ""
         yield _table(f"What the {found.steps} steps in the timeline of {name}{whose} consist of", head, rows)
 
 

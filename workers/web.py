@@ -2,7 +2,8 @@
 
     coordinator ─ statuses ─▶ Feed, on a thread ─┬─▶ /events    server-sent events: new records, processes
                  (one for each run)              └─▶ /metrics   the newest records, in Prometheus's text format
-    the runs' folders ─ report.read ────────────────▶ /         the report so far; live.js adds what comes
+    the runs' folders ─ report.read ──────────────┬─▶ /         the report so far; live.js adds what comes
+                                                  └─▶ /timeline the picture of one that was drawn meanwhile
 
 Whoever has the address with its token may look. Nothing here can change a run, or slow it down: the coordinator does
 not wait for monitors.
@@ -27,10 +28,11 @@ from urllib.parse import urlencode
 
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.readable import gib
+from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor_view as view
-from workers import report
+from workers import report, timeline
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -108,7 +110,12 @@ class Feed:
             "processes": json.loads(view.as_json(replace(seen, status=status)))["processes"],
             "cores": [group.cells for group in view.cores(seen)],
             "memory": _memory_rows(status),
+            "drawn": self.drawn(),
         }
+
+    def drawn(self) -> str:
+        """Which timeline is in the run's folder; "" is none."""
+        return "-".join(map(str, trace.identity(self.folder) or ()))
 
 
 def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
@@ -122,16 +129,25 @@ def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
 
 
 def application(feeds: Sequence[Feed], token: str) -> Starlette:
-    """The three addresses. Each wants `token` as a parameter: a cookie would go to all ports of this machine."""
+    """The addresses. Each wants `token` as a parameter: a cookie would go to all ports of this machine."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
+    folders = [feed.folder for feed in feeds]
+    names = report.names_of(folders)
+
     def page(request: Request) -> Response:
-        counts = [feed.count for feed in feeds]  # before files are read: a record that comes twice is shown once
-        folders = [feed.folder for feed in feeds]
-        live = list(zip(report.names_of(folders), counts, strict=True))
+        # Before files are read: a record that comes twice is shown once, and a timeline is drawn again.
+        live = [report.Live(name, feed.count, feed.drawn()) for name, feed in zip(names, feeds, strict=True)]
         return HTMLResponse(report.page([_story(folder) for folder in folders], datetime.now(UTC), live=live))
+
+    def drawing(request: Request) -> Response:
+        given = request.query_params.get("run") or ""
+        run = int(given) if given.isdecimal() else len(feeds)
+        if run >= len(feeds):
+            return PlainTextResponse("there is no such run\n", 404)
+        return HTMLResponse(report.timelines(names[run], timeline.of_run(folders[run])))
 
     def metrics(request: Request) -> Response:
         return PlainTextResponse(exposition(feeds), media_type=EXPOSITION)
@@ -165,7 +181,7 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
 
         return checked
 
-    routes = {"/": page, "/events": stream, "/metrics": metrics}
+    routes = {"/": page, "/events": stream, "/timeline": drawing, "/metrics": metrics}
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 

@@ -2,7 +2,7 @@
 // Follows live runs: new records go into the charts and the plans, and the rest is shown as it is.
 (() => {
   const MOST_PLANS = 1000;
-  const { after } = JSON.parse(document.getElementById("data").textContent);
+  const { after, drawn } = JSON.parse(document.getElementById("data").textContent);
 
   function row(cells, words = -1) {
     const made = document.createElement("tr");
@@ -23,12 +23,21 @@
   const shows = [...document.querySelectorAll(".live")].map((place, run) => {
     const [state, spoken, line, reason] = ["state", "spoken", "line", "reason"].map((name) => place.querySelector(`.${name}`));
     const plans = document.querySelectorAll(".plans tbody")[run];
+    const timeline = document.querySelectorAll(".timeline")[run];
     const known = new Set([...plans.rows].map((one) => Number(one.dataset.at))); // when they took effect
 
     function fill(name, rows) {
       const body = place.querySelector(`.${name}`);
       body.replaceChildren(...rows.map((cells) => row(cells)));
       body.closest(".box").hidden = rows.length === 0;
+    }
+
+    async function draw(which) {
+      if (which === drawn[run]) return;
+      drawn[run] = which;
+      const answer = await fetch(`/timeline?${new URLSearchParams({ token, run })}`).catch(() => ({ ok: false }));
+      if (answer.ok) timeline.innerHTML = await answer.text();
+      else drawn[run] = undefined; // with the next news
     }
 
     let told;
@@ -53,6 +62,7 @@
       fill("processes", news.processes.map(described));
       fill("cores", news.cores);
       fill("memory", news.memory);
+      draw(news.drawn);
     };
   });
 
