@@ -27,7 +27,7 @@ from hytrain.errors import ConfigError
 from hytrain.run import trace
 from protocol import messages as m
 from workers.monitor import ORDERS, SETTINGS
-from workers.screen import KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
+from workers.screen import DRAWN, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
 SCREENS = Path(__file__).with_name("screens")
@@ -205,6 +205,24 @@ def test_a_timeline_that_is_drawn_meanwhile_takes_the_place_of_the_one_before(tm
             return seen(screen)
 
     assert "step 41, 100.0 ms each; computing 90.0%" in asyncio.run(drive())
+
+
+def test_a_small_terminal_tells_of_a_timeline_that_is_drawn_meanwhile(tmp_path: Path) -> None:
+    """Not of one that was there before."""
+    traced = Traced(tmp_path / "one")
+    run = Run(traced.status)
+    screen = Screen(run.statuses(), look, run.send, ALL)
+
+    async def drive() -> list[str]:
+        async with screen.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: screen.screen.has_class("-drawn"))
+            told = [len(screen._notifications)]
+            traced.again()
+            await until(pilot, lambda: len(screen._notifications) > 0)
+            run.ends.set()
+            return [*map(str, told), *(notification.message for notification in screen._notifications)]
+
+    assert asyncio.run(drive()) == ["0", DRAWN]
 
 
 def test_a_key_shows_the_timeline_alone_and_how_to_draw_one() -> None:

@@ -46,6 +46,7 @@ STAYS_S: Final = 3600.0
 #: A curve cuts off what is above so many medians: a slow first step would leave nothing else to see.
 PEAK: Final = 3.0
 NO_TIMELINE: Final = "no timeline has been drawn yet: r draws one of the next steps"
+DRAWN: Final = "the timeline is drawn: g shows it"
 ENDED: Final = "the run has ended: q leaves"
 #: Metrics, their names, and how a number is written that is no time.
 CURVES: Final = (("loss", "loss", "{:.4f}"), ("step_s", "step time", None), ("stall_s", "stall", None))
@@ -158,7 +159,7 @@ class Screen(App[None]):
     def _follow(self) -> None:
         last, drawn_s, new, record = None, -math.inf, list[dict[str, Any]](), "{}"
         shown = set[float | None]()  # when the records were made that came before
-        drawn: tuple[int, int] | None = None
+        drawn, has_looked = None, False
         try:
             for status in self._statuses:
                 if not self.is_running:
@@ -178,7 +179,8 @@ class Screen(App[None]):
                     drawn_s, new = time.monotonic(), []
                     if (found := trace.identity(Path(status.run_dir))) != drawn:
                         drawn = found
-                        self.call_from_thread(self.draw, timeline.of_run(Path(status.run_dir)))
+                        self.call_from_thread(self.draw, timeline.of_run(Path(status.run_dir)), is_new=has_looked)
+                    has_looked = True
             if last is not None:
                 self.call_from_thread(self.show, self._look(last), new, ended=True)
             else:
@@ -216,13 +218,15 @@ class Screen(App[None]):
         if ended:
             self.notify(ENDED, timeout=STAYS_S)
 
-    def draw(self, timelines: dict[int, timeline.Timeline]) -> None:
-        """Draw the newest timeline, if there is one that can be drawn."""
+    def draw(self, timelines: dict[int, timeline.Timeline], *, is_new: bool = False) -> None:
+        """Draw the newest timeline, if one can be drawn. If one that `is_new` has no room, tell of it."""
         below = self.screen_stack[0] if self.screen_stack else None
         if below is None or not below.query("#drawing"):
             return  # it is being left
         below.set_class(bool(timelines), "-drawn")
         below.query_one("#drawing", Static).update(Drawing(timelines) if timelines else NO_TIMELINE)
+        if is_new and timelines and below.has_class("-low") and not below.has_class("-alone"):
+            self.notify(DRAWN)
 
     def action_alone(self) -> None:
         """A key: the timeline alone, or with the rest."""
