@@ -452,7 +452,7 @@ def measured() -> tuple[set[int], set[int], float]:
     with adamw(model, k=0.0) as opt, late_weights(), pytest.MonkeyPatch.context() as patch:
         meter = opt._engine._meter
         end_step = meter.end_step
-        patch.setattr(meter, "end_step", lambda step: found.append(end_step(step)) or found[-1])
+        patch.setattr(meter, "end_step", lambda *ended: found.append(end_step(*ended)) or found[-1])
         for step in range(4):
             backward(model, step)
             update(opt)
