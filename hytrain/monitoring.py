@@ -27,7 +27,7 @@ from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.run.trace import FILE, identity
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Network
+from protocol.channel import Network, Outbox
 from protocol.messages import Status
 from protocol.placement import PLACEMENTS
 
@@ -94,11 +94,9 @@ class Client:
             self._launcher = os.pidfd_open(self.run.launcher_pid)
         except ProcessLookupError:
             raise ConfigError(f"the run {self.run.run_name} has ended") from None
-        address = Address("monitor", os.getpid())
-        name = f"{address}-{secrets.token_hex(4)}"
-        self._network = Network(self.run.socket_dir, token=self.run.token, address=address, name=name)
+        self._network = Network(self.run.socket_dir, token=self.run.token, address=Address("monitor", os.getpid()))
         self._feed = self._network.subscriber()
-        self._outbox = self._network.outbox(COORDINATOR, linger_s=0.0)
+        self._outbox = self._connected()
 
     def close(self) -> None:
         """Disconnect. The run goes on."""
@@ -217,14 +215,18 @@ class Client:
             The file, `trace.json` in the run's folder. The next timeline takes its place.
 
         Raises:
-            ConfigError: The coordinator refuses it and says why, or the run has ended and left no timeline.
+            ConfigError: The coordinator refuses it, or the timeline cannot be written, and why; or the run has ended
+                and left none.
             ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
         """
         folder = Path(self.run.run_dir)
         before = identity(folder)
         told(self.command("trace", str(steps)))
-        while identity(folder) == before and not self.ended:
+        while identity(folder) == before and (status := self._ask(m.StatusRequest(), Status)) is not None:
+            if status.no_timeline:
+                raise ConfigError(f"the timeline cannot be written: {status.no_timeline}")
             time.sleep(LOOK_S)
+        select.select([self._launcher], [], [], 0 if identity(folder) != before else ANSWER_S)  # it writes one at last
         if identity(folder) == before:
             raise ConfigError("the run has ended, and left no timeline")
         return folder / FILE
@@ -259,9 +261,20 @@ class Client:
             if self.ended:
                 return None
             if self.run.coordinator_pid != asked:
+                self._reconnect()
                 self._outbox.send(question)
                 asked = self.run.coordinator_pid
+        self._reconnect()
         raise ClusterTimeout(f"the coordinator of {self.run.run_name} (PID {self.run.coordinator_pid}) does not reply")
+
+    def _connected(self) -> Outbox:
+        name = f"{self._network.address}-{secrets.token_hex(4)}"
+        return self._network.outbox(COORDINATOR, linger_s=0.0, name=name)
+
+    def _reconnect(self) -> None:
+        """An answer that comes late, through the connection of its question, must not be taken for the next one's."""
+        self._network.drop(self._outbox)
+        self._outbox = self._connected()
 
     def _current(self) -> Status | None:
         """The coordinator's reply, or the last status with how long it has not replied; None once it is gone."""

@@ -11,7 +11,9 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self
@@ -21,6 +23,8 @@ from hytrain.extras import needed
 
 #: So many writes may wait for a slow tracker. Those after them are in metrics.jsonl alone.
 WAITING: Final = 1024
+#: At its end, a run waits so long for trackers.
+CLOSE_S: Final = 30.0
 THREAD_NAME: Final = "hytrain-trackers"
 
 _log = logging.getLogger(__name__)
@@ -111,11 +115,16 @@ class Trackers:
             self._said_full = True
 
     def close(self, *, failed: bool = False) -> None:
-        """Return once all numbers are written."""
-        if self._thread is not None:
-            self._given.put(failed)
-            self._thread.join()
-            self._thread = None
+        """Return once all numbers are written, or a tracker has kept the run's end waiting for `CLOSE_S`."""
+        if self._thread is None:
+            return
+        ends_s = time.monotonic() + CLOSE_S
+        with suppress(queue.Full):
+            self._given.put(failed, timeout=CLOSE_S)
+        self._thread.join(max(ends_s - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            _log.warning("the trackers miss the last numbers: writing them has taken %.0f s", CLOSE_S)
+        self._thread = None
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +145,7 @@ def _run(
     opened: dict[str, Tracker] = {}
     failing: set[str] = set()
 
-    def warn(name: str, error: Exception) -> None:
+    def warn(name: str, error: BaseException) -> None:
         if name not in failing:
             _log.warning("%s gets no more numbers, training goes on: %s: %s", name, type(error).__name__, error)
         failing.add(name)
@@ -148,10 +157,10 @@ def _run(
                 if name not in opened:
                     opened[name] = TRACKERS[name](run_dir, step, title, config)
                 opened[name].write(step, numbers)
-            except Exception as error:
+            except BaseException as error:  # a library may also exit
                 warn(name, error)
     for name, tracker in opened.items():
         try:
             tracker.close(failed=entry)
-        except Exception as error:
+        except BaseException as error:  # a library may also exit
             warn(name, error)

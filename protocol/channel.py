@@ -250,10 +250,10 @@ class Inbox(_Socket):
 class Outbox(_Socket):
     """This process's messages to one peer."""
 
-    def __init__(self, network: Network, to: Address | str, linger_s: float) -> None:
+    def __init__(self, network: Network, to: Address | str, linger_s: float, name: str) -> None:
         super().__init__(network, zmq.DEALER, str(to))
         self._linger_s = linger_s
-        self._socket.setsockopt(zmq.IDENTITY, network.name.encode())
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.setsockopt(zmq.RCVHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.connect(self._where)
 
@@ -307,9 +307,9 @@ class Network:
         """Bind this process's inbox."""
         return Inbox(self)
 
-    def outbox(self, to: Address | str, *, linger_s: float = 0.3) -> Outbox:
-        """Connect to an inbox, given its owner's address or its name."""
-        return Outbox(self, to, linger_s)
+    def outbox(self, to: Address | str, *, linger_s: float = 0.3, name: str | None = None) -> Outbox:
+        """Connect to an inbox, given its owner's address or its name. The default `name` is the process's."""
+        return Outbox(self, to, linger_s, name or self.name)
 
     def publisher(self) -> Publisher:
         return Publisher(self)

@@ -481,7 +481,7 @@ class Rejoin(Message):
 
     `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
     `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved. `skipped`: so many
-    steps were skipped.
+    steps were skipped. `draws`: it draws a timeline.
     What was reported and is not recorded yet comes again, behind this message.
     """
 
@@ -493,6 +493,7 @@ class Rejoin(Message):
     step: int
     moved: int
     skipped: int
+    draws: bool
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
@@ -716,6 +717,7 @@ class Status(Message):
     `streamed`: the LIDs of the layers whose weights rest in host memory.
     `host_planes`, `device_planes`: bytes by plane in host memory, and on the trainer's device.
     `ranks`: those of the job that are known, in their order: on the first machine all. Empty if there is only one.
+    `no_timeline`: why the newest timeline could not be written; "" if it could, or is being drawn.
     """
 
     run_name: str
@@ -733,6 +735,7 @@ class Status(Message):
     policy: str
     reason: str
     ranks: tuple[RankStatus, ...]
+    no_timeline: str = ""
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)

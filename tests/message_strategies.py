@@ -118,6 +118,7 @@ def rejoins(draw: st.DrawFn) -> m.Rejoin:
         step=draw(COUNTS),
         moved=draw(COUNTS),
         skipped=draw(COUNTS),
+        draws=draw(st.booleans()),
     )
 
 

@@ -1013,6 +1013,14 @@ def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
             state.command(value, trainers)
 
 
+def test_what_a_dead_coordinator_was_asked_to_draw_can_be_ended() -> None:
+    state = Tracing(is_on=False)
+    state.goes_on(TRAINER)
+    with pytest.raises(ValueError, match="drawn already"):
+        state.command("3", [TRAINER])
+    assert state.command("0", [TRAINER])[1] == [Send(TRAINER, m.TraceNext(steps=0))]
+
+
 def test_checkpoints_are_saved_where_all_loops_do_so(driver: Driver) -> None:
     def asked() -> m.CommandReply:
         answer, *told = driver.handle(m.Command(name="checkpoint", value=""))

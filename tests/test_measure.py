@@ -6,11 +6,22 @@ import json
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from hytrain.memory.clock import HostClock, Span, Stream
+from hytrain.memory import clock as clock_module
+from hytrain.memory.clock import (
+    ANCHOR_EVERY_S,
+    ANCHOR_PATIENCE_S,
+    ANCHOR_TRIES,
+    CudaClock,
+    HostClock,
+    Span,
+    Stream,
+)
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from hytrain.step.measure import Meter, Waited
@@ -441,3 +452,42 @@ def test_visits_are_measured_one_after_the_other(clock: FakeClock, meter: Meter,
     times = end(meter, clock, 0, 20.0)
     first_s = 3.5 if held else 3.0
     assert [times[lid].visit_s for lid in (2, 1, 0)] == [first_s, 1.0, 4.0]
+
+
+class Event:
+    """A CUDA event that the device passes after so many questions, each of which takes a microsecond."""
+
+    takes = 1
+    now_s = ANCHOR_S
+
+    def __init__(self, enable_timing: bool = True) -> None:
+        self.left = 0
+
+    def record(self, stream: Stream) -> None:
+        self.left, self.at_s = self.takes, self.now_s + 1e-6 * self.takes
+
+    def query(self) -> bool:
+        self.left -= 1
+        Event.now_s += 1e-6
+        return self.left <= 0
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at_s - self.at_s) * 1e3
+
+
+def test_the_devices_clock_is_found_however_long_the_device_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first; later the last comparison will do."""
+    monkeypatch.setattr(Event, "now_s", ANCHOR_S)
+    monkeypatch.setattr(clock_module.torch.cuda, "Event", Event)
+    monkeypatch.setattr(clock_module.torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(monotonic=lambda: Event.now_s))
+    found, mark = CudaClock(torch.device("cpu")), Event()
+    monkeypatch.setattr(Event, "takes", 10_000)  # 50 times as long as it waits later
+    found.anchor()
+    mark.record(None)
+    assert found.at(mark) == pytest.approx(mark.at_s, abs=1e-5)
+    Event.now_s += 2 * ANCHOR_EVERY_S
+    began_s = Event.now_s
+    found.anchor()
+    assert Event.now_s - began_s < ANCHOR_TRIES * 2 * ANCHOR_PATIENCE_S
+    assert found.at(mark) == pytest.approx(mark.at_s, abs=1e-5)

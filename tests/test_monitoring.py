@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from test_monitor import status
 
+from hytrain import monitoring
 from hytrain.config import Cluster
-from hytrain.errors import ConfigError
+from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import TAIL_BYTES, Client, LayerPlace
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
@@ -153,12 +154,29 @@ def test_a_timeline_is_waited_for(run: Run, tmp_path: Path) -> None:
         (tmp_path / "new").write_text("another")
         (tmp_path / "new").replace(file)
 
-    answers = m.CommandReply(ok=True, text="the next 3 steps"), m.CommandReply(ok=False, text="it is drawn already")
+    begun = m.CommandReply(ok=True, text="the next 3 steps")
+    answers = begun, m.CommandReply(ok=False, text="it is drawn already"), begun, status(no_timeline="No space left")
     with run.answering(*answers) as asked, Client(run.cluster) as client:
         assert client.trace(3, drawn) == file and said == ["the next 3 steps"]
         with pytest.raises(ConfigError, match="it is drawn already"):
             client.trace(1)
-    assert asked == [m.Command(name="trace", value="3"), m.Command(name="trace", value="1")]
+        with pytest.raises(ConfigError, match="the timeline cannot be written: No space left"):
+            client.trace(2)
+    orders = [m.Command(name="trace", value=steps) for steps in "312"]
+    assert asked == [*orders, m.StatusRequest()]
+
+
+@pytest.mark.spawns
+def test_an_answer_that_comes_late_is_not_the_next_questions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "LOOK_S", 0.01)
+    with Client(run.cluster) as client:
+        with pytest.raises(ClusterTimeout):
+            client._ask(m.Command(name="k", value="9"), m.CommandReply, patience_s=0.05)
+        late, refused = run.inbox.receive(60), m.CommandReply(ok=False, text="k is '9'")
+        assert late is not None
+        run.inbox.reply(late.sender, refused)
+        with run.answering(m.CommandReply(ok=True, text="k=0.3 from the next plan on")):
+            assert client.command("k", "0.3") == "k=0.3 from the next plan on"
 
 
 @pytest.mark.spawns

@@ -106,6 +106,28 @@ def test_a_full_disk_costs_events_and_is_said_once(tmp_path: Path, caplog: pytes
     assert [event["name"] for event in written(tmp_path)] == ["plan 3"]
 
 
+def test_what_a_disk_refuses_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the timeline of before, which stays."""
+    writer = TraceWriter(tmp_path, Address("trainer", 0))
+    writer.instant("plans", "plan 0", 1.0)
+    writer.close()
+    before = trace.merge(tmp_path).read_text()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    trace.clear(tmp_path)
+    assert "the next timeline has events of an earlier one: [Errno 30]" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(trace, "_is_whole", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        trace.merge(tmp_path)
+    assert (tmp_path / trace.FILE).read_text() == before and not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_file_has_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_FILE_BYTES", 2 << 20)
     writer = TraceWriter(tmp_path, Address("trainer", 0))

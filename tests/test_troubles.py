@@ -101,6 +101,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
+        self.began_s: dict[int, float] = {}
         self.processes: dict[int, tuple[int, int, float, float]] = {}
         self.worked_s = [0.0] * 4
         monkeypatch.setattr(observer, "time", self)
@@ -114,7 +115,8 @@ class Machine:
     def _all(self, asked: Any) -> Any:
         for pid, (parent, core, cpu_s, childrens_s) in self.processes.items():
             times = Times(cpu_s, 0.0, childrens_s, 0.0)
-            info = {"pid": pid, "ppid": parent, "name": f"it-{pid}", "cpu_times": times, "cpu_num": core}
+            info = {"pid": pid, "ppid": parent, "name": f"it\x1b-{pid}", "cpu_times": times, "cpu_num": core}
+            info["create_time"] = self.began_s.get(pid, 0.0)
             yield type("Process", (), {"info": info})
 
     def _cores(self, percpu: bool) -> list[Core]:
@@ -130,9 +132,10 @@ def test_strangers_are_those_on_the_cores_that_the_run_has_not_started(monkeypat
     assert strangers.look(own, {2, 3}) == (), "nothing has passed"
     machine.now_s += FIRST_S
     machine.processes |= {pid: (1, 2, 0.6, 0.0) for pid in (10, 11, 99)} | {12: (11, 2, 0.6, 0.0)}
-    machine.processes |= {20: (1, 0, 1.0, 0.0), 21: (1, 2, 0.1, 0.0), 22: (1, 3, 0.4, 0.0), 23: (1, 3, 9.0, 0.0)}
+    machine.processes |= {20: (1, 0, 1.0, 0.0), 21: (1, 2, 0.1, 0.0), 22: (1, 3, 0.4, 0.0)}
     found = strangers.look(own, {2, 3})
     assert [(one.pid, pytest.approx(one.cpu_share)) for one in found if one.cpu_share > 0] == [(22, 0.4), (21, 0.1)]
+    assert found[0].name == "it\ufffd-22", "others choose names, also ones that would steer a terminal"
     assert strangers.look(own, set()) == strangers.look(own, {2, 3}) == found, "not looked for again at once"
     machine.now_s += EVERY_S
     assert [one for one in strangers.look(own, {2, 3}) if one.cpu_share > 0] == []
@@ -147,6 +150,19 @@ def test_what_cores_have_worked_for_nobody_is_of_programs_that_are_not_seen(monk
     machine.processes = {10: (1, 2, 0.5, 0.1), 20: (1, 3, 0.3, 0.0), 99: (1, 0, 0.05, 0.0)}
     found = {one.pid: one.cpu_share for one in strangers.look({10}, {2, 3})}
     assert found == {20: pytest.approx(0.3), 0: pytest.approx(1.95 - 0.5 - 0.1 - 0.3 - 0.05)}
+
+
+def test_what_has_begun_meanwhile_is_seen_with_all_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 is new, 22 another process with the number of one that has ended, and 21 has had children, such as a build."""
+    machine = Machine(monkeypatch)
+    machine.processes = dict.fromkeys((10, 21, 22), (1, 2, 0.0, 0.0)) | {22: (1, 2, 5.0, 0.0)}
+    strangers = Strangers()
+    machine.now_s += FIRST_S
+    machine.began_s[22] = machine.began_s[23] = 100.5
+    machine.worked_s = [0.0, 0.0, 0.9, 0.5]
+    machine.processes |= {21: (1, 2, 0.1, 0.2), 22: (1, 2, 0.6, 0.0), 23: (21, 3, 0.5, 0.0)}
+    found = {one.pid: one.cpu_share for one in strangers.look({10}, {2, 3})}
+    assert found == {21: pytest.approx(0.1), 22: pytest.approx(0.6), 23: pytest.approx(0.5), 0: pytest.approx(0.0)}
 
 
 def test_a_process_is_where_any_of_its_threads_may_be() -> None:

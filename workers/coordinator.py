@@ -50,7 +50,6 @@ LAST_WORDS_S: Final = 0.2
 LAST_REPORT_S: Final = 0.05
 #: In the socket folder: what monitors have ordered, by rank.
 COMMANDS_FILE: Final = "commands.json"
-_writing_trace: Final = Lock()
 
 _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dropped")
 
@@ -167,6 +166,7 @@ class Coordinator:
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = network.publisher()
         self._gauges = Gauges()
+        self._writing_trace = Lock()
         self._kept = kept or {}
         self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
         self._attempts = self._beats = 0
@@ -320,11 +320,21 @@ class Coordinator:
                 self._kept[rank] = commands
                 self._keep()
             case BeginTrace():
+                self._state.no_timeline = ""
                 clear(self._run_dir)
                 self._trace.begin(EVERY_STEP)
             case EndTrace():
                 self._trace.begin(NO_STEP)
-                Thread(target=_write_trace, args=(self._run_dir,), name="trace", daemon=True).start()
+                Thread(target=self._write_trace, name="trace", daemon=True).start()
+
+    def _write_trace(self) -> None:
+        """On a thread: it may take seconds. The launcher does it again at the end of the run."""
+        try:
+            with self._writing_trace:
+                merge(self._run_dir)
+        except OSError as error:
+            self._state.no_timeline = str(error)
+            _log.warning("no timeline: %s", error)
 
     def _keep(self) -> None:
         path = Path(self._network.socket_dir) / COMMANDS_FILE
@@ -350,15 +360,6 @@ class Coordinator:
             _log.error("%s (process %d) has not answered for %.0f s: it is ended", worker, pid, silent_s)
             process.send_signal(signal.SIGABRT)  # its log gets its stack
             process.resume()
-
-
-def _write_trace(run_dir: Path) -> None:
-    """On a thread: it may take seconds. The launcher does it again at the end of the run."""
-    try:
-        with _writing_trace:
-            merge(run_dir)
-    except OSError as error:
-        _log.warning("no timeline: %s", error)
 
 
 def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:

@@ -50,6 +50,7 @@ class CoordinatorState:
         self.fleet = Fleet(replan_every=replan_every)
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._tracing = Tracing(is_on=traces)
+        self.no_timeline = ""  # why the newest one could not be written
         self._history = History()
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
         self._takes_over = kept is not None
@@ -89,6 +90,8 @@ class CoordinatorState:
         seat = self.fleet.seat(sender.rank)
         if isinstance(message, m.SessionEnded):
             return self._on_end(seat, sender)
+        if isinstance(message, m.Rejoin) and message.draws:
+            self._tracing.goes_on(sender)
         return self._published(seat, seat.handle(message, sender))
 
     def beat(self) -> list[Command]:
@@ -240,6 +243,7 @@ class CoordinatorState:
             policy=planning.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",
             ranks=self._ranks(),
+            no_timeline=self.no_timeline,
         )
 
     def _ranks(self) -> tuple[m.RankStatus, ...]:

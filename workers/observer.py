@@ -28,7 +28,7 @@ LOOK_S: Final = 0.5
 EVERY_S: Final = 2.0
 #: The first time is over sooner.
 FIRST_S: Final = 1.0
-_ASKED: Final = ("pid", "ppid", "name", "cpu_times", "cpu_num")
+_ASKED: Final = ("pid", "ppid", "name", "cpu_times", "cpu_num", "create_time")
 
 
 class Observer:
@@ -96,7 +96,8 @@ class Strangers:
         """Those on `cores`, which take most first. `own`: the run's processes; what they have started is theirs.
 
         A program's time is counted where it ran last. What the cores have worked besides is of programs that are not
-        seen, as those of other containers; without the time of all that the run has done, wherever that was.
+        seen, as those of other containers; without the time of ended children, and of all that the run has done,
+        wherever that was.
         """
         now_s = time.monotonic()
         if now_s - self._read_s < self._every_s or not cores:
@@ -105,15 +106,14 @@ class Strangers:
         before, self._seen = self._seen, _all_times()
         busy_before, self._busy = self._busy, psutil.cpu_times(percpu=True)
         of_run = _with_children(own, {pid: known.parent for pid, known in self._seen.items()})
-        taken = {pid: known.cpu_s - before[pid].cpu_s for pid, known in self._seen.items() if pid in before}
         found, seen_s = list[Stranger](), 0.0
-        for pid, cpu_s in taken.items():
-            if pid in of_run:
-                seen_s += cpu_s + self._seen[pid].childrens_s - before[pid].childrens_s
-            elif self._seen[pid].core in cores and pid != os.getpid():
-                seen_s += cpu_s
-                found.append(Stranger(pid, self._seen[pid].name, cpu_s / span_s))
-        seen_s += taken.get(os.getpid(), 0.0)
+        for pid, known in self._seen.items():
+            cpu_s, childrens_s = known.since(before.get(pid))
+            is_own = pid in of_run or pid == os.getpid()
+            if is_own or known.core in cores:
+                seen_s += cpu_s + childrens_s
+            if not is_own and known.core in cores:
+                found.append(Stranger(pid, known.name, cpu_s / span_s))
         found.sort(key=lambda stranger: -stranger.cpu_share)
         pairs = zip(busy_before, self._busy, strict=False)
         worked_s = sum(_worked_s(now) - _worked_s(then) for core, (then, now) in enumerate(pairs) if core in cores)
@@ -124,12 +124,24 @@ class Strangers:
 class _Times:
     """One process's CPU seconds, also those of its ended children; its parent, and the core that it ran on last."""
 
-    __slots__ = ("childrens_s", "core", "cpu_s", "name", "parent")
+    __slots__ = ("began_s", "childrens_s", "core", "cpu_s", "name", "parent")
 
     def __init__(self, asked: dict[str, Any]) -> None:
         times = asked["cpu_times"]
         self.cpu_s, self.childrens_s = times.user + times.system, times.children_user + times.children_system
-        self.parent, self.core, self.name = asked["ppid"], asked["cpu_num"], str(asked["name"])
+        self.parent, self.core, self.began_s = asked["ppid"], asked["cpu_num"], asked["create_time"]
+        self.name = printable(str(asked["name"]))
+
+    def since(self, before: _Times | None) -> tuple[float, float]:
+        """Its own CPU seconds and those of its ended children, since then; all, if it has begun since."""
+        if before is None or before.began_s != self.began_s:
+            return self.cpu_s, self.childrens_s
+        return self.cpu_s - before.cpu_s, self.childrens_s - before.childrens_s
+
+
+def printable(name: str) -> str:
+    """A name that others chose, without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
 
 
 def _all_times() -> dict[int, _Times]:

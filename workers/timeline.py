@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from hytrain.errors import ConfigError
-from hytrain.run.trace import FILE
+from hytrain.run.trace import FILE, identity
 from workers import run_folder
 from workers.monitor_view import seconds
 
@@ -151,8 +153,13 @@ class Timeline:
 
 def of_run(folder: Path) -> dict[int, Timeline]:
     """The timelines of a run's ranks, as far as there are any that can be read at once."""
-    path = folder / FILE
-    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+    return _of_file(folder / FILE, identity(folder))
+
+
+@lru_cache(maxsize=4)
+def _of_file(path: Path, file: tuple[int, int] | None) -> dict[int, Timeline]:
+    """It is read once, however many pages show it."""
+    if file is None or path.stat().st_size > MOST_BYTES:
         return {}
     try:
         return of_ranks(read(path))
@@ -206,9 +213,10 @@ def divide(intervals: Iterable[Interval], busy: Sequence[Interval]) -> tuple[lis
     """The parts of disjoint intervals that are in disjoint, ordered ones, and the parts outside of them."""
     inside, outside = [], list[Interval]()
     for start, end in intervals:
-        for other_start, other_end in busy:
-            if other_end <= start or other_start >= end:
-                continue
+        for at in range(bisect_right(busy, start, key=lambda other: other[1]), len(busy)):
+            other_start, other_end = busy[at]
+            if other_start >= end:
+                break
             if start < other_start:
                 outside.append((start, other_start))
             inside.append((max(start, other_start), min(end, other_end)))
@@ -280,22 +288,25 @@ def _stalls(timeline: Timeline) -> Iterator[tuple[Span, str, list[Interval]]]:
     A module's wait has the name of its first layer, and may be for another one's weights. So what happened to that
     layer comes first, and then what the CPU and the link did for others.
     """
-    by_step: dict[int, list[Span]] = defaultdict(list)
-    for span in timeline.of_kind("CPU update", "waiting", "D2H", "H2D", "visit"):
+    causes = (("cpu", ("CPU update", "waiting")), ("link", ("D2H", "H2D")), ("memory", ("visit",)))
+    by_step, by_layer = defaultdict[int, list[Span]](list), defaultdict[tuple[int, int | None], list[Span]](list)
+    for span in timeline.of_kind(*(kind for _, kinds in causes for kind in kinds)):
         by_step[span.step].append(span)
+        by_layer[span.step, span.lid].append(span)
+
+    @cache
+    def busy(step: int) -> list[tuple[str, list[Interval]]]:
+        then = by_step[step - 1] + by_step[step]
+        return [(cause, union(span.interval for span in then if span.kind in kinds)) for cause, kinds in causes]
+
     for stall in timeline.of_kind("stall"):
         if stall.step not in timeline.steps:
             continue
-        then = [span for step in (stall.step - 1, stall.step) for span in by_step[step]]
-        own = [span for span in then if span.lid == stall.lid]
+        own = by_layer[stall.step - 1, stall.lid] + by_layer[stall.step, stall.lid]
+        copies = union(span.interval for span in own if span.kind in ("D2H", "H2D"))
         rest = [stall.interval]
-        for cause, kinds, of in (
-            ("link", ("D2H", "H2D"), own),
-            ("cpu", ("CPU update", "waiting"), then),
-            ("link", ("D2H", "H2D"), then),
-            ("memory", ("visit",), then),
-        ):
-            parts, rest = divide(rest, union(span.interval for span in of if span.kind in kinds))
+        for cause, taken in (("link", copies), *busy(stall.step)):
+            parts, rest = divide(rest, taken)
             yield stall, cause, parts
         is_known = bool(by_step[stall.step - 1])  # or else the timeline begins with this step
         by_cpu = any(span.kind == "CPU update" and span.step < stall.step for span in own)

@@ -47,6 +47,11 @@ class Tracing:
         """A trainer or optimizer has drawn its part, perhaps for a coordinator that has died."""
         return self.has_left(worker) if self._is_on else [EndTrace()]
 
+    def goes_on(self, trainer: Address) -> None:
+        """A trainer draws steps that a coordinator which has died was asked for."""
+        self._is_on = True
+        self._drawing.add(trainer)
+
     def has_left(self, worker: Address) -> list[Command]:
         """A trainer or optimizer draws no more."""
         if worker not in self._drawing:

@@ -72,6 +72,8 @@ def find(status: m.Status, processes: Processes, strangers: Iterable[Stranger] =
     cores = sorted({core for process, usage in known if usage and _updates(process) for core in usage.cores})
     taking = [stranger for stranger in strangers if stranger.cpu_share >= TAKEN]
     troubles += [_of_stranger(stranger, cores) for stranger in taking[:NAMED]]
+    if status.no_timeline:
+        troubles.append(Trouble("timeline", f"the timeline cannot be written: {status.no_timeline}"))
     return (*troubles, *_of_record(json.loads(status.record)))
 
 

@@ -6,6 +6,7 @@ leaves marks around copies, `step.measure` around layers. A later step reads the
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -82,12 +83,15 @@ class CudaClock:
     def anchor(self) -> None:
         """Relate the device's clock to the host's: record an event on an idle stream between two host readings.
 
-        The narrowest of several tries is used. If no event completes in time, the last anchor stays.
+        The narrowest of several tries is used. If no event completes in time, the last anchor stays; the first one
+        takes its time.
         """
         if self._anchor is not None and time.monotonic() - self._anchor[1] < ANCHOR_EVERY_S:
             return
         self._idle = self._idle or torch.cuda.Stream(self._device)
-        tries = [found for _ in range(ANCHOR_TRIES) if (found := self._try_anchor(self._idle)) is not None]
+        patience_s = math.inf if self._anchor is None else ANCHOR_PATIENCE_S
+        idle = self._idle
+        tries = [found for _ in range(ANCHOR_TRIES) if (found := self._try_anchor(idle, patience_s)) is not None]
         if tries:
             _, event, at_s = min(tries, key=lambda found: found[0])
             self._pool.extend(other for _, other, _ in tries if other is not event)
@@ -95,14 +99,16 @@ class CudaClock:
                 self._pool.append(self._anchor[0])
             self._anchor = event, at_s
 
-    def _try_anchor(self, idle: torch.cuda.Stream) -> tuple[float, Mark, float] | None:
+    def _try_anchor(self, idle: torch.cuda.Stream, patience_s: float) -> tuple[float, Mark, float] | None:
         """The time between the two host readings, the event, and their middle; None if it took too long."""
         event = self._event()
         event.record(idle)  # the first record also creates the event, which takes longer
-        before_s = time.monotonic()
+        began_s = before_s = time.monotonic()
         event.record(idle)
+        asked_s = time.monotonic()
         while not event.query():
-            if time.monotonic() - before_s > ANCHOR_PATIENCE_S:
+            before_s, asked_s = asked_s, time.monotonic()
+            if asked_s - began_s > patience_s:
                 self._pool.append(event)
                 return None
         after_s = time.monotonic()

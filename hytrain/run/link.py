@@ -268,12 +268,12 @@ class Link:
         return next((message for message in self._unrecorded if isinstance(message, TrainerReport)), None)
 
     def rejoin(
-        self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int, skipped: int
+        self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int, skipped: int, draws: bool
     ) -> None:
         """Tell another coordinator what the first one knew, between two steps. The arguments are `Rejoin`'s."""
         self.is_asked = False
         rejoin = self._introduction(
-            plan=plan, holds=holds, placements=placements, step=step, moved=moved, skipped=skipped
+            plan=plan, holds=holds, placements=placements, step=step, moved=moved, skipped=skipped, draws=draws
         )
         with self._keeping:
             for message in (rejoin, self._positions, *self._unrecorded):

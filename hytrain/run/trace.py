@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,13 +59,12 @@ class TraceWriter:
     def __init__(self, run_dir: str | Path, address: Address, steps: range = EVERY_STEP) -> None:
         self._path, self._address, self._pid = Path(run_dir) / FOLDER / f"{address}.jsonl", address, os.getpid()
         self._events: list[dict[str, Any]] = []
-        self._lost = False
         self.begin(steps)
 
     def begin(self, steps: range) -> None:
         """Draw these steps from now on, and write what was drawn before."""
         self.flush()
-        self.steps = steps
+        self.steps, self._lost = steps, False
         self._lanes: dict[str, list[float]] = {track: [] for track in TRACKS}
         if steps:
             address = self._address
@@ -140,8 +140,12 @@ def _us(time_s: float) -> float:
 
 
 def clear(run_dir: Path) -> None:
-    for path in (run_dir / FOLDER).glob("*.jsonl"):
-        path.unlink(missing_ok=True)
+    """Remove the events of earlier timelines. What cannot be removed will be in the next one, too."""
+    try:
+        for path in (run_dir / FOLDER).glob("*.jsonl"):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("the next timeline has events of an earlier one: %s", error)
 
 
 def has_events(run_dir: Path) -> bool:
@@ -149,19 +153,27 @@ def has_events(run_dir: Path) -> bool:
 
 
 def merge(run_dir: Path) -> Path:
-    """Merge the processes' events into one file, atomically, and return its path. Unfinished lines are left out."""
+    """Merge the processes' events into one file, atomically, and return its path. Unfinished lines are left out.
+
+    Raises `OSError` if it cannot be written. The timeline before it stays.
+    """
     target = run_dir / FILE
     temporary = target.with_suffix(".tmp")
-    with temporary.open("w") as out:
-        out.write('{"displayTimeUnit":"ms","traceEvents":[')
-        separator = "\n"
-        for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
-            with path.open() as lines:
-                for line in filter(_is_whole, lines):
-                    out.write(separator + line.rstrip())
-                    separator = ",\n"
-        out.write("\n]}\n")
-    temporary.replace(target)
+    try:
+        with temporary.open("w") as out:
+            out.write('{"displayTimeUnit":"ms","traceEvents":[')
+            separator = "\n"
+            for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+                with path.open() as lines:
+                    for line in filter(_is_whole, lines):
+                        out.write(separator + line.rstrip())
+                        separator = ",\n"
+            out.write("\n]}\n")
+        temporary.replace(target)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     return target
 
 

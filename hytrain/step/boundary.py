@@ -67,6 +67,7 @@ class Boundary:
                 step=step,
                 moved=self.statistics.moved,
                 skipped=self._skipped(),
+                draws=self._meter.draws,
             )
 
     def report(self, step: int, number: int) -> None:

@@ -24,6 +24,7 @@ from small_models import perceptron, square_loss
 from torch import nn
 
 import hytrain
+from hytrain.monitoring import Client
 from hytrain.run.link import LOOK_S, SILENCE_S, Link
 from protocol.channel import Inbox, Incoming
 from workers.heartbeats import BEAT_S
@@ -119,9 +120,11 @@ def test_skipped_steps_are_counted_on() -> None:
 
 
 def test_what_a_monitor_has_ordered_stays() -> None:
+    """Also a timeline, which can be ended."""
     model = perceptron()
-    with adamw(model, k=0.0) as opt:
+    with adamw(model, k=0.0) as opt, Client(str(opt.run_dir)) as client:
         training = Training(opt, model)
+        client.command("trace", "1000")
         for k in ("0.5", "1.0"):
             assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", k).returncode == 0
         training.until(lambda: opt.statistics().k == 1.0)
@@ -131,6 +134,7 @@ def test_what_a_monitor_has_ordered_stays() -> None:
         steps = training.steps
         training.until(lambda: training.steps == steps + 20)
         assert opt.statistics().k == 1.0
+        assert "is written into trace.json" in client.command("trace", "0")
         shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
         assert json.loads(shown.stdout)["policy"] == "fixed"
         assert {layer["owner"] for layer in json.loads(shown.stdout)["layers"]} == {"gpu"}
