@@ -193,13 +193,29 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
     """6 FLOPs per parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved).
 
-    A frozen parameter takes 4, because it has no gradient.
+    A frozen parameter takes 4, because it has no gradient. Of experts, those that a token is routed to count.
     """
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - parameters
-    text = hf.get_text_config()
+    text, routed = hf.get_text_config(), _routed_shares(model, hf)
+    flops = sum((6 if p.requires_grad else 4) * p.numel() * routed.get(id(p), 1.0) for p in model.parameters())
     attention = 6 * text.num_hidden_layers * text.hidden_size * sequence_length
-    return Cost(parameters, float(6 * parameters + 4 * frozen + attention))
+    return Cost(sum(p.numel() for p in model.parameters() if p.requires_grad), float(flops + attention))
+
+
+def _routed_shares(model: nn.Module, hf: Any) -> dict[int, float]:
+    """By id, the share of each parameter of experts that one token is routed to.
+
+    Transformers calls their modules `experts`, of every kind of model. The first dimension of a tensor in them is that
+    of the experts; or they are a ModuleList of modules. `num_experts_per_tok` of them see a token.
+    """
+    chosen = getattr(hf.get_text_config(), "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return {}
+    return {
+        id(parameter): min(chosen / (len(module) if isinstance(module, nn.ModuleList) else parameter.shape[0]), 1.0)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+        for parameter in module.parameters()
+    }
 
 
 def device(wanted: str) -> torch.device:
