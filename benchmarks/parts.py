@@ -23,7 +23,10 @@ from protocol.handles import Precision
 
 
 class Shape(NamedTuple):
-    """Of a model. Keys and values have `key_heads`, or one for each head; the loss is made of `loss_chunks` parts."""
+    """Of a model. Keys and values have `key_heads`, or one for each head; the loss is made of `loss_chunks` parts.
+
+    With `experts`, each layer has so many of the `intermediate` size, and a token is routed to `chosen` of them.
+    """
 
     hidden: int
     intermediate: int
@@ -32,6 +35,13 @@ class Shape(NamedTuple):
     vocabulary: int
     key_heads: int | None = None
     loss_chunks: int = 1
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of the experts that a token is not routed to, each with three matrices."""
+        return self.layers * (self.experts - self.chosen) * 3 * self.hidden * self.intermediate
 
 
 #: GPT-2's vocabulary is rounded up to what tensor cores like.
@@ -45,6 +55,10 @@ SHAPES: Final = {
     "10b": Shape(5120, 13824, 30, 40, 32000),
     "20b": Shape(5120, 13824, 63, 40, 32000),
     "41b": Shape(8192, 22016, 50, 64, 32000),
+    # 10.4 B parameters, of which a token meets 2.9 B; the next one's states fit into 128 GiB also with other systems
+    "10b-experts": Shape(2560, 8960, 18, 20, 32000, 4, experts=8, chosen=2),
+    "5b-experts": Shape(2560, 8960, 9, 20, 32000, 4, experts=8, chosen=2),
+    "tiny-experts": Shape(64, 128, 3, 4, 256, 2, experts=8, chosen=2),
     "gpt2-tiny": Shape(64, 256, 2, 4, 2048),
     "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
 }
@@ -64,6 +78,7 @@ CLIP: Final = 1.0
 SAVE_S: Final = 110.0
 SAVING: Final = "saving"
 POWER: Final = "power"
+EXPERTS: Final = "experts"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
@@ -353,6 +368,17 @@ def saving(template: Job) -> list[Job]:
     return [replace(one, segments=(steps,)) for one, steps in each]
 
 
+def experts(template: Job) -> list[Job]:
+    """Two of eight experts see a token: few FLOPs stand against many states. Labelled, as `plain` has other shapes."""
+    base, jobs = _shaped(template, "10b-experts"), list[Job]()
+    for system in ("no-offload", AUTO, f"{AUTO},visit=auto", "deepspeed-zero2", "fsdp2"):
+        found = plain(base, system)
+        slower = 1.3 if system.startswith("hytrain") else 2.5  # by their CPU's update of three times as many states
+        steps = replace(found.segments[0], label=EXPERTS)
+        jobs.append(replace(found, segments=(steps,), start_s=found.start_s + 25, step_s=slower * found.step_s))
+    return jobs
+
+
 def power(template: Job) -> list[Job]:
     """The power of the GPU and of the host over a dozen seconds of each system's steps."""
 
@@ -506,6 +532,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "lean": lean,
     "sft": sft,
     "saving": saving,
+    "experts": experts,
     "power": power,
     "monitors": monitors,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),

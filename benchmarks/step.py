@@ -116,11 +116,12 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
 
 
 def build_model(job: Job, dtype: str) -> nn.Module:
-    """A Llama with random weights on the job's device, on a GPU with activation checkpointing; or a GPT-2."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    """A Llama or Mixtral with random weights on the job's device, checkpointing activations on a GPU; or a GPT-2."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
     shape = SHAPES[job.shape]
     alike: dict[str, Any] = {"vocab_size": shape.vocabulary, "use_cache": False}
+    routed = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen} if shape.experts else {}
     config = (
         GPT2Config(
             n_embd=shape.hidden,
@@ -136,7 +137,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             **alike,
         )
         if job.reads_text
-        else LlamaConfig(
+        else (MixtralConfig if routed else LlamaConfig)(
             hidden_size=shape.hidden,
             intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers,
@@ -144,6 +145,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             num_key_value_heads=shape.key_heads or shape.heads,
             max_position_embeddings=4096,
             **alike,
+            **routed,
         )
     )
 
@@ -191,9 +193,13 @@ def batches(job: Job, segment: Segment) -> list[Tensor]:
 
 
 def flops_per_step(job: Job, parameters: int, batch: int) -> int:
-    """6 FLOP per parameter and token, and causal attention's; what checkpointing repeats does not count."""
+    """6 FLOP per parameter that a token meets, and causal attention's; what checkpointing repeats does not count."""
     shape = SHAPES[job.shape]
-    return (6 * parameters + 6 * shape.layers * shape.hidden * job.sequence) * batch * job.sequence
+    return (
+        (6 * (parameters - shape.idle_parameters) + 6 * shape.layers * shape.hidden * job.sequence)
+        * batch
+        * job.sequence
+    )
 
 
 def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> dict[str, Any]:

@@ -241,6 +241,24 @@ def test_hosts_are_never_mixed() -> None:
     assert "| fsdp2 | 8 | – | 2.1000 | – |" in report.systems(apart)
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_flops_are_those_of_recipes(shape: str) -> None:
+    """Both count what a token meets."""
+    from benchmarks import step
+    from hytrain.recipe import model
+
+    built: Any = step.build_model(Job(shape=shape, device="cpu"), "float32")
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    cost = model.cost(built, built.config, 64)
+    assert step.flops_per_step(Job(shape=shape, sequence=64), parameters, 3) == cost.flops_per_token * 3 * 64
+
+
+def test_experts_that_are_idle_are_counted_with_the_states_alone() -> None:
+    """Three matrices each, of three layers."""
+    shape = parts.SHAPES["tiny-experts"]
+    assert shape.idle_parameters == 3 * 6 * (3 * 64 * 128) and parts.SHAPES["3b"].idle_parameters == 0
+
+
 # ---------------------------------------------------------------- goals, tables, page
 
 
@@ -282,6 +300,7 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
         (f"{parts.LEAN[15.5]}: step / no offload", {"label": parts.LEAN[15.5], "factor": 1.3}),
         ("which is not exact", {"label": tuple(parts.LEAN.values()), "factor": 2.1}),
         ("best static k's", {"label": "auto from the start", "factor": 1.1}),
+        ("a mixture of experts", {"part": "experts", "system": "deepspeed-zero2", "factor": 0.4}),
         ("threads halved", {"label": ("halved, k=0.2", "halved, k=0.3"), "factor": 0.5}),
         ("predicted / measured", {"part": "sweep", "label": "auto", "factor": 1.2}),
         ("the better of balance", {"part": "policies", "label": "deadline", "batch": 4, "factor": 1.02}),
