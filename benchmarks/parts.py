@@ -79,6 +79,7 @@ SAVE_S: Final = 110.0
 SAVING: Final = "saving"
 POWER: Final = "power"
 EXPERTS: Final = "experts"
+EAGER, COMPILED = "eager", "compiled blocks"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
@@ -99,7 +100,8 @@ class Segment:
     Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
     the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
     of the weights after them. With `saves`, training goes on while the whole state is saved; then that is loaded.
-    `power` measures the power during the measured steps. So many `monitors` are attached in all steps.
+    `power` measures the power during the measured steps. So many `monitors` are attached in all steps. With `launches`,
+    further steps show how long the host takes for one, and on a GPU its kernels.
     """
 
     batch: int
@@ -113,6 +115,7 @@ class Segment:
     saves: bool = False
     power: bool = False
     monitors: int = 0
+    launches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,8 @@ class Job:
 
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
     a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
-    take so much of the GPU's memory, and the model is in host memory when the system gets it.
+    take so much of the GPU's memory, and the model is in host memory when the system gets it. `compiled`: torch.compile
+    has compiled each block.
     """
 
     system: str = ""
@@ -137,13 +141,14 @@ class Job:
     tensor: int = 1
     schedule: str = ""
     cap_gib: float = 0.0
+    compiled: bool = False
     start_s: float = 15.0
     step_s: float = 0.6
 
     @property
     def expected_s(self) -> float:
         """The expected time with the process's start; a step's cost grows with its batch."""
-        costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure) for s in self.segments]
+        costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure + 8 * s.launches) for s in self.segments]
         return self.start_s + sum(costs) + SAVE_S * sum(segment.saves for segment in self.segments)
 
     @property
@@ -317,6 +322,20 @@ def threads(template: Job) -> list[Job]:
         *static("given back", "0.1", "0.2", "0.3", "0.4"),
     ]
     return [job(template, f"{AUTO},threads={every}", *segments)]
+
+
+def launches(template: Job) -> list[Job]:
+    """What a step's launches cost at small and large batches: eager, and with compiled blocks."""
+    found = []
+    for label, compiled in ((EAGER, False), (COMPILED, True)):
+        for system, settle, patience in (("no-offload", 3, 0), (AUTO, 8, 16)):
+            steps = [
+                Segment(batch=batch, label=label, settle=settle + 2, measure=5, patience=patience, launches=True)
+                for batch in (16, 4, 1)
+            ]
+            made = job(replace(template, compiled=compiled), system, *steps)
+            found.append(replace(made, start_s=made.start_s + 40 * compiled))
+    return found
 
 
 def idle(template: Job) -> list[Job]:
@@ -527,6 +546,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "batches": batches,
     "threads": threads,
     "idle": idle,
+    "launches": launches,
     "clipping": clipping,
     "identical": identical,
     "lean": lean,

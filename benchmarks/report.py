@@ -27,6 +27,7 @@ from benchmarks.idle import CAUSES
 from benchmarks.parts import (
     ALWAYS_CLIPPED,
     AUTO,
+    EAGER,
     EXPERTS,
     LEAN,
     NEVER_CLIPPED,
@@ -342,6 +343,29 @@ def idle(rows: Rows) -> str:
     return table(rows.where(part="idle").each(), *columns, ("stalls as HyTrain measures them", stalls))
 
 
+def launches(rows: Rows) -> str:
+    """Eager and compiled blocks at each batch size: the host's time for a step, the GPU's, and late launches."""
+    here = rows.of_part("launches")
+
+    def seen(name: str, write: Callable[[float | None], str]) -> Callable[[Rows], str]:
+        return lambda mine: write((mine.last("idle") or {}).get(name))
+
+    def to_eager(mine: Rows) -> float | None:
+        base = here.where(system="no-offload", label=EAGER, batch=mine.last("batch"))
+        return ratio(mine.median("step_s"), base.median("step_s"))
+
+    speed = (col.K, col.STEP, computed("relative to no offload, eager", to_eager))
+    host = (median("the call returns after, s", "call_s", 4),)
+    gpu = (
+        ("kernels per step", seen("kernels", lambda value: number(value, 0))),
+        ("GPU busy, s", seen("busy_s", lambda value: number(value, 4))),
+        ("idle", seen("share", share)),
+        ("idle for late launches", seen("launch", share)),
+    )
+    lines = sorted(here.by("batch", "label", "system"), key=lambda mine: mine.last("batch"))
+    return table(lines, col.BATCH, col.SYSTEM, last("blocks", "label"), *speed, *host, *gpu, col.MEMORY[0])
+
+
 def clipping(rows: Rows) -> str:
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
@@ -488,7 +512,20 @@ def machines(rows: Rows) -> str:
 
 # ---------------------------------------------------------------- the page
 
-_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
+_TABLES: Final = (
+    machines,
+    systems,
+    hosts,
+    sweep,
+    policies,
+    objectives,
+    batches,
+    threads,
+    prediction,
+    idle,
+    launches,
+    clipping,
+)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home)
 }
@@ -497,7 +534,7 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    own_parts = (sft, saving, experts, power, monitors)
+    own_parts = (launches, sft, saving, experts, power, monitors)
     apart = {**{make: (make.__name__,) for make in own_parts}, frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())

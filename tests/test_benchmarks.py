@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -596,6 +597,41 @@ def test_a_machine_that_does_not_tell_its_power_has_a_row_that_says_so(
     [found] = step.rows(Job(system="torch", shape="demo", sequence=64, device="cpu", segments=(steps,)), str(tmp_path))
     assert found["error"] == "nothing here tells its power: of a GPU, nvidia-ml-py does"
     assert len(looks) == 1 and len(looks[0]) >= 2
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled_blocks_are_compiled_once_for_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from benchmarks import step
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    steps = Segment(batch=2, settle=1, measure=2, launches=True)
+    job = Job(system="torch", shape="tiny", sequence=32, device="cpu", dtype="float32", segments=(steps,))
+    losses = []
+    for compiled, graphs in ((False, 0), (True, 1)):
+        [found] = step.rows(replace(job, compiled=compiled), str(tmp_path))
+        assert found["call_s"] > 0 and "idle" not in found and counter.frame_count == graphs
+        losses.append(found["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_step_has_kernels_and_their_seconds() -> None:
+    """Of three steps, the last two: in each a launch that comes late, and two kernels of 100 us."""
+    profile = idle.Profile.__new__(idle.Profile)
+    profile._steps, profile._events = 3, []
+    for step in range(3):
+        for start, returned in ((0, -1), (150, 140)):
+            number, at = len(profile._events), 300 * step + start
+            profile._events += [launch(300 * step + returned, number), kernel(at, at + 100, number)]
+    found = profile.result()
+    assert (found["steps"], found["kernels"], found["busy_s"]) == (2, 2.0, 200e-6)
+    assert found["launch"] > 0
 
 
 # ---------------------------------------------------------------- monitors

@@ -192,6 +192,7 @@ class Train(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
     loss_chunks: Positive = 1  # parts of each sequence, whose logits are there one after the other
+    compile: Literal["blocks"] | None = None  # "blocks": each transformer block, by torch.compile
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     loss_scale: Scale | None = None  # for float16; "dynamic", or a number
     on_nonfinite: Literal["skip", "raise"] | None = None  # what to do with a step whose gradients have inf or NaN

@@ -1,6 +1,7 @@
 """The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
-`task` calls `configuration` and `build`; `estimate` calls `configuration` and `skeleton`, which needs no memory.
+`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `skeleton`, which needs
+no memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
+from hytrain.model.layers import find_blocks
 from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
 from hytrain.recipe.sharding import inference
@@ -178,6 +180,26 @@ def skeleton(hf: Any, dtype: str) -> Any:
     """The model on the meta device: shapes and dtypes without memory. Raises ConfigError for an impossible one."""
     with _refused(hf), torch.device("meta"):
         return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
+
+
+def compile_blocks(model: nn.Module, where: torch.device) -> None:
+    """Has torch.compile compile each block of the model at its first call.
+
+    Raises ConfigError for a model without blocks, and if nothing can be compiled for this device.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ConfigError("train.compile: blocks needs a model with repeated blocks; leave train.compile out.")
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=where))
+    except RuntimeError as error:
+        needed = "Triton" if where.type == "cuda" else "a C++ compiler"
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"train.compile: torch.compile does not work here; install {needed}, or leave train.compile out: {reason}"
+        ) from None
+    for block in blocks:
+        block.compile()
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
