@@ -201,11 +201,8 @@ def batches(job: Job, segment: Segment) -> list[Tensor]:
 def flops_per_step(job: Job, parameters: int, batch: int) -> int:
     """6 FLOP per parameter that a token meets, and causal attention's; what checkpointing repeats does not count."""
     shape = SHAPES[job.shape]
-    return (
-        (6 * (parameters - shape.idle_parameters) + 6 * shape.layers * shape.hidden * job.sequence)
-        * batch
-        * job.sequence
-    )
+    attention = shape.layers * shape.hidden * job.sequence
+    return 6 * (parameters - shape.idle_parameters + attention) * batch * job.sequence
 
 
 def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> dict[str, Any]:

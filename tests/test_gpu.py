@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,31 @@ def test_fused_experts_in_pieces_do_not_depend_on_who_owns_a_layer(
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0)]
     choices += [{"k": 0.0, "visit": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}, {"policy": "random"}]
     assert_same([train(mixtral(), tmp_path, **options)[0] for options in choices])
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Any:
+    """Imported before a test's temporary folder is made, where it would keep headers; without processes of its own."""
+    importlib.import_module("torch._inductor.codecache")
+    return importlib.import_module("torch._inductor.config")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled_blocks_give_the_same_bits_whoever_owns_a_layer(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where weights are streamed and activations are recomputed."""
+    monkeypatch.setattr(compiler, "compile_threads", 1)
+    choices: list[dict[str, Any]] = [{"k": 1.0}, {"k": 0.3}, {"k": 0.0, "visit": 0.5, "stream": 1.0}]
+    results = []
+    for options in choices:
+        model: Any = llama(torch.bfloat16)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for block in model.model.layers:
+            block.compile()
+        results.append(train(model, tmp_path, **options)[0])
+    assert_same(results)
 
 
 def wide(dtype: torch.dtype) -> nn.Module:

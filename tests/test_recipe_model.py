@@ -143,6 +143,21 @@ def test_cost_of_a_token() -> None:
     assert cost.mfu(rate, None) is None
 
 
+def test_biases_of_experts_do_not_decay_though_they_are_fused() -> None:
+    """A row for each expert makes a matrix of them."""
+    experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
+    hf = model.configuration(config.Model(config={"model_type": "gpt_oss", **experts, **SIZES}), 256, 64)
+    module = model.skeleton(hf, "bfloat16")
+    decaying, plain = model.decay_groups(module, 0.1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert {p.ndim for p in plain["params"]} == {1, 2}
+    assert not any("bias" in names[id(p)] for p in decaying["params"])
+    assert {names[id(p)].rpartition(".")[2] for p in plain["params"] if p.ndim == 2} == {
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    }
+
+
 def test_a_token_costs_what_the_experts_cost_that_it_is_routed_to() -> None:
     """Two of eight cost as much as two of two, but for the router; so do experts that are modules of their own."""
 

@@ -318,6 +318,8 @@ class Recipe(Section):
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
         if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
+        if self.train.compile is not None and self.parallel.tensor > 1:
+            raise ValueError("train.compile is not for parallel.tensor, because torch fails to compile such blocks")
         if self.sample is not None and self.data.kind == "random":
             raise ValueError("sample needs data.kind: text or chat, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":

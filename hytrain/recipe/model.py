@@ -203,11 +203,13 @@ def compile_blocks(model: nn.Module, where: torch.device) -> None:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices decay, vectors (norms and biases) do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Parameter groups: matrices decay, vectors (norms and biases) do not, nor do the fused biases of experts."""
+    trained = [
+        (p, p.ndim >= 2 and not name.endswith("bias")) for name, p in model.named_parameters() if p.requires_grad
+    ]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, decays in trained if decays], "weight_decay": weight_decay},
+        {"params": [p for p, decays in trained if not decays], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
