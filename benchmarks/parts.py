@@ -328,13 +328,11 @@ def launches(template: Job) -> list[Job]:
     """What a step's launches cost at small and large batches: eager, and with compiled blocks."""
     found = []
     for label, compiled in ((EAGER, False), (COMPILED, True)):
-        for system, settle, patience in (("no-offload", 3, 0), (AUTO, 8, 16)):
-            steps = [
-                Segment(batch=batch, label=label, settle=settle + 2, measure=5, patience=patience, launches=True)
-                for batch in (16, 4, 1)
-            ]
+        few = [Segment(batch=batch, label=label, settle=4, measure=5, launches=True) for batch in (16, 4, 1)]
+        settled = [replace(steps, settle=8 + 40 // steps.batch, patience=20) for steps in few]
+        for system, steps in (("no-offload", few), (AUTO, settled)):
             made = job(replace(template, compiled=compiled), system, *steps)
-            found.append(replace(made, start_s=made.start_s + 40 * compiled))
+            found.append(replace(made, start_s=made.start_s + 30 * compiled))
     return found
 
 
