@@ -137,11 +137,14 @@ class Profile:
             self._events = json.loads(path.read_text())["traceEvents"]
 
     def result(self) -> dict[str, float]:
-        """`idle_shares` without the first step, and how many steps that were."""
+        """`idle_shares` without the first step, how many steps that were, and a step's kernels and their seconds."""
         trace = Trace.read(self._events)
         if not trace.kernels:
             return {}
         first, last = trace.kernels[0][0], max(end for _, end, _ in trace.kernels)
         later = [kernel for kernel in trace.kernels if kernel[0] >= first + (last - first) / self._steps]
         shares = idle_shares(replace(trace, kernels=later))
-        return {**{name: round(value, 5) for name, value in shares.items()}, "steps": self._steps - 1}
+        steps = self._steps - 1
+        busy_s = (1 - shares["share"]) * shares["wall_us"] / 1e6 / steps
+        counted = {"steps": steps, "kernels": len(later) / steps, "busy_s": busy_s}
+        return {name: round(value, 5) for name, value in (shares | counted).items()}

@@ -23,7 +23,10 @@ from protocol.handles import Precision
 
 
 class Shape(NamedTuple):
-    """Of a model. Keys and values have `key_heads`, or one for each head; the loss is made of `loss_chunks` parts."""
+    """Of a model. Keys and values have `key_heads`, or one for each head; the loss is made of `loss_chunks` parts.
+
+    With `experts`, each layer has so many of the `intermediate` size, and a token is routed to `chosen` of them.
+    """
 
     hidden: int
     intermediate: int
@@ -32,6 +35,13 @@ class Shape(NamedTuple):
     vocabulary: int
     key_heads: int | None = None
     loss_chunks: int = 1
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of the experts that a token is not routed to, each with three matrices."""
+        return self.layers * (self.experts - self.chosen) * 3 * self.hidden * self.intermediate
 
 
 #: GPT-2's vocabulary is rounded up to what tensor cores like.
@@ -45,6 +55,10 @@ SHAPES: Final = {
     "10b": Shape(5120, 13824, 30, 40, 32000),
     "20b": Shape(5120, 13824, 63, 40, 32000),
     "41b": Shape(8192, 22016, 50, 64, 32000),
+    # 10.4 B parameters, of which a token meets 2.9 B; the next one's states fit into 128 GiB also with other systems
+    "10b-experts": Shape(2560, 8960, 18, 20, 32000, 4, experts=8, chosen=2),
+    "5b-experts": Shape(2560, 8960, 9, 20, 32000, 4, experts=8, chosen=2),
+    "tiny-experts": Shape(64, 128, 3, 4, 256, 2, experts=8, chosen=2),
     "gpt2-tiny": Shape(64, 256, 2, 4, 2048),
     "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
 }
@@ -64,6 +78,8 @@ CLIP: Final = 1.0
 SAVE_S: Final = 110.0
 SAVING: Final = "saving"
 POWER: Final = "power"
+EXPERTS: Final = "experts"
+EAGER, COMPILED = "eager", "compiled blocks"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
@@ -84,7 +100,8 @@ class Segment:
     Settling goes on for up to `patience` more steps while layers still move. `label` tells this segment from others of
     the same system and batch. `profile` records the GPU's kernels during the measured steps; `digest` takes a checksum
     of the weights after them. With `saves`, training goes on while the whole state is saved; then that is loaded.
-    `power` measures the power during the measured steps. So many `monitors` are attached in all steps.
+    `power` measures the power during the measured steps. So many `monitors` are attached in all steps. With `launches`,
+    further steps show how long the host takes for one, and on a GPU its kernels.
     """
 
     batch: int
@@ -98,6 +115,7 @@ class Segment:
     saves: bool = False
     power: bool = False
     monitors: int = 0
+    launches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +124,8 @@ class Job:
 
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
     a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
-    take so much of the GPU's memory, and the model is in host memory when the system gets it.
+    take so much of the GPU's memory, and the model is in host memory when the system gets it. `compiled`: torch.compile
+    has compiled each block.
     """
 
     system: str = ""
@@ -122,13 +141,14 @@ class Job:
     tensor: int = 1
     schedule: str = ""
     cap_gib: float = 0.0
+    compiled: bool = False
     start_s: float = 15.0
     step_s: float = 0.6
 
     @property
     def expected_s(self) -> float:
         """The expected time with the process's start; a step's cost grows with its batch."""
-        costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure) for s in self.segments]
+        costs = [self.step_s * max(s.batch / 8, 0.25) * (s.settle + s.measure + 8 * s.launches) for s in self.segments]
         return self.start_s + sum(costs) + SAVE_S * sum(segment.saves for segment in self.segments)
 
     @property
@@ -304,6 +324,18 @@ def threads(template: Job) -> list[Job]:
     return [job(template, f"{AUTO},threads={every}", *segments)]
 
 
+def launches(template: Job) -> list[Job]:
+    """What a step's launches cost at small and large batches: eager, and with compiled blocks."""
+    found = []
+    for label, compiled in ((EAGER, False), (COMPILED, True)):
+        few = [Segment(batch=batch, label=label, settle=4, measure=5, launches=True) for batch in (16, 4, 1)]
+        settled = [replace(steps, settle=8 + 40 // steps.batch, patience=20) for steps in few]
+        for system, steps in (("no-offload", few), (AUTO, settled)):
+            made = job(replace(template, compiled=compiled), system, *steps)
+            found.append(replace(made, start_s=made.start_s + 30 * compiled))
+    return found
+
+
 def idle(template: Job) -> list[Job]:
     """The GPU's idle share and its causes; with half of the layers on the GPU, no forward waits for weights."""
     steps = Segment(batch=8, label="profiled", measure=7, patience=16, profile=True)
@@ -351,6 +383,17 @@ def saving(template: Job) -> list[Job]:
     jobs = [plain(template, system) for system in ("no-offload", AUTO, "deepspeed-zero2")]
     each = ((one, replace(one.segments[0], label=SAVING, saves=True)) for one in jobs)
     return [replace(one, segments=(steps,)) for one, steps in each]
+
+
+def experts(template: Job) -> list[Job]:
+    """Two of eight experts see a token: few FLOPs stand against many states. Labelled, as `plain` has other shapes."""
+    base, jobs = _shaped(template, "10b-experts"), list[Job]()
+    for system in ("no-offload", AUTO, f"{AUTO},visit=auto", "deepspeed-zero2", "fsdp2"):
+        found = plain(base, system)
+        slower = 1.3 if system.startswith("hytrain") else 2.5  # by their CPU's update of three times as many states
+        steps = replace(found.segments[0], label=EXPERTS)
+        jobs.append(replace(found, segments=(steps,), start_s=found.start_s + 25, step_s=slower * found.step_s))
+    return jobs
 
 
 def power(template: Job) -> list[Job]:
@@ -501,11 +544,13 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "batches": batches,
     "threads": threads,
     "idle": idle,
+    "launches": launches,
     "clipping": clipping,
     "identical": identical,
     "lean": lean,
     "sft": sft,
     "saving": saving,
+    "experts": experts,
     "power": power,
     "monitors": monitors,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),

@@ -27,6 +27,8 @@ from benchmarks.idle import CAUSES
 from benchmarks.parts import (
     ALWAYS_CLIPPED,
     AUTO,
+    EAGER,
+    EXPERTS,
     LEAN,
     NEVER_CLIPPED,
     NO_CLIPPING,
@@ -144,6 +146,15 @@ def watched(rows: Rows) -> tuple[str, bool]:
     return f"{value:.4f}; without, before and after differ by {share(abs(after / before - 1), 2)}", value <= 1.005
 
 
+def routed(rows: Rows) -> tuple[str, bool]:
+    """Experts: how many times as fast as ZeRO-2 offload, of the models that both have trained."""
+    names = (f"deepspeed-zero2 {EXPERTS}", f"{AUTO} {EXPERTS}")
+    found = {mine.last("shape"): mine.ratio(*names) for mine in rows.of_part("experts").by("shape")}
+    faster = {shape: value for shape, value in found.items() if value is not None}
+    least = known(min(faster.values(), default=None))
+    return ", ".join(f"{value:.2f} × ({shape})" for shape, value in faster.items()), least >= 2.0
+
+
 def saved_with(field: str, bar: float, write: Callable[[float | None], str]) -> Judge:
     """What a save beside training costs."""
 
@@ -190,6 +201,7 @@ GOALS: Final = (
          compared("clipping", f"{AUTO} {NEVER_CLIPPED}", f"{AUTO} {NO_CLIPPING}", at_most=1.03)),
     Goal("max_grad_norm, always clipped: faster than ZeRO-2 that clips, too", "≥ 1.5 ×",
          compared("clipping", f"deepspeed-zero2 {ALWAYS_CLIPPED}", f"{AUTO} {ALWAYS_CLIPPED}", at_least=1.5)),
+    Goal("a mixture of experts: times as fast as ZeRO-2 offload", "≥ 2 ×", routed),
     Goal("50 monitors, 25 of them stopped: step / the step without", "≤ 1.005", watched),
     Goal("a save beside training: stalls / the save's duration", "≤ 10 %", saved_with("save_stall_share", 0.1, share)),
     Goal("a save beside training: more host memory", "≤ 1 GB",
@@ -331,6 +343,29 @@ def idle(rows: Rows) -> str:
     return table(rows.where(part="idle").each(), *columns, ("stalls as HyTrain measures them", stalls))
 
 
+def launches(rows: Rows) -> str:
+    """Eager and compiled blocks at each batch size: the host's time for a step, the GPU's, and late launches."""
+    here = rows.of_part("launches")
+
+    def seen(name: str, write: Callable[[float | None], str]) -> Callable[[Rows], str]:
+        return lambda mine: write((mine.last("idle") or {}).get(name))
+
+    def to_eager(mine: Rows) -> float | None:
+        base = here.where(system="no-offload", label=EAGER, batch=mine.last("batch"))
+        return ratio(mine.median("step_s"), base.median("step_s"))
+
+    speed = (col.K, col.STEP, computed("relative to no offload, eager", to_eager))
+    host = (median("the call returns after, s", "call_s", 4),)
+    gpu = (
+        ("kernels per step", seen("kernels", lambda value: number(value, 0))),
+        ("GPU busy, s", seen("busy_s", lambda value: number(value, 4))),
+        ("idle", seen("share", share)),
+        ("idle for late launches", seen("launch", share)),
+    )
+    lines = sorted(here.by("batch", "label", "system"), key=lambda mine: mine.last("batch"))
+    return table(lines, col.BATCH, col.SYSTEM, last("blocks", "label"), *speed, *host, *gpu, col.MEMORY[0])
+
+
 def clipping(rows: Rows) -> str:
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
@@ -442,6 +477,21 @@ def home(rows: Rows) -> str:
     return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
+def experts(rows: Rows) -> str:
+    """Mixtures of experts, each on the host that measured most systems."""
+    shapes = rows.where(part="experts").distinct("shape")
+    each = [rows.where(shape=shape).of_part("experts") for shape in shapes]
+
+    def of_zero2(mine: Rows) -> float | None:
+        peer = next(here for here in each if here.last("shape") == mine.last("shape")).where(system="deepspeed-zero2")
+        return ratio(peer.median("step_s"), mine.median("step_s"))
+
+    faster = computed("times as fast as ZeRO-2", of_zero2, lambda value: number(value, 2))
+    what = (last("model", "shape"), col.SYSTEM, *PLACED[:2], col.STEP, faster, median("TFLOP/s", "tflops", 0))
+    exact = last("exact fp32 AdamW?", "exact")
+    return table([line for here in each for line in here.by("system")], *what, *col.MEMORY, exact)
+
+
 def identical(rows: Rows) -> str:
     checksum = ("checksum of all weights", lambda mine: mine.last("digest") or mine.last("error"))
     columns = (col.SYSTEM, median("k at the end", "k", 2), last("layers moved", "moved"), checksum)
@@ -462,16 +512,30 @@ def machines(rows: Rows) -> str:
 
 # ---------------------------------------------------------------- the page
 
-_TABLES: Final = (machines, systems, hosts, sweep, policies, objectives, batches, threads, prediction, idle, clipping)
+_TABLES: Final = (
+    machines,
+    systems,
+    hosts,
+    sweep,
+    policies,
+    objectives,
+    batches,
+    threads,
+    prediction,
+    idle,
+    launches,
+    clipping,
+)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, power, monitors, frontier, home)
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    apart = {sft: ("sft",), saving: ("saving",), power: ("power",), monitors: ("monitors",), frontier: FRONTIERS}
+    own_parts = (launches, sft, saving, experts, power, monitors)
+    apart = {**{make: (make.__name__,) for make in own_parts}, frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())
     made = [(one_host, others), *own, *((make, ranked) for make in several.MEASURED.values())]

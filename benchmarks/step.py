@@ -39,11 +39,14 @@ from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 from hytrain import deferred_init
+from hytrain.model.layers import find_blocks
 from hytrain.run.environment import gpu_uuid
 
 #: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
 #: decides every fourth step, so it has looked at its last plan twice.
 STILL_STEPS: Final = 8
+#: Steps whose launches are looked at, once by the host's clock and once by the profiler.
+LAUNCHED_STEPS: Final = 3
 BATCHES: Final = 4
 
 
@@ -116,11 +119,12 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
 
 
 def build_model(job: Job, dtype: str) -> nn.Module:
-    """A Llama with random weights on the job's device, on a GPU with activation checkpointing; or a GPT-2."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    """A Llama or Mixtral with random weights on the job's device, checkpointing activations on a GPU; or a GPT-2."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
     shape = SHAPES[job.shape]
     alike: dict[str, Any] = {"vocab_size": shape.vocabulary, "use_cache": False}
+    routed = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen} if shape.experts else {}
     config = (
         GPT2Config(
             n_embd=shape.hidden,
@@ -136,7 +140,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             **alike,
         )
         if job.reads_text
-        else LlamaConfig(
+        else (MixtralConfig if routed else LlamaConfig)(
             hidden_size=shape.hidden,
             intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers,
@@ -144,6 +148,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             num_key_value_heads=shape.key_heads or shape.heads,
             max_position_embeddings=4096,
             **alike,
+            **routed,
         )
     )
 
@@ -162,6 +167,9 @@ def build_model(job: Job, dtype: str) -> nn.Module:
         from hytrain.recipe.loss import in_chunks
 
         in_chunks(model, shape.loss_chunks)
+    if job.compiled:
+        for block in find_blocks(model):
+            block.compile(dynamic=False)  # kernels of each batch size
     return model
 
 
@@ -191,9 +199,10 @@ def batches(job: Job, segment: Segment) -> list[Tensor]:
 
 
 def flops_per_step(job: Job, parameters: int, batch: int) -> int:
-    """6 FLOP per parameter and token, and causal attention's; what checkpointing repeats does not count."""
+    """6 FLOP per parameter that a token meets, and causal attention's; what checkpointing repeats does not count."""
     shape = SHAPES[job.shape]
-    return (6 * parameters + 6 * shape.layers * shape.hidden * job.sequence) * batch * job.sequence
+    attention = shape.layers * shape.hidden * job.sequence
+    return 6 * (parameters - shape.idle_parameters + attention) * batch * job.sequence
 
 
 def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> dict[str, Any]:
@@ -243,9 +252,33 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         row |= watts
     if job.reads_text:
         row |= text.held_out(model, job, segment.batch)
+    if segment.launches:
+        row |= launches(job, segment, running)
     if segment.digest:
         row["digest"] = digest(model, running)
     return row
+
+
+def launches(job: Job, segment: Segment, running: Running) -> dict[str, Any]:
+    """How long the host takes for a step, and on a GPU what the GPU does meanwhile.
+
+    The device has nothing to do before the step. So the call returns when all is launched, unless the driver's queue
+    was full: then the host has waited for the device.
+    """
+    steps, calls_s = Steps(job, segment, running), list[float]()
+    for _ in range(LAUNCHED_STEPS):
+        steps.finished_s()
+        began_s = time.perf_counter()
+        steps.run()
+        calls_s.append(time.perf_counter() - began_s)
+    found: dict[str, Any] = {"call_s": round(statistics.median(calls_s), 5)}
+    if job.device == "cuda":
+        with idle.Profile(LAUNCHED_STEPS) as profile:
+            for _ in range(LAUNCHED_STEPS + profile.warm_up):
+                steps.run()
+                profile.step()
+        found["idle"] = profile.result()
+    return found
 
 
 def attached(segment: Segment, running: Running) -> Monitors:

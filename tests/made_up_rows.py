@@ -49,6 +49,8 @@ def row(part: str, job: Job, segment: Segment, *, host: str = "host-a", at: str 
         found |= {"ranks": job.ranks, "gpu_peak_gb_by_rank": [found["gpu_peak_gb"]] * job.ranks}
     if segment.profile:
         found["idle"] = {"share": 0.02, "weights": 0.005, "launch": 0.005, "turnaround": 0.01, "copies": 0, "other": 0}
+    if segment.launches:
+        found |= {"call_s": 0.1, "idle": {"share": 0.3, "launch": 0.2, "kernels": 3000.0, "busy_s": 0.4}}
     if segment.saves:
         found |= {
             "saved_with": "a call",

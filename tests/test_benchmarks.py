@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,24 @@ def test_hosts_are_never_mixed() -> None:
     assert "| fsdp2 | 8 | – | 2.1000 | – |" in report.systems(apart)
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_flops_are_those_of_recipes(shape: str) -> None:
+    """Both count what a token meets."""
+    from benchmarks import step
+    from hytrain.recipe import model
+
+    built: Any = step.build_model(Job(shape=shape, device="cpu"), "float32")
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    cost = model.cost(built, built.config, 64)
+    assert step.flops_per_step(Job(shape=shape, sequence=64), parameters, 3) == cost.flops_per_token * 3 * 64
+
+
+def test_experts_that_are_idle_are_counted_with_the_states_alone() -> None:
+    """Three matrices each, of three layers."""
+    shape = parts.SHAPES["tiny-experts"]
+    assert shape.idle_parameters == 3 * 6 * (3 * 64 * 128) and parts.SHAPES["3b"].idle_parameters == 0
+
+
 # ---------------------------------------------------------------- goals, tables, page
 
 
@@ -282,6 +301,7 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
         (f"{parts.LEAN[15.5]}: step / no offload", {"label": parts.LEAN[15.5], "factor": 1.3}),
         ("which is not exact", {"label": tuple(parts.LEAN.values()), "factor": 2.1}),
         ("best static k's", {"label": "auto from the start", "factor": 1.1}),
+        ("a mixture of experts", {"part": "experts", "system": "deepspeed-zero2", "factor": 0.4}),
         ("threads halved", {"label": ("halved, k=0.2", "halved, k=0.3"), "factor": 0.5}),
         ("predicted / measured", {"part": "sweep", "label": "auto", "factor": 1.2}),
         ("the better of balance", {"part": "policies", "label": "deadline", "batch": 4, "factor": 1.02}),
@@ -577,6 +597,41 @@ def test_a_machine_that_does_not_tell_its_power_has_a_row_that_says_so(
     [found] = step.rows(Job(system="torch", shape="demo", sequence=64, device="cpu", segments=(steps,)), str(tmp_path))
     assert found["error"] == "nothing here tells its power: of a GPU, nvidia-ml-py does"
     assert len(looks) == 1 and len(looks[0]) >= 2
+
+
+# ---------------------------------------------------------------- launches
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled_blocks_are_compiled_once_for_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from benchmarks import step
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    steps = Segment(batch=2, settle=1, measure=2, launches=True)
+    job = Job(system="torch", shape="tiny", sequence=32, device="cpu", dtype="float32", segments=(steps,))
+    losses = []
+    for compiled, graphs in ((False, 0), (True, 1)):
+        [found] = step.rows(replace(job, compiled=compiled), str(tmp_path))
+        assert found["call_s"] > 0 and "idle" not in found and counter.frame_count == graphs
+        losses.append(found["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_step_has_kernels_and_their_seconds() -> None:
+    """Of three steps, the last two: in each a launch that comes late, and two kernels of 100 us."""
+    profile = idle.Profile.__new__(idle.Profile)
+    profile._steps, profile._events = 3, []
+    for step in range(3):
+        for start, returned in ((0, -1), (150, 140)):
+            number, at = len(profile._events), 300 * step + start
+            profile._events += [launch(300 * step + returned, number), kernel(at, at + 100, number)]
+    found = profile.result()
+    assert (found["steps"], found["kernels"], found["busy_s"]) == (2, 2.0, 200e-6)
+    assert found["launch"] > 0
 
 
 # ---------------------------------------------------------------- monitors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,95 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(
         random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream, **state)
         assert_same([*fixed, random])
         assert moved > 20
+
+
+class Mixture(nn.Module):
+    """Two of eight experts for each row of x, (rows, 256); an expert without a row has no gradient in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(256, 8, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.gate(x).softmax(-1).topk(2)
+        y = x
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == index)
+            if len(row):
+                y = y.index_add(0, row, expert(x[row]).tanh() * shares[row, place, None])
+        return y
+
+
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 0.05}], ids=["no clipping", "clipped"])
+def test_skipped_experts_do_not_depend_on_who_owns_a_layer(clipping: dict[str, Any], tmp_path: Path) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+    choices: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random"}]
+    choices += [{"k": 0.0, "visit": 0.5, "stream": 1.0}, {"policy": "random", "stream": "auto"}]
+    for options in choices:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Mixture() for _ in range(4)]).to("cuda", torch.bfloat16)
+        optimizer = hytrain.AdamW(model, lr=1e-3, weight_decay=0.1, run_dir=str(tmp_path), **options, **clipping)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(STEPS):
+            x = torch.randn(3, 256, generator=generator).to("cuda", torch.bfloat16)
+            (model(x) - x.sin()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer._engine._handover.wait()
+        counts = [int(entry["step"]) for entry in optimizer.state_dict()["state"].values()]
+        assert min(counts) < STEPS / 2 < max(counts) == STEPS
+        results.append(state_of(model, optimizer))
+        optimizer.close()
+    assert_same(results)
+
+
+def mixtral() -> nn.Module:
+    """Fused experts, computed one by one: what computes them all at once may not be deterministic."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    config = transformers.MixtralConfig(**shape, **experts, vocab_size=1024, use_cache=False)
+    config._attn_implementation = config._experts_implementation = "eager"
+    with torch.device("cuda"):
+        model: nn.Module = transformers.MixtralForCausalLM(config).to(dtype=torch.bfloat16).train()
+    return model
+
+
+def test_fused_experts_in_pieces_do_not_depend_on_who_owns_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hytrain.model.layers.MIN_PIECE_NUMEL", 1 << 18)
+    monkeypatch.setattr("hytrain.model.layers.MAX_PIECE_NUMEL", 1 << 18)
+    choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0)]
+    choices += [{"k": 0.0, "visit": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}, {"policy": "random"}]
+    assert_same([train(mixtral(), tmp_path, **options)[0] for options in choices])
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Any:
+    """Imported before a test's temporary folder is made, where it would keep headers; without processes of its own."""
+    importlib.import_module("torch._inductor.codecache")
+    return importlib.import_module("torch._inductor.config")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled_blocks_give_the_same_bits_whoever_owns_a_layer(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where weights are streamed and activations are recomputed."""
+    monkeypatch.setattr(compiler, "compile_threads", 1)
+    choices: list[dict[str, Any]] = [{"k": 1.0}, {"k": 0.3}, {"k": 0.0, "visit": 0.5, "stream": 1.0}]
+    results = []
+    for options in choices:
+        model: Any = llama(torch.bfloat16)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        for block in model.model.layers:
+            block.compile()
+        results.append(train(model, tmp_path, **options)[0])
+    assert_same(results)
 
 
 def wide(dtype: torch.dtype) -> nn.Module:

@@ -241,8 +241,10 @@ def require_a_good_plan(run: Run) -> None:
         Machine(work_s=0.9, cap=13 * GB, visits=3.5e9),
         Machine(work_s=0.9, cap=75 * GB),
         Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=48),
+        # 10 B parameters, of which a token meets 3 B: the CPU has time for a fifth of them
+        Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=54, numel=96_000_000),
     ],
-    ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB", "both memories full"],
+    ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB", "both memories full", "few FLOPs, many states"],
 )
 def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     run = Run(machine, seed=1)

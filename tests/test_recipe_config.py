@@ -127,6 +127,7 @@ def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(MINIMAL | {"data": {"kind": "random"}}))
     assert config.load(path).data.paths == ()
     assert "sample needs" in refusal(path, "sample.prompt=x")
+    assert "torch fails to compile such blocks" in refusal(path, "train.compile=blocks", "parallel.tensor=2")
     assert "eval_every needs" in refusal(path, "train.eval_every=5")
 
 

@@ -558,8 +558,8 @@ def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_training_goes_on_with_dropout_after_an_evaluation() -> None:
     class Model(nn.Module):
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-            assert not self.training
+        def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+            assert not self.training and not use_cache
             return SimpleNamespace(loss=torch.zeros(()), logits=torch.zeros(*input_ids.shape, 8))
 
     tokens = torch.zeros(1, 4, dtype=torch.int64)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
@@ -140,6 +141,40 @@ def test_cost_of_a_token() -> None:
     assert cost.tflops(rate) == pytest.approx(323, abs=1)
     assert cost.mfu(rate, model.peak_of("NVIDIA H200")) == pytest.approx(0.327, abs=0.001)
     assert cost.mfu(rate, None) is None
+
+
+def test_biases_of_experts_do_not_decay_though_they_are_fused() -> None:
+    """A row for each expert makes a matrix of them."""
+    experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
+    hf = model.configuration(config.Model(config={"model_type": "gpt_oss", **experts, **SIZES}), 256, 64)
+    module = model.skeleton(hf, "bfloat16")
+    decaying, plain = model.decay_groups(module, 0.1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert {p.ndim for p in plain["params"]} == {1, 2}
+    assert not any("bias" in names[id(p)] for p in decaying["params"])
+    assert {names[id(p)].rpartition(".")[2] for p in plain["params"] if p.ndim == 2} == {
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    }
+
+
+def test_a_token_costs_what_the_experts_cost_that_it_is_routed_to() -> None:
+    """Two of eight cost as much as two of two, but for the router; so do experts that are modules of their own."""
+
+    def flops(experts: int, chosen: int) -> float:
+        sizes = {"num_key_value_heads": 2, "num_local_experts": experts, "num_experts_per_tok": chosen, **SIZES}
+        hf = model.configuration(config.Model(config={"model_type": "mixtral", **sizes}), 256, 64)
+        module = model.skeleton(hf, "bfloat16")
+        found = model.cost(module, hf, 64)
+        assert found.parameters == sum(p.numel() for p in module.parameters())
+        for layer in module.model.layers:
+            layer.mlp.experts = nn.ModuleList(nn.Linear(32, 3 * 64, bias=False) for _ in range(experts))
+        assert model.cost(module, hf, 64) == found
+        return found.flops_per_token
+
+    router = 6 * SIZES["num_hidden_layers"] * SIZES["hidden_size"]
+    assert flops(8, 2) - flops(2, 2) == router * (8 - 2)
+    assert flops(8, 8) - flops(8, 2) == 6 * SIZES["num_hidden_layers"] * 6 * 3 * 32 * 64
 
 
 @pytest.mark.parametrize(

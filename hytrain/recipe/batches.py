@@ -57,14 +57,18 @@ class Batch:
         return Batch(*(None if field is None else field[which] for field in fields))  # type: ignore[arg-type]
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """The arguments of the model's forward, on the device."""
+        """The arguments of the model's forward, on the device.
+
+        Training needs no cache of keys and values: packed examples would mix in it, and compiled blocks would be
+        compiled anew for each layer of it.
+        """
         named = {"input_ids": self.tokens, "labels": self.labels, "attention_mask": self.mask}
-        inputs: dict[str, Any] = {
+        tensors = {
             name: _on(tensor, device)
             for name, tensor in (named | {"position_ids": self.positions}).items()
             if tensor is not None
         }
-        return inputs if self.positions is None else inputs | {"use_cache": False}  # with a cache, examples would mix
+        return {**tensors, "use_cache": False}
 
 
 class Source(Protocol):

@@ -192,6 +192,7 @@ class Train(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
     loss_chunks: Positive = 1  # parts of each sequence, whose logits are there one after the other
+    compile: Literal["blocks"] | None = None  # "blocks": each transformer block, by torch.compile
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
     loss_scale: Scale | None = None  # for float16; "dynamic", or a number
     on_nonfinite: Literal["skip", "raise"] | None = None  # what to do with a step whose gradients have inf or NaN
@@ -317,6 +318,8 @@ class Recipe(Section):
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
         if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
+        if self.train.compile is not None and self.parallel.tensor > 1:
+            raise ValueError("train.compile is not for parallel.tensor, because torch fails to compile such blocks")
         if self.sample is not None and self.data.kind == "random":
             raise ValueError("sample needs data.kind: text or chat, because random tokens have no text")
         if self.train.eval_every is not None and self.data.kind == "random":

@@ -1,6 +1,7 @@
 """The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
-`task` calls `configuration` and `build`; `estimate` calls `configuration` and `skeleton`, which needs no memory.
+`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `skeleton`, which needs
+no memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
+from hytrain.model.layers import find_blocks
 from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
 from hytrain.recipe.sharding import inference
@@ -180,12 +182,34 @@ def skeleton(hf: Any, dtype: str) -> Any:
         return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
 
 
+def compile_blocks(model: nn.Module, where: torch.device) -> None:
+    """Has torch.compile compile each block of the model at its first call.
+
+    Raises ConfigError for a model without blocks, and if nothing can be compiled for this device.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ConfigError("train.compile: blocks needs a model with repeated blocks; leave train.compile out.")
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=where))
+    except RuntimeError as error:
+        needed = "Triton" if where.type == "cuda" else "a C++ compiler"
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"train.compile: torch.compile does not work here; install {needed}, or leave train.compile out: {reason}"
+        ) from None
+    for block in blocks:
+        block.compile()
+
+
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices decay, vectors (norms and biases) do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Parameter groups: matrices decay, vectors (norms and biases) do not, nor do the fused biases of experts."""
+    trained = [
+        (p, p.ndim >= 2 and not name.endswith("bias")) for name, p in model.named_parameters() if p.requires_grad
+    ]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, decays in trained if decays], "weight_decay": weight_decay},
+        {"params": [p for p, decays in trained if not decays], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -193,13 +217,29 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def cost(model: nn.Module, hf: Any, sequence_length: int) -> Cost:
     """6 FLOPs per parameter, and 6·layers·width·sequence for causal attention (PaLM, appendix B, halved).
 
-    A frozen parameter takes 4, because it has no gradient.
+    A frozen parameter takes 4, because it has no gradient. Of experts, those that a token is routed to count.
     """
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - parameters
-    text = hf.get_text_config()
+    text, routed = hf.get_text_config(), _routed_shares(model, hf)
+    flops = sum((6 if p.requires_grad else 4) * p.numel() * routed.get(id(p), 1.0) for p in model.parameters())
     attention = 6 * text.num_hidden_layers * text.hidden_size * sequence_length
-    return Cost(parameters, float(6 * parameters + 4 * frozen + attention))
+    return Cost(sum(p.numel() for p in model.parameters() if p.requires_grad), float(flops + attention))
+
+
+def _routed_shares(model: nn.Module, hf: Any) -> dict[int, float]:
+    """By id, the share of each parameter of experts that one token is routed to.
+
+    Transformers calls their modules `experts`, of every kind of model. The first dimension of a tensor in them is that
+    of the experts; or they are a ModuleList of modules. `num_experts_per_tok` of them see a token.
+    """
+    chosen = getattr(hf.get_text_config(), "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return {}
+    return {
+        id(parameter): min(chosen / (len(module) if isinstance(module, nn.ModuleList) else parameter.shape[0]), 1.0)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+        for parameter in module.parameters()
+    }
 
 
 def device(wanted: str) -> torch.device:

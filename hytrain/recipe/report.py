@@ -104,7 +104,8 @@ def continue_text(task: Task, sample: config.Sample) -> str:
     numbers, ending = task.corpus.opening(sample.prompt)
     tokens, begin = torch.tensor(numbers), len(numbers)
     random = torch.Generator().manual_seed(task.recipe.run.seed)
-    with inference(task.model):
+    # Each token makes the context longer: blocks would be compiled anew.
+    with inference(task.model), torch.compiler.set_stance("force_eager"):
         for _ in range(sample.tokens):
             context = tokens[None, -task.recipe.data.sequence_length :].to(task.device)
             with task.autocast():

@@ -119,6 +119,9 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
         packing.refuse_leaks(model, device)
     if recipe.train.loss_chunks > 1:
         loss.in_chunks(model, recipe.train.loss_chunks)
+    if recipe.train.compile is not None:
+        with job.together():
+            models.compile_blocks(model, device)
     cost, peak = models.cost(model, hf, length), models.peak_tflops(device)
     return Task(recipe, device, model, corpus, cost, None if peak is None else peak * job.ranks.world, job)
 

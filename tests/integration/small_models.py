@@ -44,6 +44,58 @@ def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype).train()
 
 
+def mixtral(dtype: torch.dtype = torch.float32, implementation: str = "eager") -> nn.Module:
+    """About 170 k parameters, each block's eight experts fused in two tensors; two of them see each token.
+
+    `implementation`: "eager" computes expert by expert, "grouped_mm" all at once, as Transformers does by default.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        vocab_size=VOCAB,
+    )
+    config._experts_implementation = implementation
+    model: nn.Module = MixtralForCausalLM(config)
+    return model.to(dtype).train()
+
+
+class Mixture(nn.Module):
+    """A residual block of eight experts, modules of their own. Each row of x, (rows, width), goes through two.
+
+    An expert without a row is not called, so its parameters have no gradient.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 8, bias=False)
+        experts = (nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(8))
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.gate(x).softmax(-1).topk(2)
+        y = x
+        for index, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == index)
+            if len(row):
+                y = y.index_add(0, row, expert(x[row]) * shares[row, place, None])
+        return y
+
+
+def mixture(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Three blocks of experts."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Mixture(32) for _ in range(3)]).to(dtype)
+
+
 def perceptron(width: int = 32, depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """A few blocks of a Linear and a Tanh: the quickest model with more than one layer."""
     torch.manual_seed(0)
@@ -94,6 +146,13 @@ def vectors(step: int, width: int = 32, dtype: torch.dtype = torch.float32) -> T
 def language_loss(model: nn.Module, step: int) -> Tensor:
     batch = tokens(step)
     loss: Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
+
+
+def routed_loss(model: nn.Module, step: int) -> Tensor:
+    """Of `mixture` over three rows: at least two experts of each block have none."""
+    x = vectors(step, dtype=next(model.parameters()).dtype)[:3]
+    loss: Tensor = (model(x) - x.sin()).float().square().mean()
     return loss
 
 

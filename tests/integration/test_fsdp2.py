@@ -23,6 +23,7 @@ from ranks import RankGroup
 from sharded_models import (
     STEPS,
     VOCAB,
+    WIDTH,
     Decoder,
     LocalReference,
     Practice,
@@ -109,6 +110,29 @@ def frozen_scales() -> Decoder:
     model = Decoder()
     for block in model.blocks:
         block.scale.requires_grad_(False)
+    return shard(model)
+
+
+class Mixture(nn.Module):
+    """Four experts fused in one tensor, of which each rank has two; and four modules that take turns in the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+        self.turns = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        y: Tensor = (self.experts[chosen] @ x[..., None])[..., 0] * share[..., None]
+        return x + y + self.turns[self.count % 4](x)
+
+
+def mixtures() -> Decoder:
+    model = Decoder()
+    model.blocks = nn.ModuleList(Mixture() for _ in range(3))
     return shard(model)
 
 
@@ -297,6 +321,7 @@ ROWS = {
     "model.unshard()": Row(practice=unsharded_by_the_user),
     "evaluation": Row(practice=evaluated),
     "evaluation, each part its own group": Row(grouped, evaluated),
+    "experts, some of them skipped": Row(mixtures, choices=[CPU, GPU, BOTH]),
     "two roots": Row(Towers, choices=[CPU]),
     "unfreezing": Row(frozen_scales, unfrozen, choices=[CPU]),
     "reads": Row(practice=reads),

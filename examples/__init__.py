@@ -1,0 +1,1 @@
+"""Recipes, scripts and studies; see docs/tree.md."""

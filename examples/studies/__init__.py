@@ -1,0 +1,1 @@
+"""Measurements that are no benchmarks of HyTrain; docs/studies.md has their tables."""
