@@ -300,7 +300,7 @@ def rows(bench: Bench, dtypes: Sequence[torch.dtype], detailed: bool, repeats: i
     for part, dtype in parts:
         print(f"{part.__name__}, {str(dtype).removeprefix('torch.')} …", file=sys.stderr, flush=True)
         cases = part(bench, dtype)
-        measure(cases, clock, max(3, repeats // 5) if part is step else repeats)
+        measure(cases, clock, max(3, repeats // 8) if part is step else repeats)
         yield from (case.row(bench.sizes) for case in cases)
         del cases
         torch.compiler.reset()  # each dtype is compiled for itself

@@ -165,6 +165,7 @@ def test_operators_keep_the_contract_of_torch_library(device: str) -> None:
             torch.library.opcheck(module._forward, tuple(each.clone().requires_grad_() for each in leaves))
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own warnings are not ours
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_a_break_it_has_the_same_bits(device: str) -> None:
     x, bias, dy = some(64, 48, torch.bfloat16, device)
