@@ -1,4 +1,4 @@
-"""The AdamW update: the same arithmetic in several implementations.
+"""The AdamW update, the same arithmetic in several implementations; and bias + GELU.
 
 Importing this package does not import torch. `choice.load` imports the module of the chosen backend.
 
@@ -11,4 +11,8 @@ Importing this package does not import torch. `choice.load` imports the module o
     gpu.py              the same update for tensors on a GPU, in Triton
     split.py            the fp32 master behind bf16 and fp16 weights, in torch
     rounding.py         moments in bf16, rounded stochastically, in torch
+
+    bias_gelu.py        bias and GELU in one pass, as an operator of torch
+    native_bias_gelu.py    C++ and OpenMP (bias_gelu.cpp), built by build.py at first use
+    triton_bias_gelu.py    for tensors on a GPU, in Triton
 """

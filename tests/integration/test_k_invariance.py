@@ -22,6 +22,7 @@ from hytrain.memory import visits
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
+from hytrain.recipe.fused import fuse
 from hytrain.step import streaming
 from workers import monitor
 
@@ -80,6 +81,20 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
             assert opt.statistics().moved > 10
         assert differing(state(opt) | weights(model), expected) == []
     assert any(name.startswith("remainder") for name in expected) is (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("choice", ["all on the GPU", "streamed, visiting", "streamed, moving"])
+def test_bias_and_gelu_in_one_kernel_find_the_same_weights(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward keeps the bias, which may have left the device meanwhile."""
+    monkeypatch.setattr(streaming, "SLOTS", 1)
+    found = []
+    for options in ({"k": 0.0}, CHOICES[choice]):
+        model = gpt2()
+        fuse(model)
+        with adamw(model, **options) as opt:
+            train_and_prepare(model, opt, 12)
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
 
 
 def test_only_gradients_that_the_cpu_updates_from_take_host_memory() -> None:
