@@ -29,10 +29,10 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from hytrain import saving, session
+from hytrain.algorithms import ADAMW
 from hytrain.checks import (
     check_device,
     check_free,
-    check_group,
     check_masters,
     check_model,
     check_options,
@@ -47,7 +47,7 @@ from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.parts import Parts
-from hytrain.model.trained import TrainedParameter
+from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.model.watched import unwatched
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
@@ -55,7 +55,7 @@ from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
 from hytrain.trackers import check_trackers
-from protocol.messages import GroupHyper
+from protocol.rules import Hyper
 
 if TYPE_CHECKING:
     from hytrain import state_folder
@@ -172,6 +172,7 @@ class AdamW(torch.optim.Optimizer):
         ranks = Ranks.of_job()
         with ranks.together():
             options = check_options(
+                algorithm=ADAMW,
                 k=k,
                 visit=visit,
                 stream=stream,
@@ -199,9 +200,8 @@ class AdamW(torch.optim.Optimizer):
             fsdp.reshard(self._model)
             defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
             super().__init__(groups_for_torch(self._model, param_groups), defaults)
-            self._no_state.precision = options.precision
             for group in self.param_groups:
-                check_group(group)
+                ADAMW.check(group)
             flags = {
                 "cores": cores,
                 "threads": threads,
@@ -211,7 +211,8 @@ class AdamW(torch.optim.Optimizer):
                 "trace": trace,
             }
             config = ClusterConfig.resolve(flags=flags)
-            self._group_ids = group_ids(self.param_groups)
+            self._precision = options.precision
+            self._note_groups()
             _replace(self._model, self.param_groups)
         check_same(ranks, options)
         me = weakref.ref(self)
@@ -294,14 +295,24 @@ class AdamW(torch.optim.Optimizer):
                 self._session.require_free([p for group in named for p in group["params"]])
                 for group in named:
                     super().add_param_group(group)
-                    check_group(self.param_groups[-1])
-            self._group_ids = group_ids(self.param_groups)
+                    ADAMW.check(self.param_groups[-1])
+            self._note_groups()
             self._session.rebuild()
         except BaseException:
             if self._engine is before:
                 del self.param_groups[groups:]
-                self._group_ids = group_ids(self.param_groups)
+                self._note_groups()
             raise
+
+    def _note_groups(self) -> None:
+        """Remember what the groups are, to notice when the loop changes more than it may."""
+        self._group_ids = group_ids(self.param_groups)
+        self._rules = [ADAMW.rule(group) for group in self.param_groups]
+        self._no_state.planes = {
+            id(parameter): plane_dtypes(parameter, rule, self._precision)
+            for group, rule in zip(self.param_groups, self._rules, strict=True)
+            for parameter in group["params"]
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of `torch.optim.AdamW`, after waiting for all updates.
@@ -584,6 +595,8 @@ def _groups(of: Callable[[], AdamW | None]) -> list[dict[str, Any]]:
     return [] if optimizer is None else optimizer.param_groups
 
 
-def _read_groups(of: Callable[[], AdamW | None]) -> tuple[GroupHyper, ...]:
+def _read_groups(of: Callable[[], AdamW | None]) -> tuple[Hyper, ...]:
     optimizer = of()
-    return () if optimizer is None else read_groups(optimizer.param_groups, optimizer._group_ids)
+    if optimizer is None:
+        return ()
+    return read_groups(ADAMW, optimizer.param_groups, optimizer._group_ids, optimizer._rules)

@@ -26,6 +26,7 @@ from protocol.handles import (
     planes_of,
 )
 from protocol.messages import Layer, Segment
+from protocol.rules import MOMENTS
 
 
 def layer(*parts: Segment, lid: int = 0) -> Layer:
@@ -76,8 +77,10 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
         remainder = {"bfloat16": "int16", "float16": "float32"}.get(part.dtype)
         if part.dtype == part.master_dtype:
             remainder = None
-        expected = (part.grads_dtype, part.dtype, remainder, part.state_dtype, part.state_dtype)
-        for plane, dtype in zip(PLANES, expected):
+        moments = dict.fromkeys(MOMENTS[part.rule], part.state_dtype)
+        expected = {"grads": part.grads_dtype, "weights": part.dtype, "remainder": remainder, **moments}
+        for plane in PLANES:
+            dtype = expected.get(plane)
             handle = arena.handles[plane][index]
             if dtype is None:
                 assert handle is None

@@ -10,16 +10,17 @@ from unittest.mock import Mock
 
 import torch
 
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import scalars
 from hytrain.memory import visits
 from hytrain.memory.transfer import HostTransfers, Transfer
 from hytrain.memory.visits import Visit, Visits, ring_bytes
 from protocol.messages import Segment
+from protocol.rules import AdamWHyper
 
 NUMEL = 64
 BYTES = 4 * NUMEL
 SEGMENT = Segment(name="w", numel=NUMEL, dtype="float32", grads_dtype="float32", group=0)
-SCALARS = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
+SCALARS = scalars(AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
 
 
 class Late(HostTransfers):
