@@ -16,15 +16,16 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError
-from protocol.rules import AdamWHyper, Hyper
+from protocol.rules import AdamWHyper, Hyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """One optimizer. `name` is that of its class.
 
-    `numbers`, `flags`: the hyperparameters of a group, besides `betas`, that are numbers, and that are True or False.
-    `has_betas`: whether a group has `betas` besides.
+    `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
+    False. `has_betas`: whether a group has `betas` besides.
+    `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
     `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
     `read`: the hyperparameters of a group.
@@ -35,15 +36,17 @@ class Algorithm:
     numbers: tuple[str, ...]
     flags: tuple[str, ...]
     has_betas: bool
+    counts_steps: bool
     not_offered: tuple[str, ...]
     as_torch: Mapping[str, Any]
     read: Callable[[Mapping[str, Any]], Hyper]
     wrong: Callable[[Mapping[str, Any]], str | None]
+    signed: tuple[str, ...] = ()
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
         """All of a group's."""
-        return (*self.numbers, *self.flags, *(("betas",) if self.has_betas else ()))
+        return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()))
 
     def rule(self, group: Mapping[str, Any]) -> str:
         """The rule that updates the parameters of a group."""
@@ -53,7 +56,7 @@ class Algorithm:
         """Raise `UnsupportedError` for options that HyTrain lacks, `ConfigError` for impossible values."""
         if unknown := next((key for key in self.not_offered if group.get(key)), None):
             raise UnsupportedError(f"hytrain.{self.name} has no option {unknown!r}")
-        given = {name: group[name] for name in self.numbers}
+        given = {name: group[name] for name in (*self.numbers, *self.signed)}
         if self.has_betas:
             betas = group["betas"]
             if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -71,6 +74,8 @@ class Algorithm:
             *some, last = self.numbers
             betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
             raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
+        if group.get("nesterov") and (not group["momentum"] or group["dampening"]):
+            raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
@@ -106,6 +111,7 @@ ADAMW: Final = Algorithm(
     numbers=("lr", "eps", "weight_decay"),
     flags=("maximize",),
     has_betas=True,
+    counts_steps=True,
     not_offered=("amsgrad", "foreach", "capturable", "differentiable", "fused"),
     as_torch={
         "amsgrad": False,
@@ -117,4 +123,29 @@ ADAMW: Final = Algorithm(
     },
     read=_read_adamw,
     wrong=_no_adamw,
+)
+
+
+def _read_sgd(group: Mapping[str, Any]) -> SGDHyper:
+    return SGDHyper(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        weight_decay=float(group["weight_decay"]),
+        nesterov=bool(group["nesterov"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+SGD: Final = Algorithm(
+    name="SGD",
+    numbers=("lr", "momentum", "weight_decay"),
+    signed=("dampening",),
+    flags=("nesterov", "maximize"),
+    has_betas=False,
+    counts_steps=False,
+    not_offered=("foreach", "differentiable", "fused"),
+    as_torch={"foreach": None, "differentiable": False, "fused": None},
+    read=_read_sgd,
+    wrong=lambda group: None,
 )

@@ -1,4 +1,4 @@
-"""Checks of what a `hytrain.AdamW` is given: options, groups and the model, before anything is started.
+"""Checks of what an optimizer is given: options, groups and the model, before anything is started.
 
 `optim` calls them. Each error is one sentence that says what to do.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.algorithms import Algorithm, is_number
+from hytrain.algorithms import ADAMW, Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
@@ -27,7 +27,7 @@ from protocol.rules import Hyper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options that all parameters share; see `hytrain.AdamW`. `k` is None for "auto"."""
+    """The options that all parameters share; see `hytrain.optim.Optimizer`. `k` is None for "auto"."""
 
     algorithm: Algorithm
     k: float | None
@@ -72,6 +72,13 @@ class Options:
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
+#: Said where the state that an update keeps would have to come or go.
+MOMENTUM: Final = (
+    "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
+    "keep it as it was, at 0 or above 0, or make the optimizer anew"
+)
+
+
 def check_options(
     *,
     k: float | str,
@@ -81,7 +88,7 @@ def check_options(
     master_dtype: torch.dtype | str,
     **others: Any,
 ) -> Options:
-    """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
+    """The options of an optimizer. Raises `ConfigError`."""
     options = Options(
         k=_fraction("k", k),
         visit=_fraction("visit", visit),
@@ -121,6 +128,8 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     for name, value, known in (("objective", o.objective, OBJECTIVES), ("policy", o.policy, POLICIES)):
         yield value not in known, f"{name} {value!r} is unknown: choose one of {', '.join(known)}"
     choices = ("auto", *backends.BACKENDS)
+    is_adamw = o.algorithm is ADAMW
+    yield o.backend == "deepspeed" and not is_adamw, 'backend "deepspeed" has AdamW alone: leave backend out'
     yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
     yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
     for name, given, offered in (
@@ -216,7 +225,7 @@ def check_masters(model: nn.Module, options: Options) -> None:
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
+        raise UnsupportedError(f"HyTrain needs the model itself, not {type(model).__name__}: hytrain.AdamW(model, …)")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
             "with DistributedDataParallel, every rank would hold all state: apply fully_shard(…, "
@@ -245,7 +254,7 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
     """Raise `UnsupportedError` if another optimizer trains one of these."""
     if any(id(parameter) in taken for parameter in parameters):
         raise UnsupportedError(
-            "the model has parameters that another hytrain.AdamW trains: give each its own part as the model "
+            "the model has parameters that another optimizer of HyTrain trains: give each its own part as the model "
             "(AdamW(model.part)), or one optimizer all of them, in as many param_groups as wanted; or close() that one"
         )
 
@@ -295,4 +304,7 @@ def read_groups(
     for group in param_groups:
         if not algorithm.betas_fit(group):
             raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-    return tuple(map(algorithm.read, param_groups))
+    hypers = tuple(map(algorithm.read, param_groups))
+    if [hyper.rule for hyper in hypers] != list(rules):
+        raise UsageError(MOMENTUM)
+    return hypers

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.algorithms import Algorithm
+from hytrain.checks import MOMENTUM
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import DTYPES
@@ -95,16 +96,17 @@ def load_state_dict(
     """
     theirs = loaded["param_groups"]
     algorithm = resting.algorithm
-    entries = {key: loaded["state"].get(label, {}) for key, label in _labels(theirs, groups, named, algorithm).items()}
+    entries = {
+        key: {name: value for name, value in loaded["state"].get(label, {}).items() if value is not None}
+        for key, label in _labels(theirs, groups, named, algorithm).items()
+    }
     names = {id(parameter): name for name, parameter in reversed(named)}
     given = [parameter for group in groups for parameter in group["params"]]
     rules = rules_of(groups, algorithm)
+    check_groups(groups, theirs, algorithm)
     for parameter in given:
         name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
-        _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm.name)
-    for other in theirs:
-        if sentence := algorithm.wrong(other):
-            raise ConfigError(sentence)
+        _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm)
     found = {
         moment.dtype
         for entry in entries.values()
@@ -121,7 +123,7 @@ def load_state_dict(
         group.update(hyper(other, algorithm))
     for known in parameters:
         entry = entries[id(known.parameter)]
-        known.count = int(entry["step"]) if entry else 0
+        known.count = count_of(entry)
         for plane in STATE_PLANES:
             scatter(known, plane, _part(entry, plane, known.parameter, known.plane_dtypes))
     trained = {id(known.parameter) for known in parameters}
@@ -196,7 +198,7 @@ class Resting:
         dtypes = plane_dtypes(parameter, rule, self.precision)
         parts = {plane: _part(entry, plane, parameter, dtypes) for plane in dtypes}
         planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
-        self._of[id(parameter)] = Rest(name, parameter, int(entry["step"]), planes, None)
+        self._of[id(parameter)] = Rest(name, parameter, count_of(entry), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
@@ -256,11 +258,12 @@ def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter, dtypes: di
 
 
 def _check_entry(
-    name: str, parameter: nn.Parameter, entry: dict[str, Any], moments: Sequence[str], algorithm: str
+    name: str, parameter: nn.Parameter, entry: dict[str, Any], moments: Sequence[str], algorithm: Algorithm
 ) -> None:
     """Raise `ConfigError` for another algorithm's state, of another shape, or of weights with another 16-bit dtype."""
-    if entry and ("step" not in entry or any(_tensor(entry, plane) is None for plane in moments)):
-        raise ConfigError(f"the loaded state of {name} is not {algorithm}'s: it has {', '.join(map(str, entry))}")
+    is_without = algorithm.counts_steps and "step" not in entry
+    if entry and (is_without or any(_tensor(entry, plane) is None for plane in moments)):
+        raise ConfigError(f"the loaded state of {name} is not {algorithm.name}'s: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
         if (tensor := _tensor(entry, plane)) is None:
             continue
@@ -291,6 +294,20 @@ def _labels(
 def hyper(group: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
     """A group's hyperparameters, and what a scheduler has added to them."""
     return {key: value for key, value in group.items() if key not in ("params", "loss_scale", *algorithm.as_torch)}
+
+
+def check_groups(groups: list[dict[str, Any]], theirs: list[dict[str, Any]], algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if loaded groups are of another algorithm, or have state that these groups have not."""
+    for group, other in zip(groups, theirs, strict=True):
+        if sentence := algorithm.wrong(other):
+            raise ConfigError(sentence)
+        if algorithm.rule({**group, **hyper(other, algorithm)}) != algorithm.rule(group):
+            raise ConfigError(f"in the loaded state, {MOMENTUM}")
+
+
+def count_of(entry: dict[str, Any]) -> int:
+    """The number of a parameter's updates. Not all of torch's optimizers count; then one stands for several."""
+    return int(entry.get("step", 1)) if entry else 0
 
 
 def rules_of(groups: list[dict[str, Any]], algorithm: Algorithm) -> dict[int, str]:

@@ -112,7 +112,7 @@ class Session:
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
-        self.last_words = "this hytrain.AdamW is closed"
+        self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit

@@ -43,7 +43,7 @@ from hytrain.memory.loan import Loan, borrow
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, gather, hyper, rules_of, scatter, tell_of_conversion
+from hytrain.saving import Resting, check_groups, gather, hyper, rules_of, scatter, tell_of_conversion
 from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
 from hytrain.tensor_file import await_devices
@@ -220,6 +220,7 @@ def load(
             raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
         if len(index["param_groups"]) != len(groups):
             raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
+        check_groups(groups, index["param_groups"], resting.algorithm)
         slot = files[INDEX].parent
         try:
             saved = _Shards(slot) if index["format"] == FORMAT else _Pieces(slot)
@@ -419,6 +420,8 @@ def _read_index(path: Path, algorithm: Algorithm) -> dict[str, Any]:
         wrong += [key for group in index["param_groups"] for key in algorithm.hyperparameters if key not in group]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
+    if (other := index.get("algorithm", "AdamW")) != algorithm.name:
+        raise ConfigError(f"the optimizer state in {path.parent} is hytrain.{other}'s, not hytrain.{algorithm.name}'s")
     if wrong:
         raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
     if index["format"] not in (FORMAT, FORMAT_OF_ONE_RANK):

@@ -3,8 +3,10 @@
 All that depends on the rule follows from this table: the planes of arenas and slots, their bytes, the planner's sizes,
 and what a checkpoint has. `hytrain.kernels` has the arithmetic of each rule, `hytrain.algorithms` its options.
 
-    rule     moments                bytes per parameter, in float32
-    adamw    exp_avg, exp_avg_sq    8
+    rule            moments                bytes per parameter, in float32
+    adamw           exp_avg, exp_avg_sq    8
+    sgd             none                   0
+    sgd_momentum    momentum_buffer        4
 """
 
 from __future__ import annotations
@@ -40,9 +42,26 @@ class AdamWHyper(Hyper):
         return "adamw"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDHyper(Hyper):
+    """Those of `torch.optim.SGD`. Without momentum it is a rule of its own, which keeps nothing."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    @property
+    def rule(self) -> str:
+        return "sgd_momentum" if self.momentum else "sgd"
+
+
 #: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state.
-MOMENTS: Final[dict[str, tuple[str, ...]]] = {"adamw": ("exp_avg", "exp_avg_sq")}
+MOMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": (),
+    "sgd_momentum": ("momentum_buffer",),
+}
 #: The moments of all rules.
 MOMENT_PLANES: Final = tuple(dict.fromkeys(plane for planes in MOMENTS.values() for plane in planes))
 #: By their names, which they have on the wire.
-HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper,)}
+HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper)}

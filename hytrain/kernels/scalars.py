@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from protocol.rules import AdamWHyper, Hyper
+from protocol.rules import AdamWHyper, Hyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,43 @@ def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
     )
 
 
+def _sgd(hyper: SGDHyper, step: int) -> tuple[float, ...]:
+    """weight_decay and neg_lr. Without weight decay its line is left out: 0 * p would turn -0 into 0, and inf into NaN.
+
+    d = g + weight_decay * p
+    p = p + neg_lr * d
+    """
+    return hyper.weight_decay, -hyper.lr
+
+
+def _sgd_momentum(hyper: SGDHyper, step: int) -> tuple[float, ...]:
+    """weight_decay, neg_lr, keep, mix and ahead (Sutskever et al., 2013, in torch's form).
+
+    Zeros leave out what torch leaves out: `keep` in the first update, whose buffer is the gradient, and `ahead` without
+    Nesterov's momentum.
+
+    d = g + weight_decay * p
+    b = keep * b + mix * d      or d, if keep is 0
+    p = p + neg_lr * (d + ahead * b)      or b, if ahead is 0
+    """
+    keep = hyper.momentum if step > 1 else 0.0
+    return (*_sgd(hyper, step), keep, 1 - hyper.dampening, hyper.momentum if hyper.nesterov else 0.0)
+
+
 #: Hyperparameters to measure each rule's updates with.
 TYPICAL: Final[dict[str, Hyper]] = {
-    hyper.rule: hyper for hyper in (AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),)
+    hyper.rule: hyper
+    for hyper in (
+        AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
+        SGDHyper(lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=1e-4),
+        SGDHyper(lr=1e-3, momentum=0.9, dampening=0.0, nesterov=False, weight_decay=1e-4),
+    )
 }
-_OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {"adamw": _adamw}
+_OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd_momentum,
+}
 
 
 @lru_cache(maxsize=256)  # the segments of a step share them

@@ -24,7 +24,7 @@ from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
-from protocol.rules import AdamWHyper
+from protocol.rules import AdamWHyper, SGDHyper
 
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
@@ -142,7 +142,27 @@ def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, s
     torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
 
 
-_STEPS: Final[dict[str, Callable[..., None]]] = {"adamw": _adamw}
+def _sgd(master: Tensor, grads: Tensor, scalars: Scalars) -> None:
+    master.add_(_decayed(master, grads, scalars), alpha=-scalars.hyper.lr)
+
+
+def _sgd_momentum(master: Tensor, grads: Tensor, momentum_buffer: Tensor, scalars: Scalars) -> None:
+    hyper, grads = cast(SGDHyper, scalars.hyper), _decayed(master, grads, scalars)
+    if scalars.step == 1:
+        momentum_buffer.copy_(grads)
+    else:
+        momentum_buffer.mul_(hyper.momentum).add_(grads, alpha=1 - hyper.dampening)
+    direction = grads.add(momentum_buffer, alpha=hyper.momentum) if hyper.nesterov else momentum_buffer
+    master.add_(direction, alpha=-hyper.lr)
+
+
+def _decayed(master: Tensor, grads: Tensor, scalars: Scalars) -> Tensor:
+    grads = -grads if scalars.hyper.maximize else grads
+    decay = scalars.hyper.weight_decay
+    return grads.add(master, alpha=decay) if decay else grads
+
+
+_STEPS: Final[dict[str, Callable[..., None]]] = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd_momentum}
 
 
 def _from(elements: Elements, begin: int) -> Elements:

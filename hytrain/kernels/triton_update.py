@@ -101,6 +101,23 @@ def _adamw(p, g, m_old, v_old, mix1, mix2, beta2, decay, neg_step_size, sqrt_bia
 
 
 @triton.jit
+def _decayed(p, g, weight_decay):
+    return tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
+
+
+@triton.jit
+def _sgd(p, g, weight_decay, neg_lr):
+    return tl.fma(neg_lr, _decayed(p, g, weight_decay), p)
+
+
+@triton.jit
+def _sgd_momentum(p, g, b_old, weight_decay, neg_lr, keep, mix, ahead):
+    d = _decayed(p, g, weight_decay)
+    b = tl.where(keep == 0.0, d, tl.fma(mix, d, b_old * keep))
+    return tl.fma(neg_lr, tl.where(ahead == 0.0, b, tl.fma(ahead, b, d)), p), b
+
+
+@triton.jit
 def _update(
     weights, grads, remainder, moment0, moment1, mask, index, before, within,
     factor, s1, s2, s3, s4, s5, s6, s7, RULE: tl.constexpr, LONE: tl.constexpr,
@@ -114,6 +131,11 @@ def _update(
         p, m, v = _adamw(p, g, m_old, v_old, s1, s2, s3, s4, s5, s6, s7)
         _store_moment(moment0, m, random, mask)
         _store_moment(moment1, v, random >> 16, mask)
+    elif RULE == "sgd":
+        p = _sgd(p, g, s1, s2)
+    elif RULE == "sgd_momentum":
+        p, b = _sgd_momentum(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5)
+        _store_moment(moment0, b, random, mask)
     _store_master(weights, remainder, p, random, mask, LONE)
 
 

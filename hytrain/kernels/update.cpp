@@ -135,6 +135,29 @@ struct AdamW {
     }
 };
 
+struct SGD {
+    static constexpr int moments = 0;
+    float factor, weight_decay, neg_lr;
+
+    float decayed(float p, float g) const { return weight_decay == 0.0f ? g : std::fma(weight_decay, p, g); }
+    float step(float p, float g, const Moments<SGD, float> &, const Moments<SGD, float> &, int64_t) const {
+        return std::fma(neg_lr, decayed(p, g), p);
+    }
+};
+
+struct SGDMomentum : SGD {
+    static constexpr int moments = 1;  // momentum_buffer
+    float keep, mix, ahead;
+
+    float step(float p, float g, const Moments<SGDMomentum, float> &from, const Moments<SGDMomentum, float> &to,
+               int64_t i) const {
+        const float d = decayed(p, g);
+        const float b = keep == 0.0f ? d : std::fma(mix, d, from[0][i] * keep);
+        to[0][i] = real(canonical(bits(b)));
+        return std::fma(neg_lr, ahead == 0.0f ? b : std::fma(ahead, b, d), p);
+    }
+};
+
 // The planes that an update changes. It reads one `State` and writes the same or another.
 template <class Rule, class Weight, class Moment>
 struct State {
@@ -379,6 +402,8 @@ extern "C" {
     HYTRAIN_STATES(name##_float32_bfloat16, Rule, float, bf16)              \
     HYTRAIN_STATES(name##_float32_float32, Rule, float, float)
 HYTRAIN_RULE(adamw, AdamW)
+HYTRAIN_RULE(sgd, SGD)
+HYTRAIN_RULE(sgd_momentum, SGDMomentum)
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.
