@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError
-from protocol.rules import AdamWHyper, Hyper, SGDHyper
+from protocol.rules import AdamWHyper, Hyper, LionHyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,5 +147,29 @@ SGD: Final = Algorithm(
     not_offered=("foreach", "differentiable", "fused"),
     as_torch={"foreach": None, "differentiable": False, "fused": None},
     read=_read_sgd,
+    wrong=lambda group: None,
+)
+
+
+def _read_lion(group: Mapping[str, Any]) -> LionHyper:
+    return LionHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+#: Published without a class of torch.
+LION: Final = Algorithm(
+    name="Lion",
+    numbers=("lr", "weight_decay"),
+    flags=("maximize",),
+    has_betas=True,
+    counts_steps=False,
+    not_offered=(),
+    as_torch={},
+    read=_read_lion,
     wrong=lambda group: None,
 )

@@ -1,4 +1,4 @@
-"""`hytrain.AdamW` and `hytrain.SGD`, the user's interface.
+"""`hytrain.AdamW`, `hytrain.SGD` and `hytrain.Lion`, the user's interface.
 
     opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
     for batch in loader:
@@ -653,6 +653,38 @@ class SGD(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(model, param_groups, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), with 4 bytes of state per parameter.
+
+    Each weight moves by the learning rate, in the direction of a sign. So the authors advise a learning rate 3 to 10
+    times smaller than AdamW's, and a weight decay as many times larger.
+
+    Args:
+        model, param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        betas: The momentum's part in the sign of the step; its decay rate.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.LION
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(model, param_groups, defaults, **options)
 
 
 #: All that were made and still exist, also those that are closed.

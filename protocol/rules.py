@@ -7,6 +7,7 @@ and what a checkpoint has. `hytrain.kernels` has the arithmetic of each rule, `h
     adamw           exp_avg, exp_avg_sq    8
     sgd             none                   0
     sgd_momentum    momentum_buffer        4
+    lion            exp_avg                4
 """
 
 from __future__ import annotations
@@ -55,13 +56,27 @@ class SGDHyper(Hyper):
         return "sgd_momentum" if self.momentum else "sgd"
 
 
-#: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionHyper(Hyper):
+    """Those of Lion (Chen et al., 2023)."""
+
+    beta1: float
+    beta2: float
+
+    @property
+    def rule(self) -> str:
+        return "lion"
+
+
+#: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state, and
+#: of Lion's published implementation.
 MOMENTS: Final[dict[str, tuple[str, ...]]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": (),
     "sgd_momentum": ("momentum_buffer",),
+    "lion": ("exp_avg",),
 }
 #: The moments of all rules.
 MOMENT_PLANES: Final = tuple(dict.fromkeys(plane for planes in MOMENTS.values() for plane in planes))
 #: By their names, which they have on the wire.
-HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper)}
+HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper, LionHyper)}

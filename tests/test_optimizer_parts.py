@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
@@ -153,7 +154,7 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str,
     owner.arenas.request(0)
     owner.touch_all()
     segment: SegmentPlanes = owner.arenas.segments[0][1]
-    segment.update(owner.backend, 128, 640, None, source=banks - 1, target=0)  # type: ignore[arg-type]
+    segment.update(owner.backend, 128, 640, scalars(TYPICAL["adamw"], 1), source=banks - 1, target=0)
     [update] = owner.backend.updated
     assert (update["state_dtype"], update["elements"]) == ("float32", (7, (1 << 20) + 128))
     assert update["numel"] == 512 and update["weights_dtype"] == update["grads_dtype"] == dtype

@@ -53,6 +53,7 @@ def of(kind: type) -> dict[str, str]:
         ("Every optimizer", of(Optimizer)),
         ("hytrain.AdamW", of(hytrain.AdamW)),
         ("hytrain.SGD", of(hytrain.SGD)),
+        ("hytrain.Lion", of(hytrain.Lion)),
         ("Processes", dict(of_section(ClusterConfig))),
         ("Recipes", dict(of_section(Recipe))),
     ],

@@ -100,7 +100,7 @@ def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("rule", "banks", "expected"), [("sgd", 1, 6), ("sgd_momentum", 1, 10), ("sgd_momentum", 2, 18)]
+    ("rule", "banks", "expected"), [("sgd", 1, 6), ("sgd_momentum", 1, 10), ("sgd_momentum", 2, 18), ("lion", 1, 10)]
 )
 def test_moments_take_the_bytes_of_their_rule(rule: str, banks: int, expected: int) -> None:
     numel = 1 << 20

@@ -1,4 +1,4 @@
-"""The rules besides AdamW against torch.optim.SGD, bit for bit, on every backend.
+"""The rules besides AdamW against torch.optim.SGD and a Lion in plain torch, bit for bit, on every backend.
 
 Each case trains fp32 masters next to the reference, which has the rounding of bf16 moments and of weights without
 masters added after each step. The GPU's kernel takes part like another backend.
@@ -7,11 +7,12 @@ masters added after each step. The GPU's kernel takes part like another backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from lion import Lion
 from test_kernels import BLOCK, SPECIAL, shifted, some_grads
 from test_rounding import bits_again
 from torch import Tensor
@@ -20,7 +21,7 @@ from hytrain.kernels import choice
 from hytrain.kernels.backend import DTYPES, Elements, Into
 from hytrain.kernels.scalars import Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
-from protocol.rules import MOMENTS, Hyper, SGDHyper
+from protocol.rules import MOMENTS, Hyper, LionHyper, SGDHyper
 
 KEY = 0xC0FFEE11
 
@@ -30,6 +31,7 @@ def sgd(momentum: float = 0.9, **changed: Any) -> SGDHyper:
     return SGDHyper(momentum=momentum, **(usual | changed))
 
 
+LION = LionHyper(lr=0.0123, beta1=0.9, beta2=0.99, weight_decay=0.1)
 HYPERS: dict[str, Hyper] = {
     "sgd": sgd(0.0),
     "sgd without decay": sgd(0.0, weight_decay=0.0),
@@ -39,8 +41,11 @@ HYPERS: dict[str, Hyper] = {
     "dampened": sgd(dampening=0.3, maximize=True),
     "wholly dampened": sgd(dampening=1.0),
     "nesterov": sgd(nesterov=True),
+    "lion": LION,
+    "lion of other betas": replace(LION, beta1=0.3, beta2=0.5, maximize=True),
+    "lion without momentum": replace(LION, beta1=0.0, beta2=0.0, weight_decay=0.0),
 }
-EVERY_RULE = [HYPERS[name] for name in ("sgd", "momentum")]
+EVERY_RULE = [HYPERS[name] for name in ("sgd", "momentum", "lion")]
 #: (weights, gradients); "lone" are bfloat16 weights without masters.
 KINDS = (*DTYPES, ("lone", "bfloat16"))
 NAMES = pytest.mark.parametrize("name", ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -124,10 +129,8 @@ class Reference:
     """The rule in plain torch on an fp32 master, with the rounding of what is kept in bf16."""
 
     def __init__(self, planes: Planes, hyper: Hyper) -> None:
-        assert isinstance(hyper, SGDHyper)
         self.parameter = torch.nn.Parameter(planes.master().clone())
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        self.optimizer = torch.optim.SGD([self.parameter], **{name: getattr(hyper, name) for name in names})
+        self.optimizer = of_hyper(hyper, self.parameter)
         self.names, self.count = MOMENTS[hyper.rule], 0
         self.is_lone = planes.remainder is None and planes.weights.dtype is torch.bfloat16
         self.rounds = any(moment.dtype is torch.bfloat16 for moment in planes.moments)
@@ -144,6 +147,13 @@ class Reference:
 
     def moments(self) -> list[Tensor]:
         return [self.optimizer.state[self.parameter][name] for name in self.names]
+
+
+def of_hyper(hyper: Hyper, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    given = asdict(hyper)
+    if isinstance(hyper, LionHyper):
+        return Lion([parameter], betas=(given.pop("beta1"), given.pop("beta2")), **given)
+    return torch.optim.SGD([parameter], **given)
 
 
 def rounded(values: Tensor, random: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hytrain.kernels.scalars import scalars
 from hytrain.memory import visits
 from hytrain.memory.transfer import HostTransfers, Transfer
 from hytrain.memory.visits import Visit, Visits, ring_bytes
+from protocol.handles import STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import AdamWHyper
 
@@ -42,7 +43,7 @@ class Late(HostTransfers):
 
 def visit(made: Visits, *, awaited: bool = False) -> None:
     """A layer of one segment is updated."""
-    planes = [None, torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    planes = [torch.zeros(NUMEL) if plane_dtype(plane, SEGMENT) else None for plane in STATE_PLANES]
     one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
     made.update([one], after=None, host=Mock(), verdict=None, awaited=awaited)
 
@@ -118,7 +119,10 @@ def test_the_rings_size_is_known_before_it_is_made() -> None:
     bf16 = Segment(name="w", numel=1000, dtype="bfloat16", grads_dtype="bfloat16", group=0)
     made = Visits(HostTransfers(), torch.device("cpu"), [SEGMENT, bf16], hold_bytes=0)
     made.prepare()
-    slots = [plane.nbytes for slot in made._slots for plane in slot._planes]
+    slots = [plane.nbytes for slot in made._slots for plane in slot._planes if plane.nbytes]
     assert sum(slots) == ring_bytes([SEGMENT, bf16]) and len(slots) == 3 * visits.SLOTS
     smaller = replace(bf16, state_dtype="bfloat16")
     assert ring_bytes([smaller]) == visits.SLOTS * 1024 * (2 + 2 + 2)
+    assert [ring_bytes([replace(bf16, rule=rule)]) for rule in ("lion", "sgd")] == [
+        visits.SLOTS * 1024 * n for n in (6, 2)
+    ]

@@ -60,6 +60,7 @@ class SegmentPlanes:
         self, backend: Backend, start: int, stop: int, scalars: Scalars, *, source: int = 0, target: int = 0
     ) -> None:
         """Update elements [start, stop) of the segment. Reads bank `source` and writes bank `target`."""
+        assert self.segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
         address, width = self.grads
         backend.update(
             **self._addresses(source, start),

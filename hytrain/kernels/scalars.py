@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from protocol.rules import AdamWHyper, Hyper, SGDHyper
+from protocol.rules import AdamWHyper, Hyper, LionHyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,16 @@ def _sgd_momentum(hyper: SGDHyper, step: int) -> tuple[float, ...]:
     return (*_sgd(hyper, step), keep, 1 - hyper.dampening, hyper.momentum if hyper.nesterov else 0.0)
 
 
+def _lion(hyper: LionHyper, step: int) -> tuple[float, ...]:
+    """beta1, mix1, beta2, mix2, decay and neg_lr (Chen et al., 2023).
+
+    p = p * decay + neg_lr * sign(m * beta1 + g * mix1)
+    m = m * beta2 + mix2 * g
+    """
+    decay = 1 - hyper.lr * hyper.weight_decay
+    return hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, decay, -hyper.lr
+
+
 #: Hyperparameters to measure each rule's updates with.
 TYPICAL: Final[dict[str, Hyper]] = {
     hyper.rule: hyper
@@ -81,12 +91,14 @@ TYPICAL: Final[dict[str, Hyper]] = {
         AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
         SGDHyper(lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=1e-4),
         SGDHyper(lr=1e-3, momentum=0.9, dampening=0.0, nesterov=False, weight_decay=1e-4),
+        LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0),
     )
 }
 _OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "sgd_momentum": _sgd_momentum,
+    "lion": _lion,
 }
 
 

@@ -24,7 +24,7 @@ from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
-from protocol.rules import AdamWHyper, SGDHyper
+from protocol.rules import AdamWHyper, LionHyper, SGDHyper
 
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
@@ -162,7 +162,20 @@ def _decayed(master: Tensor, grads: Tensor, scalars: Scalars) -> Tensor:
     return grads.add(master, alpha=decay) if decay else grads
 
 
-_STEPS: Final[dict[str, Callable[..., None]]] = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd_momentum}
+def _lion(master: Tensor, grads: Tensor, exp_avg: Tensor, scalars: Scalars) -> None:
+    hyper = cast(LionHyper, scalars.hyper)
+    grads = -grads if hyper.maximize else grads
+    direction = (exp_avg * hyper.beta1 + grads * (1 - hyper.beta1)).sign_()
+    master.mul_(1 - hyper.lr * hyper.weight_decay).add_(direction, alpha=-hyper.lr)
+    exp_avg.mul_(hyper.beta2).add_(grads, alpha=1 - hyper.beta2)
+
+
+_STEPS: Final[dict[str, Callable[..., None]]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd_momentum,
+    "lion": _lion,
+}
 
 
 def _from(elements: Elements, begin: int) -> Elements:

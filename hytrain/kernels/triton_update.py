@@ -118,6 +118,13 @@ def _sgd_momentum(p, g, b_old, weight_decay, neg_lr, keep, mix, ahead):
 
 
 @triton.jit
+def _lion(p, g, m_old, beta1, mix1, beta2, mix2, decay, neg_lr):
+    c = m_old * beta1 + g * mix1
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
+    return tl.fma(neg_lr, sign, p * decay), tl.fma(mix2, g, m_old * beta2)
+
+
+@triton.jit
 def _update(
     weights, grads, remainder, moment0, moment1, mask, index, before, within,
     factor, s1, s2, s3, s4, s5, s6, s7, RULE: tl.constexpr, LONE: tl.constexpr,
@@ -136,6 +143,9 @@ def _update(
     elif RULE == "sgd_momentum":
         p, b = _sgd_momentum(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5)
         _store_moment(moment0, b, random, mask)
+    elif RULE == "lion":
+        p, m = _lion(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5, s6)
+        _store_moment(moment0, m, random, mask)
     _store_master(weights, remainder, p, random, mask, LONE)
 
 

@@ -158,6 +158,19 @@ struct SGDMomentum : SGD {
     }
 };
 
+struct Lion {
+    static constexpr int moments = 1;  // exp_avg
+    float factor, beta1, mix1, beta2, mix2, decay, neg_lr;
+
+    float step(float p, float g, const Moments<Lion, float> &from, const Moments<Lion, float> &to, int64_t i) const {
+        const float m_old = from[0][i];
+        const float c = m_old * beta1 + g * mix1;
+        const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;  // torch's sign of a NaN is 0, too
+        to[0][i] = real(canonical(bits(std::fma(mix2, g, m_old * beta2))));
+        return std::fma(neg_lr, sign, p * decay);
+    }
+};
+
 // The planes that an update changes. It reads one `State` and writes the same or another.
 template <class Rule, class Weight, class Moment>
 struct State {
@@ -404,6 +417,7 @@ extern "C" {
 HYTRAIN_RULE(adamw, AdamW)
 HYTRAIN_RULE(sgd, SGD)
 HYTRAIN_RULE(sgd_momentum, SGDMomentum)
+HYTRAIN_RULE(lion, Lion)
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.

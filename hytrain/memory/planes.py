@@ -215,6 +215,7 @@ def update_on(
     `state` has a tensor for each of `STATE_PLANES`. On device "cpu" the `host` backend updates, and the verdict is in
     `scalars`.
     """
+    assert segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
     remainder = state[0]
     moments = [moment for index in _MOMENTS_AT[segment.rule] if (moment := state[index]) is not None]
     assert (remainder is None) is (plane_dtype("remainder", segment) is None), "or the weights would be rounded"

@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lion
 import pytest
 import torch
 from helpers import OnMasters, adamw, differing, keep, opened, state, train, weights
+from programs import train_recipe, write_recipe
 from small_models import Poisoned, perceptron, square_loss
 from test_k_invariance import train_and_prepare
+from test_saving import checkpoint
 from torch import nn
 
 import hytrain
@@ -18,6 +21,7 @@ from hytrain.errors import ConfigError, UsageError
 from hytrain.memory import visits
 from hytrain.optim import Optimizer
 from hytrain.step import streaming
+from protocol.rules import MOMENT_PLANES
 
 STEPS = 24
 PLACEMENTS: list[dict[str, Any]] = [
@@ -36,6 +40,10 @@ class SGD(OnMasters, torch.optim.SGD):
     """torch's own in this process."""
 
 
+class Lion(OnMasters, lion.Lion):
+    """As published."""
+
+
 class Case(NamedTuple):
     """An optimizer of HyTrain, what it is compared with, and hyperparameters for both."""
 
@@ -48,6 +56,7 @@ CASES = {
     "sgd": Case(hytrain.SGD, SGD, {"lr": 0.3, "weight_decay": 0.01}),
     "momentum": Case(hytrain.SGD, SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "nesterov": Case(hytrain.SGD, SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "lion": Case(hytrain.Lion, Lion, {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}),
 }
 of_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 of_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -217,6 +226,38 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
             opt.load(tmp_path)
         with pytest.raises(ConfigError, match="is not SGD's: it has step, exp_avg, exp_avg_sq"):
             opt.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+def test_a_recipe_resumes_with_its_optimizer(optimizer: str, tmp_path: Path) -> None:
+    """And not with another one."""
+    numbers = {"momentum": 0.9, "lr": 0.1} if optimizer == "sgd" else {"betas": [0.8, 0.95], "lr": 1e-3}
+    recipe = write_recipe(tmp_path, train={"optimizer": optimizer, "steps": 20, **numbers})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_recipe(recipe, whole)
+    train_recipe(recipe, parts, "train.stop_at=10", "optimizer.k=1")
+    train_recipe(recipe, parts, "train.resume=latest", "optimizer.k=0")
+    found = checkpoint(parts, 20)
+    assert differing(found, checkpoint(whole, 20)) == []
+    moments = {name.partition(":")[2].partition(".")[0] for name in found} & {*MOMENT_PLANES}
+    assert moments == {"momentum_buffer" if optimizer == "sgd" else "exp_avg"}
+    with pytest.raises(ConfigError, match=r"is hytrain\.(SGD|Lion)'s, not hytrain\.AdamW's"):
+        default = ["train.optimizer=adamw", "train.momentum=0", "train.betas=[0.9, 0.95]"]
+        train_recipe(recipe, parts, "train.resume=latest", "train.steps=30", *default)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"betas": (0.9, 1.0)}, "lr and weight_decay must not be negative, betas lie in"),
+        ({"betas": 0.9}, "betas is 0.9: two numbers"),
+        ({"weight_decay": -1.0}, "lr and weight_decay must not be negative"),
+    ],
+    ids=str,
+)
+def test_what_lion_cannot_be(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        hytrain.Lion(perceptron(), **options)
 
 
 @pytest.mark.parametrize(
