@@ -592,7 +592,8 @@ class AdamW(Optimizer):
     """AdamW (Loshchilov & Hutter, 2019), as in `torch.optim.AdamW`.
 
     Args:
-        model, param_groups: As for `Optimizer`.
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
         lr: Learning rate.
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
@@ -626,7 +627,8 @@ class SGD(Optimizer):
     A group's momentum may change, but not between 0 and other numbers.
 
     Args:
-        model, param_groups: As for `Optimizer`.
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
         lr: Learning rate.
         momentum: How much of the momentum buffer is kept in each step.
         dampening: The gradient's part in the buffer is 1 - dampening, from the second step on.
@@ -662,7 +664,8 @@ class Lion(Optimizer):
     times smaller than AdamW's, and a weight decay as many times larger.
 
     Args:
-        model, param_groups: As for `Optimizer`.
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
         lr: Learning rate.
         betas: The momentum's part in the sign of the step; its decay rate.
         weight_decay: Decoupled weight decay.
