@@ -13,7 +13,7 @@ from helpers import OnMasters, adamw, differing, keep, opened, state, train, wei
 from programs import train_recipe, write_recipe
 from small_models import Poisoned, perceptron, square_loss
 from test_k_invariance import train_and_prepare
-from test_saving import checkpoint
+from test_saving import checkpoint, dcp_load, dcp_save
 from torch import nn
 
 import hytrain
@@ -141,6 +141,21 @@ def test_saved_and_resumed(case: Case, dtype: torch.dtype, form: str, tmp_path: 
     second.load_state_dict(first.state_dict())
     with opened(case.kind, second, k=1.0, **case.options) as opt:
         load(opt)
+        train(second, opt, range(STEPS // 2, STEPS), square_loss)
+        assert differing(state(opt) | weights(second), expected) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@of_case
+def test_a_distributed_checkpoint_goes_on(case: Case, tmp_path: Path) -> None:
+    whole, second = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
+    with opened(case.kind, whole, k=0.5, **case.options) as opt:
+        train(whole, opt, range(STEPS // 2), square_loss)
+        dcp_save(whole, opt, tmp_path, {})
+        train(whole, opt, range(STEPS // 2, STEPS), square_loss)
+        expected = state(opt) | weights(whole)
+    with opened(case.kind, second, k=0.0, **case.options) as opt:
+        dcp_load(second, opt, tmp_path, {})
         train(second, opt, range(STEPS // 2, STEPS), square_loss)
         assert differing(state(opt) | weights(second), expected) == []
 
