@@ -16,12 +16,18 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError
-from protocol.rules import AdamWHyper, Hyper, LionHyper, SGDHyper
+from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, SGDHyper
+
+#: Said where the state that an update keeps would have to come or go.
+MOMENTUM: Final = (
+    "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
+    "keep it as it was, at 0 or above 0, or make the optimizer anew"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One optimizer. `name` is that of its class.
+    """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
 
     `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
     False. `has_betas`: whether a group has `betas` besides.
@@ -33,6 +39,7 @@ class Algorithm:
     """
 
     name: str
+    rules: tuple[str, ...]
     numbers: tuple[str, ...]
     flags: tuple[str, ...]
     has_betas: bool
@@ -47,6 +54,11 @@ class Algorithm:
     def hyperparameters(self) -> tuple[str, ...]:
         """All of a group's."""
         return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()))
+
+    @property
+    def moments(self) -> set[str]:
+        """What an entry of its state may have."""
+        return {plane for rule in self.rules for plane in MOMENTS[rule]}
 
     def rule(self, group: Mapping[str, Any]) -> str:
         """The rule that updates the parameters of a group."""
@@ -108,6 +120,7 @@ def _no_adamw(group: Mapping[str, Any]) -> str | None:
 
 ADAMW: Final = Algorithm(
     name="AdamW",
+    rules=("adamw",),
     numbers=("lr", "eps", "weight_decay"),
     flags=("maximize",),
     has_betas=True,
@@ -139,6 +152,7 @@ def _read_sgd(group: Mapping[str, Any]) -> SGDHyper:
 
 SGD: Final = Algorithm(
     name="SGD",
+    rules=("sgd", "sgd_momentum"),
     numbers=("lr", "momentum", "weight_decay"),
     signed=("dampening",),
     flags=("nesterov", "maximize"),
@@ -164,6 +178,7 @@ def _read_lion(group: Mapping[str, Any]) -> LionHyper:
 #: Published without a class of torch.
 LION: Final = Algorithm(
     name="Lion",
+    rules=("lion",),
     numbers=("lr", "weight_decay"),
     flags=("maximize",),
     has_betas=True,

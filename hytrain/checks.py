@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.algorithms import ADAMW, Algorithm, is_number
+from hytrain.algorithms import ADAMW, MOMENTUM, Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
@@ -70,13 +70,6 @@ class Options:
         """
         wanted = self.speculate if self.speculate is not None else self.objective != "host-memory"
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
-
-
-#: Said where the state that an update keeps would have to come or go.
-MOMENTUM: Final = (
-    "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
-    "keep it as it was, at 0 or above 0, or make the optimizer anew"
-)
 
 
 def check_options(

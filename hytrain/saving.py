@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hytrain.algorithms import Algorithm
-from hytrain.checks import MOMENTUM
+from hytrain.algorithms import MOMENTUM, Algorithm
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import DTYPES
@@ -261,8 +260,8 @@ def _check_entry(
     name: str, parameter: nn.Parameter, entry: dict[str, Any], moments: Sequence[str], algorithm: Algorithm
 ) -> None:
     """Raise `ConfigError` for another algorithm's state, of another shape, or of weights with another 16-bit dtype."""
-    is_without = algorithm.counts_steps and "step" not in entry
-    if entry and (is_without or any(_tensor(entry, plane) is None for plane in moments)):
+    lacks = any(_tensor(entry, plane) is None for plane in moments) or (algorithm.counts_steps and "step" not in entry)
+    if entry and (lacks or entry.keys() & ({*MOMENT_PLANES} - algorithm.moments)):
         raise ConfigError(f"the loaded state of {name} is not {algorithm.name}'s: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
         if (tensor := _tensor(entry, plane)) is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hytrain.kernels import choice
 from hytrain.kernels.backend import DTYPES, Elements, Into
-from hytrain.kernels.scalars import Scalars, scalars
+from hytrain.kernels.scalars import TYPICAL, Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
 from protocol.rules import MOMENTS, Hyper, LionHyper, SGDHyper
 
@@ -170,6 +170,10 @@ def assert_same(planes: Planes, reference: Reference, case: str = "") -> None:
         assert not where, f"{case}: plane {index} differs at {where}: {ours[where]}, not {theirs[where]}"
     if planes.weights.dtype is torch.float16:
         assert torch.equal(planes.weights.view(torch.int16), nearest_half(planes.master()).view(torch.int16))
+
+
+def test_every_rule_is_here() -> None:
+    assert {hyper.rule for hyper in EVERY_RULE} | {"adamw"} == set(MOMENTS) == set(TYPICAL)
 
 
 @of_state

@@ -146,6 +146,8 @@ def _update(
     elif RULE == "lion":
         p, m = _lion(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5, s6)
         _store_moment(moment0, m, random, mask)
+    else:
+        tl.static_assert(False, "a rule without arithmetic")
     _store_master(weights, remainder, p, random, mask, LONE)
 
 

@@ -218,7 +218,8 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Train:
-        for name in {name for names in HYPERPARAMETERS.values() for name in names} - {*HYPERPARAMETERS[self.optimizer]}:
+        own = HYPERPARAMETERS[self.optimizer]
+        for name in (name for names in HYPERPARAMETERS.values() for name in names if name not in own):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"train.{name} is no hyperparameter of train.optimizer: {self.optimizer}")
         if self.nesterov and not self.momentum:

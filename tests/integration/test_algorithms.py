@@ -207,6 +207,24 @@ def test_groups_with_and_without_momentum_and_a_frozen_parameter(tmp_path: Path)
         assert [("momentum_buffer" in entry) for entry in entries.values()] == [True] * 7 + [False]
 
 
+def test_a_group_that_comes_later_may_have_the_first_momentum() -> None:
+    def run(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+        *_, last = model
+        train(model, opt, range(4), square_loss)
+        opt.add_param_group({"params": list(last.parameters()), "momentum": 0.9, "weight_decay": 0.1})
+        train(model, opt, range(4, 10), square_loss)
+
+    def others(model: Any) -> list[nn.Parameter]:
+        return [parameter for block in model[:-1] for parameter in block.parameters()]
+
+    theirs, ours = perceptron(), perceptron()
+    run(theirs, torch.optim.SGD(others(theirs), lr=0.1))
+    with opened(hytrain.SGD, ours, others(ours), lr=0.1, k=0.3) as opt:
+        run(ours, opt)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
 def test_momentum_neither_comes_nor_goes(tmp_path: Path) -> None:
     """Its buffer would have to. Other changes are as in torch."""
     plain, theirs, model = perceptron(), perceptron(), perceptron()
@@ -240,6 +258,9 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"is hytrain\.AdamW's, not hytrain\.SGD's"):
             opt.load(tmp_path)
         with pytest.raises(ConfigError, match="is not SGD's: it has step, exp_avg, exp_avg_sq"):
+            opt.load_state_dict(kept)
+    with opened(hytrain.Lion, perceptron(), lr=1e-3) as opt:  # which has an exp_avg, too
+        with pytest.raises(ConfigError, match="is not Lion's: it has step, exp_avg, exp_avg_sq"):
             opt.load_state_dict(kept)
 
 
