@@ -290,30 +290,25 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
     ours.close()
 
 
-ALGORITHMS = {
-    "sgd": (hytrain.SGD, {"lr": 0.01, "weight_decay": 0.01}),
-    "momentum": (hytrain.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-    "lion": (hytrain.Lion, {"lr": 1e-4, "weight_decay": 0.1}),
-}
+MOMENTUM: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
+ROUNDED = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "more"),
+    ("kind", "dtype", "options"),
     [
-        (torch.float32, {}),
-        (torch.float16, {}),
-        (torch.bfloat16, {"max_grad_norm": 0.5}),
-        (torch.bfloat16, {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}),
+        (hytrain.SGD, torch.float32, {"lr": 0.01, "weight_decay": 0.01}),
+        (hytrain.SGD, torch.float16, MOMENTUM),
+        (hytrain.SGD, torch.bfloat16, {**MOMENTUM, "max_grad_norm": 0.5}),
+        (hytrain.Lion, torch.bfloat16, {"lr": 1e-4, "weight_decay": 0.1, **ROUNDED}),
     ],
-    ids=["float32", "float16", "bfloat16", "rounded"],
+    ids=["sgd-float32", "momentum-float16", "momentum-bfloat16", "lion-rounded"],
 )
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_other_algorithms_give_the_same_bits_whoever_owns_a_layer(
-    algorithm: str, dtype: torch.dtype, more: dict[str, Any], tmp_path: Path
+    kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    kind, numbers = ALGORITHMS[algorithm]
     runs = {"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random", "stream": "auto"}
-    assert_same([train(llama(dtype), tmp_path, kind=kind, **numbers, **more, **options)[0] for options in runs])
+    assert_same([train(llama(dtype), tmp_path, kind=kind, **options, **choice)[0] for choice in runs])
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
