@@ -35,10 +35,11 @@ from benchmarks.columns import markdown, number
 from hytrain.kernels.backend import Backend, Into
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.choice import load
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import scalars
 from hytrain.memory.arena import HostArena
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
 from protocol.messages import Layer, Segment
+from protocol.rules import MOMENTS, AdamWHyper
 from workers import affinity
 from workers.update_queue import TILE_NUMEL
 
@@ -46,7 +47,7 @@ MI: Final = 1 << 20
 SWEPT_TILES: Final = (MI, 4 * MI, 16 * MI, 64 * MI)
 CAST_TILES: Final = (MI, 4 * MI, 16 * MI)
 SWEPT_THREADS: Final = (1, 2, 4, 8)
-SCALARS: Final = scalars(Hyper(lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1), step=10)
+SCALARS: Final = scalars(AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1), step=10)
 #: Bytes per element that one update reads and writes.
 TRAFFIC: Final = {"bfloat16": 26, "float32": 28}
 COMPARED: Final = ("native", "deepspeed", "torch")
@@ -209,12 +210,19 @@ class Planes:
         """The planes' addresses at element `start`; 0 for a plane that is not there."""
         return {plane: self.base[plane] + start * self.itemsize[plane] if plane in self.base else 0 for plane in PLANES}
 
+    def arguments(self, start: int) -> dict[str, Any]:
+        """The same as an update takes them."""
+        at = self.at(start)
+        moments = tuple(at[plane] for plane in MOMENTS["adamw"])
+        return {"moments": moments, **{name: at[name] for name in ("weights", "grads", "remainder")}}
+
     def second(self, start: int) -> Into:
         """Those of the second bank."""
         handles = {plane: self.arena.layout.handles[bank_plane(plane, 1)][0] for plane in BANKED_PLANES}
         starts = {plane: start * self.itemsize.get(plane, 0) for plane in handles}
-        found = {plane: self.arena.address_of(each) + starts[plane] for plane, each in handles.items() if each}
-        return Into(**dict.fromkeys(handles, 0) | found)
+        at = {plane: self.arena.address_of(each) + starts[plane] if each else 0 for plane, each in handles.items()}
+        moments = tuple(at[plane] for plane in MOMENTS["adamw"])
+        return Into(weights=at["weights"], remainder=at["remainder"], moments=moments)
 
     def buffer(self, plane: str) -> ctypes.Array[ctypes.c_char]:
         return (ctypes.c_char * (self.numel * self.itemsize[plane])).from_address(self.base[plane])
@@ -235,7 +243,7 @@ class Planes:
         def run(start: int, count: int) -> None:
             into = {"into": self.second(start)} if banked else {}
             dtypes = {"weights_dtype": self.dtype, "grads_dtype": self.dtype}
-            backend.update(**self.at(start), **dtypes, **into, numel=count, scalars=SCALARS)
+            backend.update(**self.arguments(start), **dtypes, **into, numel=count, scalars=SCALARS)
 
         return self.case(system or backend.name, tile, threads, run)
 
@@ -320,7 +328,7 @@ def with_casts(backend: Backend, planes: Planes, tile: int, threads: int) -> Cas
 
     def run(start: int, count: int) -> None:
         scratch[:count].copy_(grads[start : start + count])
-        addresses = planes.at(start) | {"grads": scratch.data_ptr()}
+        addresses = planes.arguments(start) | {"grads": scratch.data_ptr()}
         backend.update(**addresses, **dtypes, numel=count, scalars=SCALARS)
         weights[start : start + count].copy_(master[start : start + count])
 
@@ -337,11 +345,11 @@ def gpu(threads: int, numel: int, rounds: int) -> Iterator[dict[str, Any]]:
         raise SystemExit("torch sees no CUDA device here")
     numel, sets, repeats = min(numel // 4, 64 * MI), 4, 5
 
-    def planes() -> dict[str, torch.Tensor]:
+    def planes() -> dict[str, Any]:
         weights, grads = (torch.randn(numel, device="cuda").mul_(sigma).bfloat16() for sigma in (0.02, 1e-3))
-        exp_avg, exp_avg_sq = (torch.zeros(numel, device="cuda") for _ in range(2))
+        moments = tuple(torch.zeros(numel, device="cuda") for _ in range(2))
         remainder = torch.randint(-(2**15), 2**15, (numel,), dtype=torch.int16, device="cuda")
-        return dict(weights=weights, grads=grads, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        return dict(weights=weights, grads=grads, remainder=remainder, moments=moments)
 
     total = repeats * sets * numel
     case = Case(system="gpu", dtype="bfloat16", tile=numel, threads=0, numel=total, bytes_each=26, run=lambda: None)

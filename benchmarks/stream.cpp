@@ -1,4 +1,4 @@
-// The memory traffic of the AdamW update without its arithmetic: what adamw.cpp is measured against.
+// The memory traffic of the AdamW update without its arithmetic: what update.cpp is measured against.
 //
 // Same planes, same blocks, same static schedule, same prefetches. Each plane is read and written back with one bit
 // flipped, the least that a compiler cannot leave out; a gradient's sign goes into a weight's last bit, so that
@@ -18,7 +18,7 @@
 
 namespace {
 
-// adamw.cpp's, like `prefetch`
+// update.cpp's, like `prefetch`
 constexpr int64_t block = 4096;
 constexpr int64_t strip = 64;
 

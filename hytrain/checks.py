@@ -1,34 +1,35 @@
-"""Checks of what a `hytrain.AdamW` is given: options, groups and the model, before anything is started.
+"""Checks of what an optimizer is given: options, groups and the model, before anything is started.
 
 `optim` calls them. Each error is one sentence that says what to do.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from hytrain.algorithms import ADAMW, MOMENTUM, Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
 from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
 from protocol.handles import Precision
-from protocol.messages import MASTER_DTYPES, OBJECTIVES, STATE_DTYPES, GroupHyper
+from protocol.messages import MASTER_DTYPES, OBJECTIVES, STATE_DTYPES
+from protocol.rules import Hyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options that all parameters share; see `hytrain.AdamW`. `k` is None for "auto"."""
+    """The options that all parameters share; see `hytrain.optim.Optimizer`. `k` is None for "auto"."""
 
+    algorithm: Algorithm
     k: float | None
     policy: str
     objective: str
@@ -71,10 +72,6 @@ class Options:
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
-#: Options of torch's AdamW that HyTrain does not have. Other keys are allowed: schedulers keep theirs in groups.
-_NOT_OFFERED: Final = ("amsgrad", "foreach", "capturable", "differentiable", "fused")
-
-
 def check_options(
     *,
     k: float | str,
@@ -84,7 +81,7 @@ def check_options(
     master_dtype: torch.dtype | str,
     **others: Any,
 ) -> Options:
-    """The options of a `hytrain.AdamW`. Raises `ConfigError`."""
+    """The options of an optimizer. Raises `ConfigError`."""
     options = Options(
         k=_fraction("k", k),
         visit=_fraction("visit", visit),
@@ -103,7 +100,7 @@ def _fraction(name: str, given: float | str) -> float | None:
     """The number; None for "auto". Raises `ConfigError`."""
     if given == "auto":
         return None
-    if isinstance(given, str) or not (_is_number(given) and 0.0 <= given <= 1.0):
+    if isinstance(given, str) or not (is_number(given) and 0.0 <= given <= 1.0):
         raise ConfigError(f'{name} is {given!r}: a fraction in [0, 1], or "auto"')
     return float(given)
 
@@ -111,7 +108,7 @@ def _fraction(name: str, given: float | str) -> float | None:
 def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether an option is wrong by itself, what to say then)."""
     backwards, scale = o.grad_accumulation, o.loss_scale
-    norm_fits = o.max_grad_norm is None or (_is_number(o.max_grad_norm) and o.max_grad_norm > 0)
+    norm_fits = o.max_grad_norm is None or (is_number(o.max_grad_norm) and o.max_grad_norm > 0)
     dtype_fits = o.gradient_dtype in (None, torch.bfloat16, torch.float32)
     count_fits = isinstance(backwards, int) and not isinstance(backwards, bool) and backwards >= 1
     scale_fits = scale in (None, "dynamic") or not (isinstance(scale, bool | str) or not 1e-20 <= scale <= 1e20)
@@ -124,6 +121,8 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
     for name, value, known in (("objective", o.objective, OBJECTIVES), ("policy", o.policy, POLICIES)):
         yield value not in known, f"{name} {value!r} is unknown: choose one of {', '.join(known)}"
     choices = ("auto", *backends.BACKENDS)
+    is_adamw = o.algorithm is ADAMW
+    yield o.backend == "deepspeed" and not is_adamw, 'backend "deepspeed" has AdamW alone: leave backend out'
     yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
     yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
     for name, given, offered in (
@@ -219,7 +218,7 @@ def check_masters(model: nn.Module, options: Options) -> None:
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"hytrain.AdamW needs the model itself, not {type(model).__name__}: AdamW(model, …)")
+        raise UnsupportedError(f"HyTrain needs the model itself, not {type(model).__name__}: hytrain.AdamW(model, …)")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
             "with DistributedDataParallel, every rank would hold all state: apply fully_shard(…, "
@@ -248,7 +247,7 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
     """Raise `UnsupportedError` if another optimizer trains one of these."""
     if any(id(parameter) in taken for parameter in parameters):
         raise UnsupportedError(
-            "the model has parameters that another hytrain.AdamW trains: give each its own part as the model "
+            "the model has parameters that another optimizer of HyTrain trains: give each its own part as the model "
             "(AdamW(model.part)), or one optimizer all of them, in as many param_groups as wanted; or close() that one"
         )
 
@@ -276,41 +275,17 @@ def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dic
     return [group for group in groups if group["params"]]
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for options of torch's AdamW that HyTrain lacks, `ConfigError` for impossible values."""
-    if unknown := next((key for key in _NOT_OFFERED if group.get(key)), None):
-        raise UnsupportedError(f"hytrain.AdamW has no option {unknown!r}")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
-    given = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    given.update((f"betas[{index}]", beta) for index, beta in enumerate(betas))
-    if any(isinstance(given[name], Tensor) for name in ("lr", "betas[0]", "betas[1]")):
-        raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
-    for name, value in given.items():
-        if not _is_number(value):
-            raise ConfigError(f"{name} is {value!r}: a number")
-    if not isinstance(group["maximize"], bool):
-        raise ConfigError(f"maximize is {group['maximize']!r}: True or False")
-    beta1, beta2 = betas
-    if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ConfigError("lr, eps and weight_decay must not be negative, betas lie in [0, 1)")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number. True and False are not numbers."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
     """The identity of each group's parameters."""
     return [[id(parameter) for parameter in group["params"]] for group in param_groups]
 
 
-def read_groups(param_groups: list[dict[str, Any]], ids: list[list[int]]) -> tuple[GroupHyper, ...]:
-    """The current hyperparameters. The user may have replaced the list of groups since `ids` were taken.
+def read_groups(
+    algorithm: Algorithm, param_groups: list[dict[str, Any]], ids: list[list[int]], rules: Sequence[str]
+) -> tuple[Hyper, ...]:
+    """The current hyperparameters. The user may have replaced the list of groups since `ids` and `rules` were taken.
 
-    Raises `UsageError` for other groups or parameters, and for betas that cannot be.
+    Raises `UsageError` for other groups or parameters, and for hyperparameters that cannot be.
     """
     if len(param_groups) != len(ids):
         raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {len(ids)}: use add_param_group")
@@ -320,16 +295,9 @@ def read_groups(param_groups: list[dict[str, Any]], ids: list[list[int]]) -> tup
             "with requires_grad_(False), or make the optimizer anew"
         )
     for group in param_groups:
-        if not all(0.0 <= float(beta) < 1.0 for beta in group["betas"]):
+        if not algorithm.betas_fit(group):
             raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-    return tuple(
-        GroupHyper(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            maximize=bool(group["maximize"]),
-        )
-        for group in param_groups
-    )
+    hypers = tuple(map(algorithm.read, param_groups))
+    if [hyper.rule for hyper in hypers] != list(rules):
+        raise UsageError(MOMENTUM)
+    return hypers

@@ -1,4 +1,4 @@
-"""`hytrain.AdamW`, the user's interface.
+"""`hytrain.AdamW`, `hytrain.SGD` and `hytrain.Lion`, the user's interface.
 
     opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
     for batch in loader:
@@ -7,7 +7,7 @@
         opt.step()
         opt.zero_grad()
 
-It presents a session as a torch optimizer. `session` has the processes and the layers, `step.engine` does the work.
+Each presents a session as a torch optimizer. `session` has the processes and the layers, `step.engine` does the work.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from hytrain import saving, session
+from hytrain import algorithms, saving, session
+from hytrain.algorithms import Algorithm
 from hytrain.checks import (
     check_device,
     check_free,
-    check_group,
     check_masters,
     check_model,
     check_options,
@@ -47,7 +47,7 @@ from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
 from hytrain.model.parts import Parts
-from hytrain.model.trained import TrainedParameter
+from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.model.watched import unwatched
 from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
@@ -55,14 +55,45 @@ from hytrain.session import Session
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
 from hytrain.trackers import check_trackers
-from protocol.messages import GroupHyper
+from protocol.rules import Hyper
 
 if TYPE_CHECKING:
     from hytrain import state_folder
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW whose optimizer state is on the GPU or in host memory, layer by layer.
+class SharedOptions(TypedDict, total=False):
+    """The options that `Optimizer` has for each of its algorithms."""
+
+    grad_accumulation: int
+    accumulate_on: str
+    max_grad_norm: float | None
+    clip: str
+    on_nonfinite: str | None
+    speculate: bool | None
+    loss_scale: float | str | None
+    k: float | str
+    visit: float | str
+    stream: float | str
+    device: torch.device | str | None
+    policy: str
+    objective: str
+    backend: str
+    gradient_dtype: torch.dtype | None
+    state_dtype: torch.dtype | str
+    master_dtype: torch.dtype | str
+    overlap: bool
+    cores: str | None
+    threads: int | None
+    run_dir: str | os.PathLike[str] | None
+    host_memory_limit: int | None
+    gpu_memory_limit: int | None
+    trace: bool | None
+    pipeline_group: ProcessGroup | None
+    log_to: Sequence[str]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer whose state is on the GPU or in host memory, layer by layer: the base class of all algorithms.
 
     The GPU updates the layers whose state it holds. A CPU process updates the others while the GPU works. The
     coordinator process decides which layers are where. Given the same gradients, the result is the same bit for bit.
@@ -73,11 +104,7 @@ class AdamW(torch.optim.Optimizer):
             together. A pipeline's rank may give several modules.
         param_groups: What torch's `params` takes, over parameters of `model`: an iterable of parameters, of names and
             parameters, or of groups of them. By default, one group with all parameters.
-        lr: Learning rate, as in `torch.optim.AdamW` (Loshchilov & Hutter, 2019).
-        betas: Decay rates of the first and the second moment.
-        eps: Added to the square root of the second moment.
-        weight_decay: Decoupled weight decay.
-        maximize: Maximize the objective instead of minimizing it.
+        defaults: The algorithm's hyperparameters, for groups without their own.
         grad_accumulation: How many backwards make a step. Their gradients are summed in float32; the loop divides the
             loss. The updates start in the last backward, or in an earlier `step()`. See `no_sync`.
         accumulate_on: Where the sums are kept, 4 bytes per parameter: "device"; "host", from where they travel over
@@ -132,16 +159,14 @@ class AdamW(torch.optim.Optimizer):
         ClusterError: The other processes did not start, or died.
     """
 
+    algorithm: ClassVar[Algorithm]
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        param_groups: ParamsT | None,
+        defaults: dict[str, Any],
         *,
-        maximize: bool = False,
         grad_accumulation: int = 1,
         accumulate_on: str = "auto",
         max_grad_norm: float | None = None,
@@ -172,6 +197,7 @@ class AdamW(torch.optim.Optimizer):
         ranks = Ranks.of_job()
         with ranks.together():
             options = check_options(
+                algorithm=self.algorithm,
                 k=k,
                 visit=visit,
                 stream=stream,
@@ -197,11 +223,9 @@ class AdamW(torch.optim.Optimizer):
             check_model(self._model)
             check_masters(self._model, options)
             fsdp.reshard(self._model)
-            defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
             super().__init__(groups_for_torch(self._model, param_groups), defaults)
-            self._no_state.precision = options.precision
             for group in self.param_groups:
-                check_group(group)
+                self.algorithm.check(group)
             flags = {
                 "cores": cores,
                 "threads": threads,
@@ -211,7 +235,8 @@ class AdamW(torch.optim.Optimizer):
                 "trace": trace,
             }
             config = ClusterConfig.resolve(flags=flags)
-            self._group_ids = group_ids(self.param_groups)
+            self._precision = options.precision
+            self._note_groups()
             _replace(self._model, self.param_groups)
         check_same(ranks, options)
         me = weakref.ref(self)
@@ -242,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
         """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
 
         Args:
-            closure: Called once before that, with gradients enabled, as `torch.optim.AdamW` does.
+            closure: Called once before that, with gradients enabled, as torch's optimizers do.
 
         Returns:
             What the closure returns, usually the loss; None without a closure.
@@ -294,24 +319,34 @@ class AdamW(torch.optim.Optimizer):
                 self._session.require_free([p for group in named for p in group["params"]])
                 for group in named:
                     super().add_param_group(group)
-                    check_group(self.param_groups[-1])
-            self._group_ids = group_ids(self.param_groups)
+                    self.algorithm.check(self.param_groups[-1])
+            self._note_groups()
             self._session.rebuild()
         except BaseException:
             if self._engine is before:
                 del self.param_groups[groups:]
-                self._group_ids = group_ids(self.param_groups)
+                self._note_groups()
             raise
 
+    def _note_groups(self) -> None:
+        """Remember what the groups are, to notice when the loop changes more than it may."""
+        self._group_ids = group_ids(self.param_groups)
+        self._rules = [self.algorithm.rule(group) for group in self.param_groups]
+        self._no_state.planes = {
+            id(parameter): plane_dtypes(parameter, rule, self._precision)
+            for group, rule in zip(self.param_groups, self._rules, strict=True)
+            for parameter in group["params"]
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of `torch.optim.AdamW`, after waiting for all updates.
+        """The state in the format of torch's optimizer of the same name, after waiting for all updates.
 
         A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
-        Moments are views of the planes, not copies. If the GPU owns some layers and the host others, those of the GPU
-        are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the moments: weights and
-        remainder together are the master. The `remainder` of float16 parameters is the master itself (float32).
-        Remainders are copies. The loss scale's state is in the first group, and the step's number beside the groups,
-        under keys that torch ignores.
+        Each entry counts the parameter's updates in `step`, also where torch does not. Moments are views of the planes,
+        not copies. If the GPU owns some layers and the host others, those of the GPU are copied to the host. bfloat16
+        parameters have a `remainder` (int16) next to the moments: weights and remainder together are the master. The
+        `remainder` of float16 parameters is the master itself (float32). Remainders are copies. The loss scale's state
+        is in the first group, and the step's number beside the groups, under keys that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -325,7 +360,7 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or from `torch.optim.AdamW`; parameters may have names for numbers.
+        """Load what `state_dict` returned, here or from torch; parameters may have names for numbers.
 
         Raises:
             ConfigError: The state does not fit.
@@ -343,7 +378,7 @@ class AdamW(torch.optim.Optimizer):
             loss_scale=self._engine.loss_scale,
             when_checked=self._import_for_loading,
         )
-        counts = (int(entry["step"]) for entry in state_dict["state"].values())
+        counts = map(saving.count_of, state_dict["state"].values())
         self._session.restored(state_dict.get("steps", max(counts, default=0)))
         self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -367,7 +402,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Called by `copy` and `pickle`."""
-        raise UsageError("a hytrain.AdamW cannot be copied or pickled: do so with its state_dict(), or use opt.save")
+        raise UsageError("an optimizer of HyTrain cannot be copied or pickled: use its state_dict(), or opt.save")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -379,7 +414,7 @@ class AdamW(torch.optim.Optimizer):
         """Read by `Accelerator.prepare`, which the Trainer calls too, before anything else."""
         raise UnsupportedError(
             "Accelerate and the Hugging Face Trainer clip, accumulate and save in ways that only an adopted "
-            "hytrain.AdamW follows. With a Trainer, leave its optimizers out and call "
+            "optimizer of HyTrain follows. With a Trainer, leave its optimizers out and call "
             "hytrain.integrations.transformers.adopt(trainer); with an Accelerator, prepare what "
             "hytrain.integrations.accelerate.adopt(accelerator, model, …) returns"
         )
@@ -553,8 +588,110 @@ class AdamW(torch.optim.Optimizer):
         self._close()
 
 
+class AdamW(Optimizer):
+    """AdamW (Loshchilov & Hutter, 2019), as in `torch.optim.AdamW`.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.ADAMW
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(model, param_groups, defaults, **options)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, as in `torch.optim.SGD`.
+
+    With momentum, it has 4 bytes of state per parameter, and none without, besides the masters of 16-bit weights.
+    A group's momentum may change, but not between 0 and other numbers.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        momentum: How much of the momentum buffer is kept in each step.
+        dampening: The gradient's part in the buffer is 1 - dampening, from the second step on.
+        weight_decay: Added to the gradient, times the weight: it is not decoupled.
+        nesterov: Nesterov's momentum. It needs a momentum, and no dampening.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.SGD
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(model, param_groups, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), with 4 bytes of state per parameter.
+
+    Each weight moves by the learning rate, in the direction of a sign. So the authors advise a learning rate 3 to 10
+    times smaller than AdamW's, and a weight decay as many times larger.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        betas: The momentum's part in the sign of the step; its decay rate.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.LION
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(model, param_groups, defaults, **options)
+
+
 #: All that were made and still exist, also those that are closed.
-_made: weakref.WeakSet[AdamW] = weakref.WeakSet()
+_made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _replace(model: nn.Module, param_groups: list[dict[str, Any]]) -> None:
@@ -571,19 +708,21 @@ def _replace(model: nn.Module, param_groups: list[dict[str, Any]]) -> None:
         same = other._model is model and any(identity in given for ids in other._group_ids for identity in ids)
         if same or other._session.trains(trained):
             other._session.last_words = (
-                "this hytrain.AdamW is closed, as a newer one was made for parameters that it trained: use the newer "
+                "this optimizer is closed, as a newer one was made for parameters that it trained: use the newer "
                 "one, or give one optimizer all of them, in as many param_groups as wanted"
             )
             other.close()
     check_free((parameter for parameter in model.parameters() if parameter.requires_grad), session.managed())
 
 
-def _groups(of: Callable[[], AdamW | None]) -> list[dict[str, Any]]:
+def _groups(of: Callable[[], Optimizer | None]) -> list[dict[str, Any]]:
     """The current parameter groups; none if the optimizer is gone."""
     optimizer = of()
     return [] if optimizer is None else optimizer.param_groups
 
 
-def _read_groups(of: Callable[[], AdamW | None]) -> tuple[GroupHyper, ...]:
+def _read_groups(of: Callable[[], Optimizer | None]) -> tuple[Hyper, ...]:
     optimizer = of()
-    return () if optimizer is None else read_groups(optimizer.param_groups, optimizer._group_ids)
+    if optimizer is None:
+        return ()
+    return read_groups(optimizer.algorithm, optimizer.param_groups, optimizer._group_ids, optimizer._rules)

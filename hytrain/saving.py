@@ -7,33 +7,26 @@ The state of a sharded parameter is a DTensor over this rank's planes, with the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from hytrain.algorithms import MOMENTUM, Algorithm
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
-from hytrain.memory.planes import DTYPES, STATE_PLANES
+from hytrain.memory.planes import DTYPES
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.step.scaling import LossScale
 from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
-from protocol.handles import Precision
+from protocol.handles import STATE_PLANES, Precision
+from protocol.rules import MOMENT_PLANES, MOMENTS
 
 _log = logging.getLogger(__name__)
 
-AS_TORCH: Final = {  # what else a group of `torch.optim.AdamW` has, so that it continues with the same arithmetic
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": True,
-    "decoupled_weight_decay": True,
-}
-NOT_STATE: Final = {"params", "loss_scale", *AS_TORCH}
 #: Collectives know no int16, the dtype of a `remainder`, so a DTensor of the same numbers has another one.
 SENT_AS: Final = {torch.int16: torch.int32}
 
@@ -58,7 +51,7 @@ def state_dict(
     A remainder is a copy: they read a file into these tensors before they load them, and loading the file's weights
     clears the remainders in the planes.
     """
-    index, packed = _numbered(groups)
+    index, packed = _numbered(groups, resting.algorithm)
     if loss_scale is not None:
         packed[0]["loss_scale"] = loss_scale.state()
     entries: list[tuple[nn.Parameter, int, dict[str, Tensor]]] = []
@@ -101,14 +94,24 @@ def load_state_dict(
     parameters. `when_checked` is called before the first change.
     """
     theirs = loaded["param_groups"]
-    entries = {key: loaded["state"].get(label, {}) for key, label in _labels(theirs, groups, named).items()}
+    algorithm = resting.algorithm
+    entries = {
+        key: {name: value for name, value in loaded["state"].get(label, {}).items() if value is not None}
+        for key, label in _labels(theirs, groups, named, algorithm).items()
+    }
     names = {id(parameter): name for name, parameter in reversed(named)}
     given = [parameter for group in groups for parameter in group["params"]]
+    rules = rules_of(groups, algorithm)
+    check_groups(groups, theirs, algorithm)
     for parameter in given:
-        _check_entry(names.get(id(parameter), "a parameter"), parameter, entries[id(parameter)])
-    for other in theirs:
-        _check_algorithm(other)
-    found = {moment.dtype for entry in entries.values() if (moment := _tensor(entry, "exp_avg")) is not None}
+        name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
+        _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm)
+    found = {
+        moment.dtype
+        for entry in entries.values()
+        for plane in MOMENT_PLANES
+        if (moment := _tensor(entry, plane)) is not None
+    }
     has_masters = any(
         parameter.dtype is torch.bfloat16 and _tensor(entries[id(parameter)], "remainder") is not None
         for parameter in given
@@ -116,17 +119,17 @@ def load_state_dict(
     tell_of_conversion("the loaded state", found, has_masters, resting.precision)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
-        group.update(hyper(other))
+        group.update(hyper(other, algorithm))
     for known in parameters:
         entry = entries[id(known.parameter)]
-        known.count = int(entry["step"]) if entry else 0
+        known.count = count_of(entry)
         for plane in STATE_PLANES:
             scatter(known, plane, _part(entry, plane, known.parameter, known.plane_dtypes))
     trained = {id(known.parameter) for known in parameters}
     resting.clear()
     for parameter in given:
         if (entry := entries[id(parameter)]) and id(parameter) not in trained:
-            resting.load(names[id(parameter)], parameter, entry)
+            resting.load(names[id(parameter)], parameter, rules[id(parameter)], entry)
     if loss_scale is not None:
         loss_scale.load(theirs[0].get("loss_scale"))
 
@@ -158,8 +161,8 @@ class Rest:
 class Resting:
     """The state of parameters that are frozen, or in no layer while layers are rebuilt. Host planes are not copied."""
 
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
+    def __init__(self, algorithm: Algorithm, precision: Precision) -> None:
+        self.algorithm, self.precision = algorithm, precision
         self._of: dict[int, Rest] = {}  # by the parameter's identity: its name may become another's
 
     def take(self, parameters: list[TrainedParameter]) -> None:
@@ -190,11 +193,11 @@ class Resting:
     def __iter__(self) -> Iterator[Rest]:
         return iter(self._of.values())
 
-    def load(self, name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-        dtypes = plane_dtypes(parameter, self.precision)
+    def load(self, name: str, parameter: nn.Parameter, rule: str, entry: dict[str, Any]) -> None:
+        dtypes = plane_dtypes(parameter, rule, self.precision)
         parts = {plane: _part(entry, plane, parameter, dtypes) for plane in dtypes}
         planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
-        self._of[id(parameter)] = Rest(name, parameter, int(entry["step"]), planes, None)
+        self._of[id(parameter)] = Rest(name, parameter, count_of(entry), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
@@ -253,10 +256,13 @@ def _part(entry: dict[str, Any], plane: str, parameter: nn.Parameter, dtypes: di
     return value.to(dtypes.get(plane, value.dtype))
 
 
-def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> None:
-    """Raise `ConfigError` for state that is not AdamW's, of another shape, or of weights with another 16-bit dtype."""
-    if entry and ("step" not in entry or _tensor(entry, "exp_avg") is None or _tensor(entry, "exp_avg_sq") is None):
-        raise ConfigError(f"the loaded state of {name} is not AdamW's: it has {', '.join(map(str, entry))}")
+def _check_entry(
+    name: str, parameter: nn.Parameter, entry: dict[str, Any], moments: Sequence[str], algorithm: Algorithm
+) -> None:
+    """Raise `ConfigError` for another algorithm's state, of another shape, or of weights with another 16-bit dtype."""
+    lacks = any(_tensor(entry, plane) is None for plane in moments) or (algorithm.counts_steps and "step" not in entry)
+    if entry and (lacks or entry.keys() & ({*MOMENT_PLANES} - algorithm.moments)):
+        raise ConfigError(f"the loaded state of {name} is not {algorithm.name}'s: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
         if (tensor := _tensor(entry, plane)) is None:
             continue
@@ -268,10 +274,13 @@ def _check_entry(name: str, parameter: nn.Parameter, entry: dict[str, Any]) -> N
 
 
 def _labels(
-    theirs: list[dict[str, Any]], groups: list[dict[str, Any]], named: list[tuple[str, nn.Parameter]]
+    theirs: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    named: list[tuple[str, nn.Parameter]],
+    algorithm: Algorithm,
 ) -> dict[int, int | str]:
     """What a loaded state calls each parameter, by `id`: a number or a name."""
-    index, packed = _numbered(groups)
+    index, packed = _numbered(groups, algorithm)
     labels = [group["params"] for group in theirs]
     if labels == [group["params"] for group in packed]:
         return dict(index)
@@ -281,24 +290,37 @@ def _labels(
     return {ids[label]: label for group in labels for label in group}
 
 
-def hyper(group: dict[str, Any]) -> dict[str, Any]:
+def hyper(group: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
     """A group's hyperparameters, and what a scheduler has added to them."""
-    return {key: value for key, value in group.items() if key not in NOT_STATE}
+    return {key: value for key, value in group.items() if key not in ("params", "loss_scale", *algorithm.as_torch)}
 
 
-def _numbered(groups: list[dict[str, Any]]) -> tuple[dict[int, int], list[dict[str, Any]]]:
+def check_groups(groups: list[dict[str, Any]], theirs: list[dict[str, Any]], algorithm: Algorithm) -> None:
+    """Raise `ConfigError` if loaded groups are of another algorithm, or have state that these groups have not."""
+    for group, other in zip(groups, theirs, strict=True):
+        if sentence := algorithm.wrong(other):
+            raise ConfigError(sentence)
+        if algorithm.rule({**group, **hyper(other, algorithm)}) != algorithm.rule(group):
+            raise ConfigError(f"in the loaded state, {MOMENTUM}")
+
+
+def count_of(entry: dict[str, Any]) -> int:
+    """The number of a parameter's updates. Not all of torch's optimizers count; then one stands for several."""
+    return int(entry.get("step", 1)) if entry else 0
+
+
+def rules_of(groups: list[dict[str, Any]], algorithm: Algorithm) -> dict[int, str]:
+    """The rule of each parameter, by its identity."""
+    return {id(parameter): algorithm.rule(group) for group in groups for parameter in group["params"]}
+
+
+def _numbered(groups: list[dict[str, Any]], algorithm: Algorithm) -> tuple[dict[int, int], list[dict[str, Any]]]:
     """Each parameter's index by `id`, and the groups with indices instead of parameters."""
     index: dict[int, int] = {}
     packed = []
     for group in groups:
         for parameter in group["params"]:
             index[id(parameter)] = len(index)
-        packed.append({**AS_TORCH, **group, "params": [index[id(parameter)] for parameter in group["params"]]})
+        params = [index[id(parameter)] for parameter in group["params"]]
+        packed.append({**algorithm.as_torch, **group, "params": params})
     return index, packed
-
-
-def _check_algorithm(group: dict[str, Any]) -> None:
-    if group.get("amsgrad"):
-        raise ConfigError("the loaded state is one of amsgrad=True, which hytrain.AdamW does not have")
-    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
-        raise ConfigError("the loaded state is one of Adam with its weight decay, not of AdamW: go on with Adam")

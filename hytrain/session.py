@@ -101,7 +101,7 @@ class Session:
         self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
-        self.resting = saving.Resting(options.precision)
+        self.resting = saving.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._blocks: list[StreamedBlock] = []
@@ -112,7 +112,7 @@ class Session:
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
-        self.last_words = "this hytrain.AdamW is closed"
+        self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit
@@ -202,8 +202,9 @@ class Session:
             )
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
+        rules = [options.algorithm.rule(group) for group in self._groups()]
         layers, parameters = build_layers(
-            parts, groups, options.gradient_dtype, self.parameters, empty, options.precision
+            parts, groups, rules, options.gradient_dtype, self.parameters, empty, options.precision
         )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, self._device, ranks)

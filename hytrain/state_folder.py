@@ -35,19 +35,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
+from hytrain.algorithms import Algorithm
 from hytrain.errors import ClusterError, ConfigError, SavingError
 from hytrain.memory import planes
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.loan import Loan, borrow
-from hytrain.memory.planes import STATE_PLANES
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, gather, hyper, scatter, tell_of_conversion
+from hytrain.saving import Resting, check_groups, gather, hyper, rules_of, scatter, tell_of_conversion
 from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
 from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
+from protocol.handles import STATE_PLANES
 from protocol.messages import STATE_DTYPES
 
 INDEX: Final = "index.json"
@@ -59,7 +60,6 @@ SLOTS: Final = ("state-a", "state-b")
 DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}
 #: The dtypes of moments, which are read as each other.
 MOMENTS: Final = {planes.DTYPES[name] for name in STATE_DTYPES}
-HYPER: Final = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ def save(
     index = {
         "format": FORMAT,
         "steps": steps,
-        "param_groups": [hyper(group) for group in groups],
+        "algorithm": resting.algorithm.name,
+        "param_groups": [hyper(group, resting.algorithm) for group in groups],
         "step_of": step_of,
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
@@ -209,7 +210,7 @@ def load(
     names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
 
     with ranks.together():
-        index = _read_index(files.get(INDEX, folder / INDEX))
+        index = _read_index(files.get(INDEX, folder / INDEX), resting.algorithm)
         if others := index["step_of"].keys() ^ names:
             raise ConfigError(
                 f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
@@ -219,14 +220,16 @@ def load(
             raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
         if len(index["param_groups"]) != len(groups):
             raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
+        check_groups(groups, index["param_groups"], resting.algorithm)
         slot = files[INDEX].parent
         try:
             saved = _Shards(slot) if index["format"] == FORMAT else _Pieces(slot)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+        rules = rules_of(groups, resting.algorithm)
         for name in sorted(index["resting"].keys() & found.keys()):
             entries[name] = {"step": index["resting"][name]}
-            for plane, dtype in plane_dtypes(found[name], resting.precision).items():
+            for plane, dtype in plane_dtypes(found[name], rules[id(found[name])], resting.precision).items():
                 if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
                     room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
                     arrays[f"{plane}.{name}"] = _held(room, found[name])
@@ -248,9 +251,11 @@ def load(
     saved.read(arrays, ranks)
     resting.clear()
     for name, entry in entries.items():
-        resting.load(name, found[name], entry)
+        resting.load(name, found[name], rules[id(found[name])], entry)
     for group, other in zip(groups, index["param_groups"], strict=True):
-        group.update(other, betas=tuple(other["betas"]))
+        group.update(other)
+        if "betas" in other:
+            group["betas"] = tuple(other["betas"])
     for known in parameters:
         known.count = index["step_of"][clean(known.name)]
     if loss_scale is not None:
@@ -406,15 +411,17 @@ def _is_current(slot: Path) -> bool:
     return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    """What `save` wrote into `INDEX`. Raises `ConfigError` if it is of another version or lacks a key."""
+def _read_index(path: Path, algorithm: Algorithm) -> dict[str, Any]:
+    """What `save` wrote into `INDEX`. Raises `ConfigError` if it lacks a key, or is of another version or algorithm."""
     kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
     try:
         index = json.loads(path.read_text())
         wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
-        wrong += [key for group in index["param_groups"] for key in HYPER if key not in group]
+        wrong += [key for group in index["param_groups"] for key in algorithm.hyperparameters if key not in group]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
+    if (other := index.get("algorithm", "AdamW")) != algorithm.name:
+        raise ConfigError(f"the optimizer state in {path.parent} is hytrain.{other}'s, not hytrain.{algorithm.name}'s")
     if wrong:
         raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
     if index["format"] not in (FORMAT, FORMAT_OF_ONE_RANK):

@@ -2,6 +2,7 @@
 
 A frame is the msgpack array `[version, tag, token, [role, rank], seq, fields]`: the protocol's version, the message's
 class name, the run's secret token, the sender's address, its sequence number, and the fields in their declared order.
+Hyperparameters are those of one of several rules, so their class's name comes before their fields.
 `decode` trusts no input. It returns a message with the declared types and ranges, or raises a `WireError` whose reason
 the receiver logs before it drops the frame.
 """
@@ -22,8 +23,9 @@ import msgpack
 from protocol import messages
 from protocol.address import Address
 from protocol.messages import Message
+from protocol.rules import HYPERS, Hyper
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 16 << 20
 
 MESSAGES: Final[dict[str, type[Message]]] = {
@@ -80,7 +82,8 @@ def decode(frame: bytes, *, token: str) -> Envelope:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        fields = [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [type(value).__name__, *fields] if isinstance(value, Hyper) else fields
     if isinstance(value, tuple) and not (value and isinstance(value[0], str | int | float)):  # as the others, then
         return [_plain(item) for item in value]
     return value
@@ -121,6 +124,10 @@ def _check(hint: Any, value: Any, where: str) -> Any:
             raise WireError(f"{where}: expected a map with text keys")
         item = typing.get_args(hint)[1]
         return {key: _check(item, element, f"{where}.{key}") for key, element in value.items()}
+    if hint is Hyper:
+        if not (isinstance(value, list) and value and isinstance(value[0], str) and value[0] in HYPERS):
+            raise WireError(f"{where}: hyperparameters of no known rule")
+        return _build(HYPERS[value[0]], value[1:], where)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, where)
     if hint is float and type(value) is int:

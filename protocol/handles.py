@@ -4,13 +4,16 @@ An arena is a shared-memory file that contains the planes of one layer, one afte
 layout from the layer table. A message therefore only has the layer ID and a size, which must match the layout:
 
     arena of layer l
-    | grads | weights | remainder | exp_avg | exp_avg_sq |      each plane starts on a page
+    | grads | weights | remainder | moments … |                 each plane starts on a page
       └ segment 0 | segment 1 | …                               each segment on 128 elements
+
+The moments are those of the rule that updates a segment: AdamW has `exp_avg` and `exp_avg_sq`. A plane that no segment
+has takes no bytes.
 
 If updates may have to be undone, the planes that they write exist twice: in bank 0 and in bank 1, whose planes have a
 prime. `messages.WeightsReady` says for each update which bank of each segment is current.
 
-    | grads | weights | weights' | remainder | exp_avg | exp_avg_sq | remainder' | exp_avg' | exp_avg_sq' |
+    | grads | weights | weights' | remainder | moments … | remainder' | moments' … |
 
 Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offsets count from the arena's start.
 """
@@ -19,12 +22,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from protocol.messages import Layer, Segment
+from protocol.rules import MOMENT_PLANES, MOMENTS
 
-PLANES: Final = ("grads", "weights", "remainder", "exp_avg", "exp_avg_sq")
+#: What is kept of each weight from step to step. A segment has those of its rule and its dtypes.
+STATE_PLANES: Final = ("remainder", *MOMENT_PLANES)
+PLANES: Final = ("grads", "weights", *STATE_PLANES)
 #: The planes that an update writes. A second bank has copies of them.
 BANKED_PLANES: Final = PLANES[1:]
 #: The planes that the trainer uses in every step, in all banks. They come first.
@@ -77,20 +83,20 @@ class ArenaLayout:
     @property
     def state_nbytes(self) -> int:
         """Bytes of remainder and moments in one bank: the optimizer state of a layer that the GPU owns."""
-        return sum(self.plane_nbytes[plane] for plane in PLANES[2:])
+        return sum(self.plane_nbytes[plane] for plane in STATE_PLANES)
 
 
 class Precision(NamedTuple):
-    """The dtypes of both moments, and of the masters of bfloat16 weights. If one is not "float32", nothing is exact."""
+    """The dtypes of the moments, and of the masters of bfloat16 weights. If one is not "float32", nothing is exact."""
 
     state_dtype: str = "float32"
     master_dtype: str = "float32"
 
-    def planes(self, dtype: str) -> dict[str, str]:
-        """The state planes that weights of this dtype have, with their dtypes."""
+    def planes(self, dtype: str, rule: str = "adamw") -> dict[str, str]:
+        """The state planes that weights of this dtype have under this rule, with their dtypes."""
         remainder = None if dtype == self.master_dtype else REMAINDER_DTYPES.get(dtype)
         first = {} if remainder is None else {"remainder": remainder}
-        return {**first, "exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
+        return {**first, **dict.fromkeys(MOMENTS[rule], self.state_dtype)}
 
     @property
     def is_exact(self) -> bool:
@@ -107,26 +113,18 @@ EXACT: Final = Precision()
 
 def plane_dtype(plane: str, segment: Segment) -> str | None:
     """The dtype of `segment` in `plane`, or None if it has no array there (float32 weights need no remainder)."""
-    state = Precision(segment.state_dtype, segment.master_dtype).planes(segment.dtype)
+    state = Precision(segment.state_dtype, segment.master_dtype).planes(segment.dtype, segment.rule)
     return {"grads": segment.grads_dtype, "weights": segment.dtype, **state}.get(plane.removesuffix("'"))
 
 
 def typical_segment(layers: Sequence[Layer], numel: int) -> Segment:
-    """A made-up segment of the layers' most frequent dtypes, to measure with: as large as a layer, or of `numel`."""
-    numels: Counter[tuple[str, str, str, str]] = Counter()
+    """A made-up segment of the layers' most frequent kind, to measure with: as large as a layer, or of `numel`."""
+    numels: Counter[Segment] = Counter()
     for layer in layers:
         for it in layer.segments:
-            numels[it.dtype, it.grads_dtype, it.state_dtype, it.master_dtype] += it.numel
-    [((dtype, grads_dtype, state_dtype, master_dtype), _)] = numels.most_common(1)
-    return Segment(
-        name="scratch",
-        numel=min(numel, max(layer.numel for layer in layers)),
-        dtype=dtype,
-        grads_dtype=grads_dtype,
-        group=0,
-        state_dtype=state_dtype,
-        master_dtype=master_dtype,
-    )
+            numels[replace(it, name="scratch", numel=1, group=0, key=0, start=0)] += it.numel
+    [(typical, _)] = numels.most_common(1)
+    return replace(typical, numel=min(numel, max(layer.numel for layer in layers)))
 
 
 def bank_plane(plane: str, bank: int) -> str:

@@ -26,6 +26,7 @@ from ipaddress import ip_address
 
 from protocol.address import Address
 from protocol.placement import PLACEMENTS, Placement
+from protocol.rules import MOMENTS, Hyper
 
 #: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
@@ -113,7 +114,7 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group.
+    """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group, `rule` updates it.
 
     `key` stands for the parameter, and `start` is the piece's first element in it: they choose the random bits with
     which moments and weights are rounded, if moments or masters are not float32.
@@ -128,8 +129,10 @@ class Segment:
     key: int = 0
     start: int = 0
     master_dtype: str = "float32"
+    rule: str = "adamw"
 
     def __post_init__(self) -> None:
+        _require(self.rule in MOMENTS, f"segment {self.name!r} has the unknown rule {self.rule!r}")
         _require(self.numel > 0, f"segment {self.name!r} has no elements")
         _require(self.dtype in GRADS_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
         known = self.grads_dtype in GRADS_DTYPES[self.dtype]
@@ -277,26 +280,15 @@ class PlanesRefused(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHyper:
-    """The hyperparameters of one parameter group, read when the step's last backward begins."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBegin(Message):
     """Trainer to optimizer, before the step's first GradReady.
 
+    `groups`: the hyperparameters of each parameter group, read when the step's last backward begins.
     `awaits_verdict`: a Verdict will scale the gradients or skip the step. No WeightsReady may be sent before it.
     """
 
     step: int
-    groups: tuple[GroupHyper, ...]
+    groups: tuple[Hyper, ...]
     awaits_verdict: bool
 
     def __post_init__(self) -> None:

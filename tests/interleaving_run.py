@@ -49,6 +49,7 @@ from interleaving_world import (
 )
 from torch import nn
 
+from hytrain.algorithms import ADAMW
 from hytrain.checks import Options
 from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
@@ -62,11 +63,12 @@ from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
+from protocol.rules import AdamWHyper
 from workers import optimizer
 
 OFF = TraceWriter("", Address("trainer", 0), NO_STEP)
 
-HYPER = m.GroupHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
+HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 
 
 class Run:
@@ -265,7 +267,8 @@ def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], 
         numels = [TILE * rng.randint(1, 2) for _ in range(rng.randint(1, 2))]
         pieces = [Piece(nn.Parameter(torch.full((numel,), INITIAL)), f"{lid}.{numel}", 0, numel) for numel in numels]
         parts.append(ModelLayer(lid, f"layer {lid}", tuple(pieces)))
-    built, parameters = build_layers(parts, [[piece.parameter for part in parts for piece in part.pieces]], None)
+    group = [piece.parameter for part in parts for piece in part.pieces]
+    built, parameters = build_layers(parts, [group], ["adamw"], None)
     for layer in built:
         layer.layout = layout(layer.spec, banks=2)
     return built, parameters
@@ -283,6 +286,7 @@ def random_options(rng: random.Random) -> Options:
     """Most runs overlap updates with backward."""
     overlap = rng.random() < 0.85
     wishes: Any = {
+        "algorithm": ADAMW,
         "k": None,
         "policy": "random",
         "objective": "speed",

@@ -37,7 +37,6 @@ from hytrain.errors import ClusterError
 from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena
 from hytrain.memory.clock import HostClock
-from hytrain.memory.planes import STATE_PLANES
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Draft
@@ -47,6 +46,7 @@ from hytrain.step.masters import SAMPLED_ELEMENTS
 from hytrain.tensors import address, count_write
 from protocol import messages as m
 from protocol.address import Address
+from protocol.handles import STATE_PLANES
 from protocol.handshake import HandshakeError
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
@@ -223,7 +223,7 @@ class Device:
     def __init__(self, world: World, streams: Streams) -> None:
         self._world, self._streams = world, streams
 
-    def update(self, *, weights: int, grads: int, exp_avg: int, exp_avg_sq: int, numel: int, **others: Any) -> None:
+    def update(self, *, weights: int, grads: int, moments: tuple[int, ...], numel: int, **others: Any) -> None:
         known, step = self._world.covering(weights), self._world.step()
         self._world.kept += [known.layer.state(plane) for plane in STATE_PLANES]
 
@@ -232,7 +232,7 @@ class Device:
             for plane in planes:
                 plane[:] = written_in(step)
 
-        for parts in zip(*(at(start, numel) for start in (grads, weights, exp_avg, exp_avg_sq))):
+        for parts in zip(*(at(start, numel) for start in (grads, weights, *moments))):
             self._streams.current.run(partial(update, *parts))
 
 
@@ -379,11 +379,12 @@ class Host:
     def touch(self, start: int, nbytes: int) -> None:
         """A new arena is zeros."""
 
-    def update(self, *, grads: int, into: Any = None, numel: int, **planes: Any) -> None:
+    def update(
+        self, *, weights: int, grads: int, moments: tuple[int, ...], into: Any = None, numel: int, **others: Any
+    ) -> None:
         tile = self._run.session._queue.tile
-        names = ("weights", "exp_avg", "exp_avg_sq")
-        [gradient], sources = at(grads, numel), [at(planes[name], numel)[0] for name in names]
-        targets = sources if into is None else [at(getattr(into, name), numel)[0] for name in names]
+        [gradient], sources = at(grads, numel), [at(each, numel)[0] for each in (weights, *moments)]
+        targets = sources if into is None else [at(each, numel)[0] for each in (into.weights, *into.moments)]
         before = self._world.expected[tile.lid][tile.segment].before[tile.step]
         self._world.require_update(tile.step, before, gradient, *sources)
         for target in targets:

@@ -13,6 +13,7 @@ from protocol import codec
 from protocol import messages as m
 from protocol.address import ROLES, Address
 from protocol.placement import PLACEMENTS
+from protocol.rules import HYPERS, MOMENTS, Hyper
 
 MESSAGES: tuple[type, ...] = tuple(codec.MESSAGES.values())
 COUNTS = st.integers(0, 2**63)
@@ -72,6 +73,7 @@ def segments(draw: st.DrawFn) -> m.Segment:
         master_dtype=draw(st.sampled_from(m.MASTER_DTYPES if dtype == "bfloat16" else ("float32",))),
         key=draw(st.integers(0, 2**32 - 1)),
         start=draw(st.integers(0, 2**40)),
+        rule=draw(st.sampled_from(sorted(MOMENTS))),
     )
 
 
@@ -95,6 +97,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return layers()
     if hint is Address:
         return addresses
+    if hint is Hyper:
+        return st.one_of(*map(instances, HYPERS.values()))
     if origin is tuple:
         return st.lists(_values(arguments[0]), max_size=4).map(tuple)
     if origin is types.UnionType:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS
+from workers.plane_bytes import PlaneBytes
 from workers.planning import (
     BESIDE_TRAINING,
     CPU_PATIENCE_STEPS,
@@ -866,6 +868,18 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     driver.handle(m.Log(step=1, numbers={}))
     [record] = driver.records
     assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._process_bytes
+
+
+def test_planes_are_those_of_the_rule() -> None:
+    numel = 1 << 20
+    segments = [
+        m.Segment(name=rule, numel=numel, dtype="bfloat16", grads_dtype="bfloat16", group=0, rule=rule)
+        for rule in ("lion", "sgd_momentum", "sgd")
+    ]
+    layers = tuple(m.Layer(lid=0, position=0, name="0", segments=(segment,)) for segment in segments)
+    found = [PlaneBytes(Mock(layers=(layer,), banks=1)).of([CPU.name], frozenset())[0] for layer in layers]
+    always = {"grads": 2 * numel, "weights": 2 * numel, "remainder": 2 * numel}
+    assert found == [always | {"exp_avg": 4 * numel}, always | {"momentum_buffer": 4 * numel}, always]
 
 
 def test_monitors_hear_what_a_process_is_writing_until_it_says_otherwise(driver: Driver) -> None:

@@ -53,9 +53,11 @@ def assert_same(results: list[dict[str, torch.Tensor]]) -> None:
         assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
 
 
-def train(model: nn.Module, run_dir: Path, autocast: bool = False, **options: Any) -> tuple[dict[str, Any], int]:
+def train(
+    model: nn.Module, run_dir: Path, autocast: bool = False, kind: Any = hytrain.AdamW, **options: Any
+) -> tuple[dict[str, Any], int]:
     """Weights and optimizer state after STEPS steps, on the CPU; and how many handovers there were."""
-    optimizer = hytrain.AdamW(model, lr=1e-3, run_dir=str(run_dir), **options)
+    optimizer = kind(model, **{"lr": 1e-3, **options}, run_dir=str(run_dir))
     generator = torch.Generator().manual_seed(0)
     parts = options.get("grad_accumulation", 1)
     for _ in range(STEPS):
@@ -375,6 +377,49 @@ def test_replayed_gradients_give_torchs_adamw(k: float, tmp_path: Path) -> None:
         update = (reference - before).detach().abs().clamp_min(1e-12)
         error = (cuda.cpu() - reference).detach().abs() / update
         assert float(error.median()) < 1e-3
+    ours.close()
+
+
+MOMENTUM: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
+ROUNDED = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        (hytrain.SGD, torch.float32, {"lr": 0.01, "weight_decay": 0.01}),
+        (hytrain.SGD, torch.float16, MOMENTUM),
+        (hytrain.SGD, torch.bfloat16, {**MOMENTUM, "max_grad_norm": 0.5}),
+        (hytrain.Lion, torch.bfloat16, {"lr": 1e-4, "weight_decay": 0.1, **ROUNDED}),
+    ],
+    ids=["sgd-float32", "momentum-float16", "momentum-bfloat16", "lion-rounded"],
+)
+def test_other_algorithms_give_the_same_bits_whoever_owns_a_layer(
+    kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
+) -> None:
+    runs = {"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random", "stream": "auto"}
+    assert_same([train(llama(dtype), tmp_path, kind=kind, **options, **choice)[0] for choice in runs])
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_replayed_gradients_give_torchs_sgd(k: float, tmp_path: Path) -> None:
+    """Bit-identical to torch's SGD on the CPU."""
+    shapes = [(64, 48), (512,), (128, 256), (77,)]
+    numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
+    mine, theirs = Replay(shapes).cuda(), Replay(shapes)
+    ours = hytrain.SGD(mine, k=k, run_dir=str(tmp_path), **numbers)
+    reference = torch.optim.SGD(theirs.parameters(), **numbers)
+    generator = torch.Generator().manual_seed(5)
+    for step in range(50):
+        gradients = [torch.randn(shape, generator=generator) * 10.0 ** (step % 7 - 5) for shape in shapes]
+        mine([gradient.cuda() for gradient in gradients]).backward()
+        theirs(gradients).backward()
+        for optimizer in (ours, reference):
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.synchronize()
+    for weight, expected in zip(mine.weights, theirs.weights, strict=True):
+        assert torch.equal(weight.cpu(), expected)
     ours.close()
 
 

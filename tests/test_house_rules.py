@@ -35,6 +35,7 @@ PURE = (
     "protocol/handles.py",
     "protocol/metrics.py",
     "protocol/placement.py",
+    "protocol/rules.py",
     "workers/coordinator_state.py",
     "workers/fleet.py",
     "workers/planning.py",

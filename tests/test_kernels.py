@@ -27,10 +27,11 @@ from torch.nn.functional import pad
 from hytrain.kernels import choice as backends
 from hytrain.kernels.backend import DTYPES, Backend, Into
 from hytrain.kernels.build import find_compiler
-from hytrain.kernels.scalars import Hyper, Scalars, scalars
+from hytrain.kernels.scalars import Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
+from protocol.rules import AdamWHyper
 
-HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 HYPERS = {
     "usual": HYPER,
     "maximize": dataclasses.replace(HYPER, maximize=True),
@@ -54,6 +55,18 @@ class Planes:
     remainder: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """As an update on the device takes them."""
+        return {"weights": self.weights, "remainder": self.remainder, "moments": (self.exp_avg, self.exp_avg_sq)}
+
+    def addresses(self) -> dict[str, Any]:
+        """As an update on host memory takes them."""
+        return {
+            "weights": self.weights.data_ptr(),
+            "remainder": 0 if self.remainder is None else self.remainder.data_ptr(),
+            "moments": (self.exp_avg.data_ptr(), self.exp_avg_sq.data_ptr()),
+        }
 
     @classmethod
     def of(cls, master: Tensor, weights_dtype: str) -> Planes:
@@ -84,11 +97,8 @@ Update = Callable[[Planes, Tensor, Scalars], None]
 def on_host(backend: Backend) -> Update:
     def update(planes: Planes, grads: Tensor, step: Scalars) -> None:
         backend.update(
-            weights=planes.weights.data_ptr(),
+            **planes.addresses(),
             grads=grads.data_ptr(),
-            remainder=0 if planes.remainder is None else planes.remainder.data_ptr(),
-            exp_avg=planes.exp_avg.data_ptr(),
-            exp_avg_sq=planes.exp_avg_sq.data_ptr(),
             numel=grads.numel(),
             weights_dtype=str(planes.weights.dtype).removeprefix("torch."),
             grads_dtype=str(grads.dtype).removeprefix("torch."),
@@ -102,7 +112,7 @@ def on_device(planes: Planes, grads: Tensor, step: Scalars) -> None:
     from hytrain.kernels import gpu
 
     there = planes.map(to_device)
-    gpu.update(**vars(there), grads=to_device(grads), scalars=step)
+    gpu.update(**there.arguments(), grads=to_device(grads), scalars=step)
     planes.copy_from(there)
 
 
@@ -128,7 +138,7 @@ def open_update(name: str) -> Update:
 class Reference:
     """torch.optim.AdamW(fused=True) on an fp32 master."""
 
-    def __init__(self, master: Tensor, hyper: Hyper) -> None:
+    def __init__(self, master: Tensor, hyper: AdamWHyper) -> None:
         self.numel = master.numel()
         self.parameter = torch.nn.Parameter(self._padded(master))
         same = {name: getattr(hyper, name) for name in ("lr", "eps", "weight_decay", "maximize")}
@@ -153,7 +163,7 @@ class Reference:
 
 
 def train(
-    update: Update, planes: Planes, reference: Reference, hyper: Hyper, grads: Iterable[Tensor], dtype: str
+    update: Update, planes: Planes, reference: Reference, hyper: AdamWHyper, grads: Iterable[Tensor], dtype: str
 ) -> None:
     """One step with each gradient, in this dtype, on both."""
     for step, gradient in enumerate(grads, 1):
@@ -207,7 +217,7 @@ def assert_agrees(name: str, ours: Planes, reference: Planes, lr: float) -> None
 @PAIRS
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 @pytest.mark.parametrize("name", ALL)
-def test_matches_torch(name: str, hyper: Hyper, pair: tuple[str, str]) -> None:
+def test_matches_torch(name: str, hyper: AdamWHyper, pair: tuple[str, str]) -> None:
     update, generator = open_update(name), torch.Generator().manual_seed(0)
     numel = 2 * BLOCK + 1003
     master = torch.randn(numel, generator=generator)
@@ -299,7 +309,7 @@ def test_float16_where_the_processor_does_not_convert(tmp_path: Path, monkeypatc
 def check_float16(update: Update) -> None:
     """Without momentum the first moment is the gradient. With a learning rate of zero the master stays as it is: here
     at each float16 value, half-way to the next, and right beside both."""
-    step = scalars(Hyper(lr=0.0, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0), 1)
+    step = scalars(AdamWHyper(lr=0.0, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0), 1)
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
     planes = Planes.of(torch.zeros(every.numel()), "float16")
     update(planes, every, step)
@@ -348,19 +358,18 @@ def test_into_other_planes_as_in_place(name: str, pair: tuple[str, str]) -> None
         before.exp_avg_sq.uniform_(generator=generator)
         in_place, read = before.map(Tensor.clone), before.map(Tensor.clone)
         rooms = {name: room(plane, offset) for name, plane in vars(read).items() if plane is not None}
+        other = Planes(**{"remainder": None} | {name: written for name, (_, written) in rooms.items()})
         on_host(backend)(in_place, grads, scalars(HYPER, 3, 0.5))
         backend.update(
-            **{name: 0 if plane is None else plane.data_ptr() for name, plane in vars(read).items()},
+            **read.addresses(),
             grads=grads.data_ptr(),
             numel=numel,
             weights_dtype=pair[0],
             grads_dtype=pair[1],
             scalars=scalars(HYPER, 3, 0.5),
-            into=Into(**{"remainder": 0} | {name: written.data_ptr() for name, (_, written) in rooms.items()}),
+            into=Into(**other.addresses()),
         )
-        assert_identical(
-            Planes(**{"remainder": None} | {name: written for name, (_, written) in rooms.items()}), in_place
-        )
+        assert_identical(other, in_place)
         for name, (around, written) in rooms.items():
             assert torch.equal(getattr(read, name), getattr(before, name))
             assert int((around == 7).sum()) - int((written == 7).sum()) == around.numel() - numel, "nothing beside it"
@@ -425,7 +434,7 @@ def test_gpu_reaches_beyond_two_to_the_31() -> None:
     planes.map(lambda plane: plane[-tail:]).copy_from(expected)
     all_grads = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     all_grads[-tail:] = grads
-    gpu.update(**vars(planes), grads=all_grads, scalars=scalars(HYPER, 1))
+    gpu.update(**planes.arguments(), grads=all_grads, scalars=scalars(HYPER, 1))
     open_update("native")(expected, grads, scalars(HYPER, 1))
     assert_identical(planes.map(lambda plane: plane[-tail:].cpu()), expected)
     assert not planes.weights[:-tail].any()
@@ -435,7 +444,7 @@ def test_gpu_reaches_beyond_two_to_the_31() -> None:
 @pytest.mark.parametrize(
     ("dtypes", "remainder", "message"),
     [
-        (("float16", "bfloat16"), 8, "no AdamW update for float16 weights with bfloat16 gradients"),
+        (("float16", "bfloat16"), 8, "no update for float16 weights with bfloat16 gradients"),
         (("float16", "float16"), 0, "a remainder belongs to 16-bit weights"),
         (("float32", "bfloat16"), 8, "a remainder belongs to 16-bit weights, and only to them: these are float32"),
     ],
@@ -444,7 +453,7 @@ def test_planes_that_do_not_belong_together(name: str, dtypes: tuple[str, str], 
     backend, _ = backends.load(name, threads=2)
     with pytest.raises(ValueError, match=message):
         backend.update(
-            weights=8, grads=8, remainder=remainder, exp_avg=8, exp_avg_sq=8, numel=1,
+            weights=8, grads=8, remainder=remainder, moments=(8, 8), numel=1,
             weights_dtype=dtypes[0], grads_dtype=dtypes[1], scalars=scalars(HYPER, 1),
         )  # fmt: skip
 
@@ -479,12 +488,13 @@ def test_native_touches_nothing_beyond_the_end(pair: tuple[str, str]) -> None:
 COUNT_THREADS = """
 import ctypes, mmap, os, sys, time
 from hytrain.kernels.choice import load
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import scalars
+from protocol.rules import AdamWHyper
 numel = 1 << 20
 memory = mmap.mmap(-1, 16 * numel)
 base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-planes = {name: base + 4 * numel * i for i, name in enumerate(("weights", "grads", "exp_avg", "exp_avg_sq"))}
-step = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 1)
+planes = {"weights": base, "grads": base + 4 * numel, "moments": (base + 8 * numel, base + 12 * numel)}
+step = scalars(AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 1)
 backend, _ = load(sys.argv[1], 1)
 for threads in (1, 4, 2):
     backend.threads = threads
@@ -545,16 +555,16 @@ def test_the_verdict_on_the_device_is_the_scale(pair: tuple[str, str]) -> None:
     for scale in (0.37, 1.0, -1.0):
         verdict = torch.tensor(scale, device="cuda")
         judged, known = (Planes.of(master, pair[0]) for _ in range(2))
-        gpu.update(**vars(judged), grads=grads, scalars=scalars(HYPER, 1), verdict=verdict)
+        gpu.update(**judged.arguments(), grads=grads, scalars=scalars(HYPER, 1), verdict=verdict)
         if scale > 0:
-            gpu.update(**vars(known), grads=grads, scalars=scalars(HYPER, 1, float(verdict)))
+            gpu.update(**known.arguments(), grads=grads, scalars=scalars(HYPER, 1, float(verdict)))
         assert_identical(judged, known)
 
 
 @pytest.mark.gpu
 def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All dtypes, at even and odd addresses in turn, with and without a verdict; Triton is asked once for each kind."""
-    from hytrain.kernels import gpu, triton_adamw
+    from hytrain.kernels import gpu, triton_update
 
     asked: list[int] = []
 
@@ -563,8 +573,8 @@ def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pyt
             asked.append(grid)
             return kernel[grid]
 
-    kernel = triton_adamw.adamw_kernel
-    monkeypatch.setattr(triton_adamw, "adamw_kernel", Asked())
+    kernel = triton_update.update_kernel
+    monkeypatch.setattr(triton_update, "update_kernel", Asked())
     monkeypatch.setattr(gpu, "_compiled", {})
     generator = torch.Generator().manual_seed(11)
     native = open_update("native")
@@ -575,7 +585,7 @@ def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pyt
         grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
         here = Planes.of(torch.randn(numel, generator=generator), pair[0])
         there = here.map(lambda plane: shifted(plane, offset))  # noqa: B023
-        gpu.update(**vars(there), grads=shifted(grads, offset), scalars=scalars(HYPER, step), verdict=verdict)
+        gpu.update(**there.arguments(), grads=shifted(grads, offset), scalars=scalars(HYPER, step), verdict=verdict)
         native(here, grads, scalars(HYPER, step))
         assert_identical(there.map(lambda plane: plane.cpu()), here)
     if gpu._takes_all_arguments():

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import kernel
 from hytrain.kernels.choice import load
-from protocol.handles import PLANES
 from workers.update_queue import TILE_NUMEL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,11 +60,11 @@ def test_medians_and_ratios_compare_like_with_like() -> None:
 @pytest.mark.parametrize("numel", [1, 4096, 3 * 4096 + 77])
 def test_stream_reads_and_writes_every_element(numel: int, flag: str) -> None:
     planes = kernel.Planes(numel, "bfloat16", load("native", 2)[0])
-    before = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
+    before = {plane: bytes(planes.buffer(plane)) for plane in planes.base}
     with kernel.compiled_with(flag):
         stream = kernel.Stream()
     stream.over(planes, tile=4096, threads=2).run()
-    after = {plane: bytes(planes.buffer(plane)) for plane in PLANES}
+    after = {plane: bytes(planes.buffer(plane)) for plane in planes.base}
     assert after["grads"] == before["grads"]
     for plane, width in (("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
         assert flipped(before[plane], after[plane], width) == [1] * numel

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
@@ -153,7 +154,7 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str,
     owner.arenas.request(0)
     owner.touch_all()
     segment: SegmentPlanes = owner.arenas.segments[0][1]
-    segment.update(owner.backend, 128, 640, None, source=banks - 1, target=0)  # type: ignore[arg-type]
+    segment.update(owner.backend, 128, 640, scalars(TYPICAL["adamw"], 1), source=banks - 1, target=0)
     [update] = owner.backend.updated
     assert (update["state_dtype"], update["elements"]) == ("float32", (7, (1 << 20) + 128))
     assert update["numel"] == 512 and update["weights_dtype"] == update["grads_dtype"] == dtype
@@ -161,12 +162,15 @@ def test_a_range_of_a_segment_is_updated_in_all_planes(owner: Owner, dtype: str,
     assert update["grads"] == segment.grads[0] + 128 * width
     assert bool(update["remainder"]) == (dtype == "bfloat16")
     assert (update["into"] is None) == (banks == 1)
-    for plane, each in (("weights", width), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4)):
+    into = update["into"] and (update["into"].weights, update["into"].remainder, *update["into"].moments)
+    read = update["weights"], update["remainder"], *update["moments"]
+    planes = (("weights", width), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 4))
+    for index, (plane, each) in enumerate(planes):
         if plane != "remainder" or dtype == "bfloat16":
             here, there = segment.banks[0][plane][0], segment.banks[-1][plane][0]
-            assert update[plane] == there + 128 * each
+            assert read[index] == there + 128 * each
             if banks == 2:
-                assert getattr(update["into"], plane) == here + 128 * each
+                assert into[index] == here + 128 * each
                 assert abs(here - there) >= (256 + 640) * each, "each bank is whole"
 
 

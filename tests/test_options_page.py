@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 import hytrain
 from hytrain.config import ClusterConfig
+from hytrain.optim import Optimizer, SharedOptions
 from hytrain.recipe.config import Recipe, Section
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "options.md").read_text()
@@ -39,15 +40,20 @@ def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, "required" if field.is_required() else said(field.default)
 
 
-def of_adamw() -> dict[str, str]:
-    parameters = list(inspect.signature(hytrain.AdamW).parameters.values())
-    return {known.name: said(known.default) for known in parameters if known.name not in ("model", "param_groups")}
+def of(kind: type) -> dict[str, str]:
+    """The optional parameters of a class, without what it hands on to its base class."""
+    parameters = inspect.signature(kind).parameters.values()
+    defaults = {known.name: known.default for known in parameters if known.default is not inspect.Parameter.empty}
+    return {name: said(default) for name, default in defaults.items() if name != "param_groups"}
 
 
 @pytest.mark.parametrize(
     ("heading", "expected"),
     [
-        ("hytrain.AdamW", of_adamw()),
+        ("Every optimizer", of(Optimizer)),
+        ("hytrain.AdamW", of(hytrain.AdamW)),
+        ("hytrain.SGD", of(hytrain.SGD)),
+        ("hytrain.Lion", of(hytrain.Lion)),
         ("Processes", dict(of_section(ClusterConfig))),
         ("Recipes", dict(of_section(Recipe))),
     ],
@@ -60,3 +66,7 @@ def test_the_page_has_every_option_with_its_default(heading: str, expected: dict
 def test_each_setting_of_the_processes_has_its_variable() -> None:
     for name in ClusterConfig.model_fields:
         assert re.search(rf"^\| `{name}` \|.*\| `HYTRAIN_{name.upper()}` \|", PAGE, re.MULTILINE), name
+
+
+def test_each_algorithm_takes_what_every_optimizer_has() -> None:
+    assert SharedOptions.__annotations__.keys() == of(Optimizer).keys()

@@ -55,7 +55,7 @@ def test_round_trip(cls: type, data: st.DataObject, sender: Address, seq: int) -
 
 def test_every_message_of_the_protocol_is_known() -> None:
     """A dataclass of `messages` is a message, or a part of one."""
-    parts = {m.Segment, m.Layer, m.GroupHyper, m.LayerTimes, m.CpuUpdate, m.Process, m.RankStatus}
+    parts = {m.Segment, m.Layer, m.LayerTimes, m.CpuUpdate, m.Process, m.RankStatus}
     declared = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls) and cls.__module__ == m.__name__}
     assert declared - parts == set(MESSAGES)
 
@@ -66,6 +66,14 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
     assert "expected int, got float" in refused(frame(tag="OptimizerReport", fields=[2.5, 1, 1, []]))
     assert "expected int, got bool" in refused(frame(tag="WeightsReady", fields=[True, 1, []]))
     assert "expected bool, got int" in refused(frame(tag="CommandReply", fields=[1, ""]))
+
+
+@pytest.mark.parametrize("hyper", [[], ["Segment"], [["AdamWHyper"]], {}, "AdamWHyper"])
+def test_hyperparameters_are_those_of_a_rule(hyper: Any) -> None:
+    assert "StepBegin.groups: hyperparameters of no known rule" in refused(
+        frame(tag="StepBegin", fields=[0, [hyper], False])
+    )
+    assert "StepBegin.groups: expected" in refused(frame(tag="StepBegin", fields=[0, [["AdamWHyper", 0.1]], False]))
 
 
 def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
@@ -144,7 +152,7 @@ def layer_table(**changes: Any) -> list[Any]:
 
 def segment(numel: int = 1, **changed: Any) -> list[Any]:
     usual = {"dtype": "float32", "grads_dtype": "float32", "group": 0, "state_dtype": "float32", "key": 0, "start": 0}
-    usual["master_dtype"] = "float32"
+    usual |= {"master_dtype": "float32", "rule": "adamw"}
     return [["w", numel, *(usual | changed).values()]]
 
 
@@ -159,6 +167,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"layers": [[0, 0, "a", segment(0)]]}, "'w' has no elements"),
         ({"layers": [[0, 0, "a", segment(dtype="float64")]]}, "has dtype 'float64'"),
         ({"layers": [[0, 0, "a", segment(grads_dtype="int8")]]}, "cannot have 'int8' gradients"),
+        ({"layers": [[0, 0, "a", segment(rule="adam")]]}, "unknown rule 'adam'"),
         ({"layers": [[0, 0, "a", segment(group=-1)]]}, "parameter group cannot be negative"),
         ({"layers": [[0, 0, "a", segment(state_dtype="int8")]]}, "cannot have 'int8' moments"),
         ({"layers": [[0, 0, "a", segment(master_dtype="bfloat16")]]}, "'bfloat16' masters of float32 weights"),

@@ -26,6 +26,7 @@ from protocol.handles import (
     planes_of,
 )
 from protocol.messages import Layer, Segment
+from protocol.rules import MOMENT_PLANES, MOMENTS
 
 
 def layer(*parts: Segment, lid: int = 0) -> Layer:
@@ -76,8 +77,10 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
         remainder = {"bfloat16": "int16", "float16": "float32"}.get(part.dtype)
         if part.dtype == part.master_dtype:
             remainder = None
-        expected = (part.grads_dtype, part.dtype, remainder, part.state_dtype, part.state_dtype)
-        for plane, dtype in zip(PLANES, expected):
+        moments = dict.fromkeys(MOMENTS[part.rule], part.state_dtype)
+        expected = {"grads": part.grads_dtype, "weights": part.dtype, "remainder": remainder, **moments}
+        for plane in PLANES:
+            dtype = expected.get(plane)
             handle = arena.handles[plane][index]
             if dtype is None:
                 assert handle is None
@@ -94,6 +97,16 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
 def test_bytes_for_each_parameter(dtype: str, banks: int, expected: int) -> None:
     numel = 1 << 20
     assert layout(layer(segment(numel, dtype)), banks).nbytes == expected * numel
+
+
+@pytest.mark.parametrize(
+    ("rule", "banks", "expected"), [("sgd", 1, 6), ("sgd_momentum", 1, 10), ("sgd_momentum", 2, 18), ("lion", 1, 10)]
+)
+def test_moments_take_the_bytes_of_their_rule(rule: str, banks: int, expected: int) -> None:
+    numel = 1 << 20
+    arena = layout(layer(replace(segment(numel), rule=rule)), banks)
+    assert arena.nbytes == expected * numel
+    assert {plane for plane, nbytes in arena.plane_nbytes.items() if nbytes} & set(MOMENT_PLANES) == set(MOMENTS[rule])
 
 
 @given(st.data(), some_layers)

@@ -305,6 +305,10 @@ def test_bytes_per_parameter(dtype: str, host: int, gpu_resident: int, gpu_owned
     assert [need(smaller, 1000, 0, k).host for k in (0.0, 1.0)] == [10_000, 0]
     assert need(smaller, 1000, 0, 1.0).trainer == 8_000
     assert need(planes_of("bfloat16", "auto", Precision("bfloat16", "bfloat16")), 1000, 0, 0.0).host == 8_000
+    for rule, fewer in (("sgd", 8), ("sgd_momentum", 4), ("lion", 4)):
+        others = planes_of(dtype, rule=rule)
+        assert need(others, 1000, 0, 0.0).host == nothing.host - 1000 * fewer
+        assert need(others, 1000, 0, 1.0).trainer == everything.trainer - 1000 * fewer
 
 
 def test_estimate_counts_without_building(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from hytrain.kernels import choice, torch_backend
 from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
 from hytrain.kernels.rounding import key_of, more_random_bits, random_bits, rounded
-from hytrain.kernels.scalars import Hyper, Scalars, scalars
+from hytrain.kernels.scalars import Scalars, scalars
+from protocol.rules import AdamWHyper
 
 #: Dtypes of weights, gradients and moments; "lone" are bfloat16 weights without masters.
 LONE = [("lone", "bfloat16", "bfloat16"), ("lone", "bfloat16", "float32")]
@@ -46,10 +47,9 @@ def opened(name: str, key: int = KEY) -> Update:
 
 
 def arguments(planes: Planes, grads: Tensor, step: Scalars) -> dict[str, Any]:
-    addresses = {name: 0 if plane is None else plane.data_ptr() for name, plane in vars(planes).items()}
     dtypes = {"weights": planes.weights, "grads": grads, "state": planes.exp_avg}
     names = {f"{name}_dtype": str(plane.dtype).removeprefix("torch.") for name, plane in dtypes.items()}
-    return {**addresses, "grads": grads.data_ptr(), "numel": grads.numel(), **names, "scalars": step}
+    return {**planes.addresses(), "grads": grads.data_ptr(), "numel": grads.numel(), **names, "scalars": step}
 
 
 def on_device(key: int) -> Update:
@@ -57,7 +57,7 @@ def on_device(key: int) -> Update:
 
     def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
         there = planes.map(lambda plane: shifted(plane, plane.storage_offset() % 16))
-        gpu.update(**vars(there), grads=shifted(grads, 0), scalars=step, elements=Elements(key, first))
+        gpu.update(**there.arguments(), grads=shifted(grads, 0), scalars=step, elements=Elements(key, first))
         planes.copy_from(there)
 
     return update
@@ -169,8 +169,7 @@ def test_into_other_planes_as_in_place(name: str, kind: tuple[str, str, str]) ->
         before = of(torch.randn(numel, generator=generator), kind[0], kind[2])
         in_place, into = before.map(Tensor.clone), before.map(torch.zeros_like)
         opened(name)(in_place, grads, scalars(HYPER, 3, 0.5), 0)
-        addresses = {each: 0 if plane is None else plane.data_ptr() for each, plane in vars(into).items()}
-        which = {"into": Into(**addresses), "elements": Elements(KEY)}
+        which = {"into": Into(**into.addresses()), "elements": Elements(KEY)}
         backend.update(**arguments(before, grads, scalars(HYPER, 3, 0.5)), **which)
         for plane, other in zip(vars(into).values(), vars(in_place).values(), strict=True):
             assert plane is other or torch.equal(plane, other)
@@ -178,7 +177,7 @@ def test_into_other_planes_as_in_place(name: str, kind: tuple[str, str, str]) ->
 
 def test_the_second_moment_of_steady_gradients_gets_there() -> None:
     """Rounded to nearest it stands still, a third below."""
-    hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    hyper = AdamWHyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
     update, numel = opened("native"), 4096
     planes, nearest = of(torch.zeros(numel), "float32"), torch.zeros((), dtype=torch.bfloat16)
     grads = torch.ones(numel)
@@ -193,7 +192,7 @@ def test_the_second_moment_of_steady_gradients_gets_there() -> None:
 
 def test_a_weight_without_a_master_gets_where_its_steps_lead() -> None:
     """Each step is 1/2560 of it. Rounded to nearest it stands still."""
-    hyper = Hyper(lr=1 / 2560, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+    hyper = AdamWHyper(lr=1 / 2560, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
     update, numel = opened("native"), 4096
     planes, nearest = of(torch.ones(numel), "lone", "float32"), torch.ones((), dtype=torch.bfloat16)
     grads = torch.full((numel,), -1.0, dtype=torch.bfloat16)

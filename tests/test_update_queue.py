@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import GradReady, GroupHyper, Layer, Segment, StepBegin, Verdict, WeightsReady
+from protocol.messages import GradReady, Layer, Segment, StepBegin, Verdict, WeightsReady
+from protocol.rules import AdamWHyper
 from workers.update_queue import QueueError, Tile, UpdateQueue
 
 
-def hyper(lr: float = 1e-3) -> GroupHyper:
-    return GroupHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
+def hyper(lr: float = 1e-3) -> AdamWHyper:
+    return AdamWHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 
 
 def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0,)) -> UpdateQueue:

@@ -10,16 +10,18 @@ from unittest.mock import Mock
 
 import torch
 
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import scalars
 from hytrain.memory import visits
 from hytrain.memory.transfer import HostTransfers, Transfer
 from hytrain.memory.visits import Visit, Visits, ring_bytes
+from protocol.handles import STATE_PLANES, plane_dtype
 from protocol.messages import Segment
+from protocol.rules import AdamWHyper
 
 NUMEL = 64
 BYTES = 4 * NUMEL
 SEGMENT = Segment(name="w", numel=NUMEL, dtype="float32", grads_dtype="float32", group=0)
-SCALARS = scalars(Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
+SCALARS = scalars(AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), 1)
 
 
 class Late(HostTransfers):
@@ -41,7 +43,7 @@ class Late(HostTransfers):
 
 def visit(made: Visits, *, awaited: bool = False) -> None:
     """A layer of one segment is updated."""
-    planes = [None, torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    planes = [torch.zeros(NUMEL) if plane_dtype(plane, SEGMENT) else None for plane in STATE_PLANES]
     one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
     made.update([one], after=None, host=Mock(), verdict=None, awaited=awaited)
 
@@ -117,7 +119,9 @@ def test_the_rings_size_is_known_before_it_is_made() -> None:
     bf16 = Segment(name="w", numel=1000, dtype="bfloat16", grads_dtype="bfloat16", group=0)
     made = Visits(HostTransfers(), torch.device("cpu"), [SEGMENT, bf16], hold_bytes=0)
     made.prepare()
-    slots = [plane.nbytes for slot in made._slots for plane in slot._planes]
+    slots = [plane.nbytes for slot in made._slots for plane in slot._planes if plane.nbytes]
     assert sum(slots) == ring_bytes([SEGMENT, bf16]) and len(slots) == 3 * visits.SLOTS
     smaller = replace(bf16, state_dtype="bfloat16")
     assert ring_bytes([smaller]) == visits.SLOTS * 1024 * (2 + 2 + 2)
+    for rule, width in (("lion", 2 + 4), ("sgd", 2)):
+        assert ring_bytes([replace(bf16, rule=rule)]) == visits.SLOTS * 1024 * width

@@ -19,7 +19,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hytrain.kernels.backend import Backend, Elements, Into
 from hytrain.kernels.scalars import Scalars
@@ -27,6 +27,7 @@ from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
+from protocol.rules import MOMENTS
 
 #: All threads together touch this much in about the time of a tile's update.
 PIECE_BYTES: Final = 32 << 20
@@ -59,6 +60,7 @@ class SegmentPlanes:
         self, backend: Backend, start: int, stop: int, scalars: Scalars, *, source: int = 0, target: int = 0
     ) -> None:
         """Update elements [start, stop) of the segment. Reads bank `source` and writes bank `target`."""
+        assert self.segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
         address, width = self.grads
         backend.update(
             **self._addresses(source, start),
@@ -72,8 +74,10 @@ class SegmentPlanes:
             into=None if source == target else Into(**self._addresses(target, start)),
         )
 
-    def _addresses(self, bank: int, start: int) -> dict[str, int]:
-        return {plane: address + start * width for plane, (address, width) in self.banks[bank].items()}
+    def _addresses(self, bank: int, start: int) -> dict[str, Any]:
+        at = {plane: address + start * width for plane, (address, width) in self.banks[bank].items()}
+        moments = tuple(at[plane] for plane in MOMENTS[self.segment.rule])
+        return {"weights": at["weights"], "remainder": at["remainder"], "moments": moments}
 
 
 def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:

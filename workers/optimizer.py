@@ -1,4 +1,4 @@
-"""The optimizer process: runs AdamW in host memory for the layers that it owns.
+"""The optimizer process: updates the layers that it owns, in host memory.
 
     pin cores ─▶ join ─▶ READY
     inbox ─▶ Session._handle ─▶ UpdateQueue ─▶ one tile ─▶ look at the inbox again ─▶ … ─▶ WeightsReady
@@ -18,14 +18,12 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import astuple
-from functools import lru_cache
 from typing import Final
 
 from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.choice import load
-from hytrain.kernels.scalars import Hyper, Scalars, scalars
+from hytrain.kernels.scalars import scalars
 from hytrain.memory.arena import allow_descriptors, arena_socket
 from hytrain.run.ownership import OwnershipError, PlanBook
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
@@ -268,7 +266,7 @@ class Session:
         """Update one tile, and send WeightsReady if it was the layer's last."""
         planes = self._arenas.segments[tile.lid][tile.segment]
         began_s = time.monotonic()
-        numbers = _scalars(tile.hyper, tile.count, tile.scale)
+        numbers = scalars(tile.hyper, tile.count, tile.scale)
         planes.update(self._backend, tile.start, tile.stop, numbers, source=tile.source, target=tile.target)
         if tile.begins:
             self._progress.undone(tile.lid)
@@ -292,11 +290,6 @@ class Session:
         """Free all memory and write the rest of the timeline."""
         self._arenas.close()
         self._progress.close()
-
-
-@lru_cache(maxsize=256)
-def _scalars(hyper: m.GroupHyper, count: int, scale: float) -> Scalars:
-    return scalars(Hyper(**dict(zip(type(hyper).__slots__, astuple(hyper), strict=True))), count, scale)
 
 
 if __name__ == "__main__":

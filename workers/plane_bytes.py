@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from protocol import messages as m
-from protocol.handles import PLANES, layout
+from protocol.handles import PLANES, STATE_PLANES, layout
 from protocol.placement import CPU, PLACEMENTS, VISIT
 
 #: Beside planes, on the device: the memory through which weights are streamed, and that through which state visits.
@@ -54,7 +54,7 @@ class PlaneBytes:
             if self._table.awaits_verdict and name != CPU.name:
                 found["grads"] += planes["grads"]
             if PLACEMENTS[name].state == "gpu":
-                found.update({plane: planes[plane] for plane in PLANES[2:]})
+                found.update({plane: planes[plane] for plane in STATE_PLANES})
         found[WINDOW] = self._table.window_bytes if streamed else 0
         found[RING] = self._table.ring_bytes if VISIT.name in placements else 0
         return {plane: found[plane] for plane in (*PLANES, WINDOW, RING) if found[plane]}

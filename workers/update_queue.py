@@ -24,7 +24,8 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Final
 
-from protocol.messages import GradReady, GroupHyper, Layer, StepBegin, Verdict, WeightsReady
+from protocol.messages import GradReady, Layer, StepBegin, Verdict, WeightsReady
+from protocol.rules import Hyper
 
 TILE_NUMEL: Final = 1 << 24
 
@@ -47,7 +48,7 @@ class Tile:
     start: int
     stop: int
     count: int
-    hyper: GroupHyper
+    hyper: Hyper
     scale: float
     source: int
     target: int
@@ -59,7 +60,7 @@ class _Work:
     """One layer's update in progress. If it is `ahead` of its verdict, it writes the other bank."""
 
     ready: GradReady
-    groups: tuple[GroupHyper, ...]
+    groups: tuple[Hyper, ...]
     scale: float = 1.0
     ahead: bool = False
     segment: int = 0
@@ -87,7 +88,7 @@ class UpdateQueue:
     banks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
     step: int = -1
-    _groups: tuple[GroupHyper, ...] = ()
+    _groups: tuple[Hyper, ...] = ()
     _work: dict[int, _Work] = field(default_factory=dict)
     _heap: list[tuple[int, int]] = field(default_factory=list)
     _done: dict[int, int] = field(default_factory=dict)

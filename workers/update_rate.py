@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 
 from hytrain.kernels.backend import Backend
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.arena import HostArena
 from protocol.handles import layout, typical_segment
 from protocol.messages import Layer
@@ -21,13 +21,13 @@ from workers.update_queue import TILE_NUMEL
 PASSES: Final = 3
 #: Training waits for this measurement, so it takes about this long at most. A slow backend makes fewer passes.
 BUDGET_S: Final = 0.2
-_HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 
 def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
     """Seconds per parameter of a tile's update: the median of a few passes over scratch memory, after a warm-up."""
     enough_s = time.perf_counter() + BUDGET_S
-    layer = Layer(lid=0, position=0, name="scratch", segments=(typical_segment(layers, TILE_NUMEL),))
+    segment = typical_segment(layers, TILE_NUMEL)
+    layer = Layer(lid=0, position=0, name="scratch", segments=(segment,))
     arena = HostArena(layout(layer))
     try:
         backend.touch(arena.address, arena.layout.nbytes)
@@ -37,7 +37,7 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
             began_s = time.perf_counter()
             if len(took_s) > 1 and began_s > enough_s:
                 break
-            planes.update(backend, 0, layer.numel, scalars(_HYPER, step))
+            planes.update(backend, 0, layer.numel, scalars(TYPICAL[segment.rule], step))
             took_s.append(time.perf_counter() - began_s)
         return median(took_s[1:]) / layer.numel
     finally:

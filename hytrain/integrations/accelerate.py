@@ -38,6 +38,7 @@ import hytrain
 from hytrain.checks import groups_for_torch
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.extras import needed
+from hytrain.optim import Optimizer
 
 with needed("hytrain.integrations.accelerate", "hytrain[hf]"):
     import accelerate
@@ -45,8 +46,8 @@ with needed("hytrain.integrations.accelerate", "hytrain[hf]"):
 FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the first optimizer
 
 
-class AdamW(hytrain.AdamW):
-    """`hytrain.AdamW` with a `state_dict()` that costs nothing to move and to pickle.
+class Adopted(Optimizer):
+    """An optimizer of HyTrain with a `state_dict()` that costs nothing to move and to pickle.
 
     Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict`
     of a small state finds that folder; `unhook`, called by `close`.
@@ -68,7 +69,7 @@ class AdamW(hytrain.AdamW):
         return {"state": {}, "param_groups": groups, "hytrain": self._key, "folder": self.folder}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the folder in `checkpoint` for a small state, else a full one of `torch.optim.AdamW` or `hytrain.AdamW`.
+        """Load the folder in `checkpoint` for a small state, else a full one of torch or HyTrain.
 
         Raises `ConfigError` if the state does not fit, or if a small one of another optimizer has no checkpoint.
         """
@@ -100,18 +101,18 @@ class AdamW(hytrain.AdamW):
         self._session.accumulation.count_no_more()
 
     def close(self) -> None:
-        """As `hytrain.AdamW.close`. The Accelerator then clips and saves without HyTrain."""
+        """As `Optimizer.close`. The Accelerator then clips and saves without HyTrain."""
         try:
             super().close()
         finally:
             self.unhook()
 
 
-class ShardedAdamW(AdamW):
-    """`AdamW` under FSDP2, where Accelerate saves and loads the state itself, in torch's distributed checkpoints."""
+class Sharded(Adopted):
+    """The same under FSDP2, where Accelerate saves and loads the state itself, in torch's distributed checkpoints."""
 
-    state_dict = hytrain.AdamW.state_dict
-    load_state_dict = hytrain.AdamW.load_state_dict
+    state_dict = Optimizer.state_dict
+    load_state_dict = Optimizer.load_state_dict
 
     def save_beside(self, checkpoint: Path) -> None:
         pass
@@ -151,7 +152,7 @@ class _Hooks:
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = weakref.ref(accelerator)
-        self._optimizers: dict[str, weakref.ref[AdamW]] = {}  # by their folders
+        self._optimizers: dict[str, weakref.ref[Adopted]] = {}  # by their folders
         self._handles = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._announce),
@@ -161,7 +162,7 @@ class _Hooks:
             self._replaced |= {"prepare": self._prepare, "no_sync": self._no_sync}
         vars(accelerator).update(self._replaced)
 
-    def add(self, opt: AdamW) -> None:
+    def add(self, opt: Adopted) -> None:
         """Give an optimizer the first free folder, until it is closed or deleted."""
         names = (f"{FOLDER}_{number}" if number else FOLDER for number in itertools.count())
         opt.folder = next(name for name in names if name not in self._optimizers)
@@ -182,7 +183,7 @@ class _Hooks:
                 delattr(accelerator, name)
         del _hooks[accelerator]
 
-    def _present(self) -> list[AdamW]:
+    def _present(self) -> list[Adopted]:
         return [opt for of in self._optimizers.values() if (opt := of()) is not None]
 
     def _clip_grad_norm_(
@@ -250,7 +251,7 @@ class _Hooks:
 _hooks: weakref.WeakKeyDictionary[accelerate.Accelerator, _Hooks] = weakref.WeakKeyDictionary()
 
 
-def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
+def _asks_for_all_of(opt: Adopted, asked: list[Tensor]) -> bool:
     """Whether these are all parameters that `opt` trains, ignoring others without a gradient; False if none is.
 
     Raises `UsageError` for a mixture, because HyTrain has the norm of exactly its own parameters.
@@ -261,9 +262,9 @@ def _asks_for_all_of(opt: AdamW, asked: list[Tensor]) -> bool:
         return False
     if not found >= trained or any(p.grad is not None and id(p) not in trained for p in asked):
         raise UsageError(
-            "clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them: HyTrain "
-            "has clipped exactly its own by their common norm, so call clip_grad_norm_ once per optimizer, with all "
-            "of its parameters"
+            "clip_grad_norm_ of some of the parameters that one optimizer of HyTrain trains, or of others with them: "
+            "HyTrain has clipped exactly its own by their common norm, so call clip_grad_norm_ once per optimizer, "
+            "with all of its parameters"
         )
     return True
 
@@ -273,19 +274,21 @@ def adopt(
     model: nn.Module,
     param_groups: ParamsT | None = None,
     *arguments: Any,
+    optimizer: type[Optimizer] = hytrain.AdamW,
     **options: Any,
-) -> AdamW:
-    """Create `hytrain.AdamW(model, …)` for `accelerator.prepare`. Accelerate's clipping and checkpoints work with it.
+) -> Adopted:
+    """Create `hytrain.AdamW(model, …)`, or another optimizer, for `accelerator.prepare`.
 
-    With Accelerate's FSDP2 plugin, all ranks call it together, and it has the Accelerator shard the model. It also
-    raises what `hytrain.AdamW` raises.
+    Accelerate's clipping and checkpoints work with it. With Accelerate's FSDP2 plugin, all ranks call it together, and
+    it has the Accelerator shard the model. It also raises what the optimizer raises.
 
     Args:
         accelerator: The Accelerator of the loop.
         model: The model, already prepared; with FSDP2, sharded in place if it was not prepared yet.
-        param_groups: As for `hytrain.AdamW`. With FSDP2, parameters from before or after the sharding.
-        arguments: Further positional arguments of `hytrain.AdamW`.
-        options: Keyword arguments of `hytrain.AdamW`.
+        param_groups: As for the optimizer. With FSDP2, parameters from before or after the sharding.
+        arguments: Further positional arguments of the optimizer.
+        optimizer: `hytrain.AdamW`, `hytrain.SGD` or `hytrain.Lion`.
+        options: Keyword arguments of the optimizer.
 
     Returns:
         The optimizer.
@@ -294,15 +297,14 @@ def adopt(
         UnsupportedError: HyTrain cannot follow a setting of the accelerator. Nothing has been started.
     """
     refuse(accelerator)
-    kind = AdamW
-    if accelerator.is_fsdp2:
-        kind = ShardedAdamW
-        if not any(known is model for known in accelerator._models):
-            param_groups = _shard(accelerator, model, param_groups)
+    adopted = Sharded if accelerator.is_fsdp2 else Adopted
+    if accelerator.is_fsdp2 and not any(known is model for known in accelerator._models):
+        param_groups = _shard(accelerator, model, param_groups)
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
     wanted = {"grad_accumulation": accelerator.gradient_accumulation_steps, **options}
+    kind: type[Adopted] = type(optimizer.__name__, (adopted, optimizer), {})
     opt = kind(model, param_groups, *arguments, **wanted)
     opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:

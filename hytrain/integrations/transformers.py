@@ -4,8 +4,8 @@
     opt = adopt(trainer, k="auto")          # the only new line
     trainer.train()
 
-The optimizer follows the training arguments: learning rate, betas, epsilon, weight decay and the parameters without
-it, `max_grad_norm`. What the Trainer calls:
+The optimizer follows the training arguments: `optim`, learning rate, betas, epsilon, weight decay and the parameters
+without it, `max_grad_norm`. What the Trainer calls:
 
     Trainer ── clip_grad_norm_ ──▶ accelerator   returns opt.grad_norm: HyTrain has clipped already
             ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
@@ -23,17 +23,25 @@ from typing import Any, Final
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
+import hytrain
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.extras import needed
 from hytrain.integrations import accelerate
-from hytrain.integrations.accelerate import AdamW
+from hytrain.integrations.accelerate import Adopted
+from hytrain.optim import Optimizer
 
 with needed("hytrain.integrations.transformers", "hytrain[hf]"):
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.training_args import OptimizerNames
 
-ADAMW: Final = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)  # of `TrainingArguments.optim`
-#: The training arguments' names of the optimizer's options.
+#: The algorithms of `TrainingArguments.optim`, each with the options that it takes from the training arguments.
+ALGORITHMS: Final[dict[str, tuple[type[Optimizer], tuple[str, ...]]]] = {
+    OptimizerNames.ADAMW_TORCH: (hytrain.AdamW, ("lr", "betas", "eps", "weight_decay")),
+    OptimizerNames.ADAMW_TORCH_FUSED: (hytrain.AdamW, ("lr", "betas", "eps", "weight_decay")),
+    OptimizerNames.SGD: (hytrain.SGD, ("lr", "weight_decay")),
+    OptimizerNames.LION: (hytrain.Lion, ("lr", "betas", "weight_decay")),
+}
+#: The training arguments' names of these options.
 NUMBERS: Final = {
     "lr": ("learning_rate",),
     "betas": ("adam_beta1", "adam_beta2"),
@@ -49,7 +57,7 @@ class HyTrainCallback(TrainerCallback):
     step's forward waited for weights, `grad_norm` the last step's norm before clipping.
     """
 
-    def __init__(self, opt: AdamW, read: dict[str, Any]) -> None:
+    def __init__(self, opt: Adopted, read: dict[str, Any]) -> None:
         """`read` are the training arguments that `opt` was made from."""
         self._opt, self._read = opt, read
 
@@ -93,15 +101,16 @@ class HyTrainCallback(TrainerCallback):
         self._opt.synchronize()
 
 
-def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any) -> AdamW:
+def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any) -> Adopted:
     """Create `hytrain.AdamW` from the Trainer's arguments and make it the Trainer's optimizer.
 
-    It also raises what `hytrain.AdamW` raises.
+    With `optim="sgd"` it is `hytrain.SGD`, with `optim="lion_32bit"` it is `hytrain.Lion`. It also raises what these
+    raise.
 
     Args:
         trainer: A Trainer without an optimizer. It creates its scheduler as usual.
-        param_groups: Replace the Trainer's two groups, with and without weight decay. As for `hytrain.AdamW`.
-        options: HyTrain's own options (`k`, `objective`, `on_nonfinite`, …), or any other of `hytrain.AdamW`'s, which
+        param_groups: Replace the Trainer's two groups, with and without weight decay. As for the optimizer.
+        options: HyTrain's own options (`k`, `objective`, `on_nonfinite`, …), or any other of the optimizer's, which
             override the training arguments.
 
     Returns:
@@ -117,25 +126,25 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
     if (options.get("max_grad_norm", args.max_grad_norm) or None) != (args.max_grad_norm or None):
         raise UnsupportedError("the Trainer clips to its own max_grad_norm: set TrainingArguments(max_grad_norm=…)")
     assert model is not None, "without model_init there is one from the beginning"
+    optimizer, taken = ALGORITHMS[OptimizerNames(args.optim)]
+    names = {option: NUMBERS[option] for option in taken}
+    given = {option: tuple(getattr(args, name) for name in names[option]) for option in taken}
     wanted = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
+        **{option: values if len(values) > 1 else values[0] for option, values in given.items()},
         "max_grad_norm": args.max_grad_norm or None,
         "grad_accumulation": args.gradient_accumulation_steps,
     }
     groups = _groups(model, set(trainer.get_decay_parameter_names(model))) if param_groups is None else param_groups
-    opt = accelerate.adopt(trainer.accelerator, model, groups, **{**wanted, **options})
+    opt = accelerate.adopt(trainer.accelerator, model, groups, optimizer=optimizer, **{**wanted, **options})
     trainer.optimizer = opt
-    read = {name: getattr(args, name) for option, names in NUMBERS.items() if option not in options for name in names}
+    read = {name: getattr(args, name) for option, each in names.items() if option not in options for name in each}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))
     if not trainer.accelerator.is_fsdp2:  # whose checkpoints have the state
         _save_beside(trainer, opt)
     return opt
 
 
-def _save_beside(trainer: Trainer, opt: AdamW) -> None:
+def _save_beside(trainer: Trainer, opt: Adopted) -> None:
     """Add `opt.folder` to the trainer's checkpoints, without a reference cycle through the trainer."""
     kind, of = type(trainer), weakref.ref(trainer)
 
@@ -170,8 +179,12 @@ def _refuse(trainer: Trainer, param_groups: ParamsT | None) -> None:
     args = trainer.args
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
-    if (update := OptimizerNames(args.optim)) not in ADAMW:
-        raise UnsupportedError(f'optim="{update.value}" is another update: HyTrain has AdamW, optim="adamw_torch"')
+    if (update := OptimizerNames(args.optim)) not in ALGORITHMS:
+        raise UnsupportedError(
+            f'optim="{update.value}" is another update: HyTrain has optim="adamw_torch", "sgd" and "lion_32bit"'
+        )
+    if args.optim_args and ALGORITHMS[update][0] is not hytrain.AdamW:  # for which the Trainer ignores them, too
+        raise UnsupportedError(f"optim_args={args.optim_args!r}: pass them to adopt(trainer, …) as keywords")
     makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
     if param_groups is None and any(getattr(type(trainer), maker) is not getattr(Trainer, maker) for maker in makers):
         name = type(trainer).__name__

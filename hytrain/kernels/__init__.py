@@ -1,14 +1,14 @@
-"""The AdamW update, the same arithmetic in several implementations; and bias + GELU.
+"""The updates: the same arithmetic in several implementations, from `protocol.rules`; and bias + GELU.
 
 Importing this package does not import torch. `choice.load` imports the module of the chosen backend.
 
     scalars.py          hyperparameters and step -> the scalars of one update
     backend.py          the interface of updates on host memory
     choice.py           which backend to use
-    native.py           C++ and OpenMP (adamw.cpp), built by build.py at first use
-    torch_backend.py    torch's fused CPU AdamW
-    deepspeed_backend.py  DeepSpeedCPUAdam's operator
-    gpu.py              the same update for tensors on a GPU, in Triton
+    native.py           C++ and OpenMP (update.cpp), built by build.py at first use
+    torch_backend.py    torch's operators
+    deepspeed_backend.py  DeepSpeedCPUAdam's operator, for AdamW
+    gpu.py              the same updates for tensors on a GPU, in Triton
     split.py            the fp32 master behind bf16 and fp16 weights, in torch
     rounding.py         moments in bf16, rounded stochastically, in torch
 

@@ -24,8 +24,7 @@ class Into:
 
     weights: int
     remainder: int
-    exp_avg: int
-    exp_avg_sq: int
+    moments: tuple[int, ...]
 
 
 class Elements(NamedTuple):
@@ -50,7 +49,7 @@ def seeds(key: int, step: int) -> tuple[int, int]:
 
 
 class Backend(Protocol):
-    """AdamW on planes in this process's memory. `threads` may be set between two calls."""
+    """Updates of planes in this process's memory. `threads` may be set between two calls."""
 
     threads: int
 
@@ -63,8 +62,7 @@ class Backend(Protocol):
         weights: int,
         grads: int,
         remainder: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        moments: tuple[int, ...],
         numel: int,
         weights_dtype: str,
         grads_dtype: str,
@@ -76,8 +74,8 @@ class Backend(Protocol):
         """Update `numel` consecutive elements of one segment: in place, or `into` other planes with the same bits.
 
         The planes are addresses. `remainder` is int16 for bfloat16 weights, or 0 if they are their own masters. For
-        float16 weights, which are only written, it is their float32 master; for float32 weights it is 0. The moments
-        are of `state_dtype`.
+        float16 weights, which are only written, it is their float32 master; for float32 weights it is 0. `moments`
+        are those of `MOMENTS[scalars.hyper.rule]`, of `state_dtype`.
         Raises ValueError for dtypes that are not in `DTYPES` and `STATE_DTYPES`.
         """
 
@@ -90,6 +88,6 @@ def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int, state_dty
     if state_dtype not in STATE_DTYPES:
         raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
     if (weights_dtype, grads_dtype) not in DTYPES:
-        raise ValueError(f"no AdamW update for {weights_dtype} weights with {grads_dtype} gradients")
+        raise ValueError(f"no update for {weights_dtype} weights with {grads_dtype} gradients")
     if weights_dtype != "bfloat16" and (remainder != 0) != (weights_dtype == "float16"):
         raise ValueError(f"a remainder belongs to 16-bit weights, and only to them: these are {weights_dtype}")

@@ -11,6 +11,7 @@ folder, and the next build waits for it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.torch_backend import TorchBackend
+from protocol.rules import AdamWHyper
 
 # The operator keeps its optimizers in a table per process. DeepSpeed's own numbers start at 0.
 _ids = count(start=1_000_000)
@@ -40,10 +42,11 @@ class DeepSpeedBackend(TorchBackend):
         super()._set_threads(threads)
         self._openmp.omp_set_num_threads(threads)
 
-    def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
+    def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         hyper = scalars.hyper
+        assert isinstance(hyper, AdamWHyper), "the operator has no other rule"
         numbers = (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, True)
-        planes = (master, -grads if hyper.maximize else grads, exp_avg, exp_avg_sq)
+        planes = (master, -grads if hyper.maximize else grads, *moments)
         self._operator.adam_update(self._optimizer, scalars.step, *numbers, *planes)
 
 

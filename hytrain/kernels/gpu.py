@@ -1,9 +1,9 @@
-"""The AdamW update of GPU-owned layers: the arithmetic of adamw.cpp on device tensors.
+"""The updates of GPU-owned layers: the arithmetic of update.cpp on device tensors.
 
 The trainer calls `update` on a stream of its choice once a gradient is ready. The bits are the native backend's, so a
 layer may change owners during a run. Triton is imported at the first call.
 
-    1-D CUDA tensors + Scalars  ->  integer views of bf16  ->  triton_adamw.adamw_kernel
+    1-D CUDA tensors + Scalars  ->  integer views of bf16  ->  triton_update.update_kernel
 
 At each launch Triton looks up the compiled kernel for the arguments, which takes several times as long as the launch.
 This module caches compiled kernels by the properties that matter for this kernel.
@@ -11,22 +11,28 @@ This module caches compiled kernels by the properties that matter for this kerne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import FIRST, Elements, check_dtypes, seeds
-from hytrain.kernels.scalars import Scalars, kernel_scalars
+from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS
 from hytrain.tensors import address
+from protocol.rules import MOMENTS
 
 BLOCK = 1024  # elements per program
 
 # Contraction would skip roundings, and "flush to zero" would lose subnormals in library functions.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+#: So many moments and scalars the kernel takes. Rules with fewer leave the last ones out.
+MOST_MOMENTS: Final = max(map(len, MOMENTS.values()))
+MOST_SCALARS: Final = 8
 
 _MASK = 0xFFFFFFFF
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
@@ -38,8 +44,7 @@ def update(
     weights: Tensor,
     grads: Tensor,
     remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Sequence[Tensor],
     scalars: Scalars,
     verdict: Tensor | None = None,
     elements: Elements = FIRST,
@@ -47,35 +52,38 @@ def update(
     """Update one segment in place, on the current device and stream.
 
     All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, or None if they
-    are their own masters; the float32 master for float16 weights. The moments are float32 or bfloat16. `verdict` is a
-    float32 scalar on the device: the gradient is multiplied by it, and nothing is updated if it is below 0.
+    are their own masters; the float32 master for float16 weights. `moments` are those of the rule of `scalars`, in
+    float32 or bfloat16. `verdict` is a float32 scalar on the device: the gradient is multiplied by it, and nothing is
+    updated if it is below 0.
     Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
-    _check(weights, grads, remainder, exp_avg, exp_avg_sq)
+    _check(weights, grads, remainder, moments)
     numel = weights.numel()
     if numel == 0:
         return
     try:
-        from hytrain.kernels.triton_adamw import adamw_kernel
+        from hytrain.kernels.triton_update import update_kernel
     except ImportError as error:
         raise BackendUnavailable(
             "the GPU's update needs Triton, which comes with torch's CUDA builds: pip install triton, "
             "or let the CPU own every layer with k=0"
         ) from error
     rest = weights if remainder is None else remainder
-    planes = (_bits(weights), _bits(grads), rest, _bits(exp_avg), _bits(exp_avg_sq))
+    given = (*moments, *(rest,) * (MOST_MOMENTS - len(moments)))  # the kernel ignores those that the rule does not have
+    planes = (_bits(weights), _bits(grads), *map(_bits, (rest, *given)))
     which = (elements.first & _MASK, *seeds(elements.key, scalars.step))
-    numbers = (*which, *kernel_scalars(scalars))
-    judge, judged = planes[3] if verdict is None else verdict, verdict is not None
+    numbers = (*which, *scalars.values, *(0.0,) * (MOST_SCALARS - len(scalars.values)))
+    judge, judged = planes[0] if verdict is None else verdict, verdict is not None
     lone = remainder is None and weights.dtype == torch.bfloat16
+    rule = scalars.hyper.rule
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
-    kind = (weights.device, weights.dtype, grads.dtype, exp_avg.dtype, judged, lone, aligned)
+    kind = (weights.device, rule, weights.dtype, grads.dtype, given[0].dtype, judged, lone, aligned)
     if (compiled := _compiled.get(kind)) is not None:
-        compiled[grid, 1, 1](*planes, numel, *numbers, judge, judged, lone, BLOCK)
+        compiled[grid, 1, 1](*planes, numel, *numbers, judge, rule, judged, lone, BLOCK)
         return
-    constants = {"JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
-    compiled = adamw_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
+    constants = {"RULE": rule, "JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
+    compiled = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
     if _takes_all_arguments():
         _compiled[kind] = compiled
 
@@ -99,14 +107,15 @@ def _bits(plane: Tensor) -> Tensor:
     return plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane
 
 
-def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, moments: Sequence[Tensor]) -> None:
     """Must take only a few microseconds: the device may be waiting for the launch."""
-    _check_dtypes(weights.dtype, grads.dtype, remainder is not None, exp_avg.dtype)
+    state = moments[0].dtype if moments else torch.float32
+    _check_dtypes(weights.dtype, grads.dtype, remainder is not None, state)
     shape = weights.shape
-    for plane in (weights, grads, exp_avg, exp_avg_sq, weights if remainder is None else remainder):
+    for plane in (weights, grads, *moments, weights if remainder is None else remainder):
         if plane.shape != shape or len(shape) != 1 or not plane.is_contiguous():
             raise ValueError("an update wants contiguous one-dimensional planes of one length")
-    if exp_avg.dtype != exp_avg_sq.dtype:
-        raise ValueError(f"both moments have one dtype, not {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    if any(moment.dtype != state for moment in moments):
+        raise ValueError(f"all moments have one dtype, not {', '.join(str(moment.dtype) for moment in moments)}")
     if remainder is not None and remainder.dtype != REMAINDERS[weights.dtype]:
         raise ValueError(f"the remainder of {weights.dtype} weights is not {remainder.dtype}")

@@ -1,4 +1,4 @@
-"""The AdamW update in C++ and OpenMP: a ctypes wrapper of adamw.cpp, without torch.
+"""The updates in C++ and OpenMP: a ctypes wrapper of update.cpp, without torch.
 
 build.py builds it at first use. ctypes releases the GIL during a call. Call it from one thread only, because OpenMP
 keeps a pool of threads per caller.
@@ -16,23 +16,23 @@ from pathlib import Path
 
 from hytrain.kernels.backend import DTYPES, FIRST, Elements, Into, check_dtypes, seeds
 from hytrain.kernels.build import build
-from hytrain.kernels.scalars import KERNEL_SCALARS, Scalars, kernel_scalars
+from hytrain.kernels.scalars import Scalars
 from protocol.messages import STATE_DTYPES
+from protocol.rules import MOMENTS
 
-SOURCE = Path(__file__).with_name("adamw.cpp")
+SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
 SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
 
-class _Scalars(ctypes.Structure):  # adamw.cpp's Scalars; ctypes rounds each double to the nearest float
-    _fields_ = tuple((name, ctypes.c_float) for name in KERNEL_SCALARS)
+_Moments = ctypes.c_void_p * max(map(len, MOMENTS.values()))
 
 
-class _Planes(ctypes.Structure):  # adamw.cpp's Planes
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weights", "remainder", "exp_avg", "exp_avg_sq"))
+class _Planes(ctypes.Structure):  # update.cpp's Planes
+    _fields_ = (("weights", ctypes.c_void_p), ("remainder", ctypes.c_void_p), ("moments", _Moments))
 
 
-class _Elements(ctypes.Structure):  # adamw.cpp's Elements; ctypes keeps the lowest 32 bits
+class _Elements(ctypes.Structure):  # update.cpp's Elements; ctypes keeps the lowest 32 bits
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("first", "before", "within"))
 
 
@@ -42,11 +42,11 @@ class NativeBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         library = ctypes.CDLL(str(build(SOURCE)))
-        dtypes = [(*pair, state_dtype) for pair in (*DTYPES, LONE) for state_dtype in STATE_DTYPES]
-        self._update = {each: getattr(library, f"hytrain_adamw_{'_'.join(each)}") for each in dtypes}
+        kinds = [(rule, *pair, state) for rule in MOMENTS for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
+        self._update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
         for function in self._update.values():
-            planes, numbers, elements = (ctypes.POINTER(each) for each in (_Planes, _Scalars, _Elements))
-            function.argtypes = (planes, ctypes.c_void_p, planes, ctypes.c_int64, numbers, elements, ctypes.c_int)
+            planes, elements, pointer = ctypes.POINTER(_Planes), ctypes.POINTER(_Elements), ctypes.c_void_p
+            function.argtypes = (planes, pointer, planes, ctypes.c_int64, pointer, elements, ctypes.c_int)
             function.restype = None
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
@@ -59,8 +59,7 @@ class NativeBackend:
         weights: int,
         grads: int,
         remainder: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        moments: tuple[int, ...],
         numel: int,
         weights_dtype: str,
         grads_dtype: str,
@@ -70,12 +69,12 @@ class NativeBackend:
         elements: Elements = FIRST,
     ) -> None:
         check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
-        rounded = _Scalars(*kernel_scalars(scalars))
-        planes = _Planes(weights, remainder, exp_avg, exp_avg_sq)
-        to = planes if into is None else _Planes(into.weights, into.remainder, into.exp_avg, into.exp_avg_sq)
+        rounded = (ctypes.c_float * len(scalars.values))(*scalars.values)  # each double to the nearest float
+        planes = _Planes(weights, remainder, _Moments(*moments))
+        to = planes if into is None else _Planes(into.weights, into.remainder, _Moments(*into.moments))
         which = _Elements(elements.first, *seeds(elements.key, scalars.step))
         pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
-        function = self._update[(*pair, state_dtype)]
+        function = self._update[(scalars.hyper.rule, *pair, state_dtype)]
         others = ctypes.byref(rounded), ctypes.byref(which)
         function(ctypes.byref(planes), grads, ctypes.byref(to), numel, *others, self.threads)
 

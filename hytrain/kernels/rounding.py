@@ -9,10 +9,10 @@ The random bits are a function of the parameter's name, the step, and the elemen
 the same for each owner and placement, for any number of threads, and after a resume. Name and step are hashed once to
 two seeds (`backend.seeds`). The index is mixed with them by two multiplications, as more would make the CPU's update
 wait for its processor instead of its memory. The mixing is that of lowbias32 (C. Wellons, "Prospecting for hash
-functions", 2018), with the second seed inside. adamw.cpp and triton_adamw.py contain the same.
+functions", 2018), with the second seed inside. update.cpp and triton_update.py contain the same.
 
-    mixed(index; seeds(name, step))  ─▶ 32 bits ─┬─ lower half ─▶ exp_avg
-                                                 ├─ upper half ─▶ exp_avg_sq
+    mixed(index; seeds(name, step))  ─▶ 32 bits ─┬─ lower half ─▶ the rule's first moment
+                                                 ├─ upper half ─▶ its second one, if it has two
                                  └─ · odd, upper half ─▶ weights
 """
 

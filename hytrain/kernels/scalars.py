@@ -1,8 +1,8 @@
-"""The user's hyperparameters, and the scalars of one AdamW update.
+"""The scalars of one update, from the user's hyperparameters.
 
 The trainer reads a `Hyper` from each parameter group at a step's first gradient. Each backend turns it and the
 segment's step count into `Scalars`. They are computed in double precision and rounded to float32 once, as they enter
-a kernel, as in torch's fused AdamW.
+a kernel, as in torch's optimizers.
 
     Hyper + step  ->  Scalars  ->  Backend.update (host memory)  or  gpu.update (device tensors)
 """
@@ -10,53 +10,99 @@ a kernel, as in torch's fused AdamW.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
+from typing import Any, Final
 
-#: The scalars that kernels take, in the order of adamw.cpp's Scalars.
-KERNEL_SCALARS = ("factor", "mix1", "mix2", "beta2", "decay", "neg_step_size", "sqrt_bias2", "eps")
-kernel_scalars = attrgetter(*KERNEL_SCALARS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hyper:
-    """One parameter group's hyperparameters, with the meanings of torch.optim.AdamW."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool = False
+from protocol.rules import AdamWHyper, Hyper, LionHyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars:
-    """The scalars in the update of one segment at one step (Loshchilov & Hutter, 2019).
+    """The scalars in the update of one segment at one step.
 
-        g = factor * g                                  the scale of clipping, negative to maximize
-        m = m + mix1 * (g - m)
-        v = v * beta2 + mix2 * g * g
-        p = p * decay + (neg_step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
-
-    `hyper` and `step` are for the backends that compute these values themselves.
+    `values` are what the rule's kernels take: `factor` first, by which they multiply the gradient, the scale of
+    clipping, negative to maximize; then what the rule's function here returns. `hyper` and `step` are for the backends
+    that compute these values themselves.
     """
 
     hyper: Hyper
     step: int
     scale: float
-    factor: float
-    mix1: float
-    mix2: float
-    beta2: float
-    decay: float
-    neg_step_size: float
-    sqrt_bias2: float
-    eps: float
+    values: tuple[float, ...]
 
 
-@lru_cache(maxsize=64)  # the segments of a step share them
+def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
+    """mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2 and eps (Loshchilov & Hutter, 2019).
+
+    m = m + mix1 * (g - m)
+    v = v * beta2 + mix2 * g * g
+    p = p * decay + (neg_step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
+    """
+    return (
+        1 - hyper.beta1,
+        1 - hyper.beta2,
+        hyper.beta2,
+        1 - hyper.lr * hyper.weight_decay,
+        -(hyper.lr / (1 - hyper.beta1**step)),
+        math.sqrt(1 - hyper.beta2**step),
+        hyper.eps,
+    )
+
+
+def _sgd(hyper: SGDHyper, step: int) -> tuple[float, ...]:
+    """weight_decay and neg_lr. Without weight decay its line is left out: 0 * p would turn -0 into 0, and inf into NaN.
+
+    d = g + weight_decay * p
+    p = p + neg_lr * d
+    """
+    return hyper.weight_decay, -hyper.lr
+
+
+def _sgd_momentum(hyper: SGDHyper, step: int) -> tuple[float, ...]:
+    """weight_decay, neg_lr, keep, mix and ahead (Sutskever et al., 2013, in torch's form).
+
+    Zeros leave out what torch leaves out: `keep` in the first update, whose buffer is the gradient, and `ahead` without
+    Nesterov's momentum.
+
+    d = g + weight_decay * p
+    b = keep * b + mix * d      or d, if keep is 0
+    p = p + neg_lr * (d + ahead * b)      or b, if ahead is 0
+    """
+    keep = hyper.momentum if step > 1 else 0.0
+    return (*_sgd(hyper, step), keep, 1 - hyper.dampening, hyper.momentum if hyper.nesterov else 0.0)
+
+
+def _lion(hyper: LionHyper, step: int) -> tuple[float, ...]:
+    """beta1, mix1, beta2, mix2, decay and neg_lr (Chen et al., 2023).
+
+    p = p * decay + neg_lr * sign(m * beta1 + g * mix1)
+    m = m * beta2 + mix2 * g
+    """
+    decay = 1 - hyper.lr * hyper.weight_decay
+    return hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, decay, -hyper.lr
+
+
+#: Hyperparameters to measure each rule's updates with.
+TYPICAL: Final[dict[str, Hyper]] = {
+    hyper.rule: hyper
+    for hyper in (
+        AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
+        SGDHyper(lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=1e-4),
+        SGDHyper(lr=1e-3, momentum=0.9, dampening=0.0, nesterov=False, weight_decay=1e-4),
+        LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0),
+    )
+}
+_OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd_momentum,
+    "lion": _lion,
+}
+
+
+@lru_cache(maxsize=256)  # the segments of a step share them
 def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
     """The scalars of a segment's update number `step`, counted from 1, with the gradient multiplied by `scale`.
 
@@ -64,16 +110,5 @@ def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
     """
     if step < 1:
         raise ValueError(f"an update's step counts from 1, not {step}: increment it before the update")
-    return Scalars(
-        hyper=hyper,
-        step=step,
-        scale=scale,
-        factor=-scale if hyper.maximize else scale,
-        mix1=1 - hyper.beta1,
-        mix2=1 - hyper.beta2,
-        beta2=hyper.beta2,
-        decay=1 - hyper.lr * hyper.weight_decay,
-        neg_step_size=-(hyper.lr / (1 - hyper.beta1**step)),
-        sqrt_bias2=math.sqrt(1 - hyper.beta2**step),
-        eps=hyper.eps,
-    )
+    factor = -scale if hyper.maximize else scale
+    return Scalars(hyper=hyper, step=step, scale=scale, values=(factor, *_OF_RULE[hyper.rule](hyper, step)))

@@ -1,18 +1,19 @@
-"""The AdamW update with torch's fused CPU kernel, for machines without a C++ compiler.
+"""The updates with torch's own operators, for machines without a C++ compiler.
 
-That kernel takes only fp32, so bf16 planes go through fp32 copies, in chunks that stay in the cache; the master of
-fp16 weights is fp32 already. The kernel computes the last elements of an odd size in another order. Ranges are
+They compute in fp32, so bf16 planes go through fp32 copies, in chunks that stay in the cache; the master of
+fp16 weights is fp32 already. torch's fused AdamW computes the last elements of an odd size in another order. Ranges are
 therefore padded to `WIDTH`, and the results are the native backend's, however a segment is divided.
 
-    planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _adamw -> (split, round)
+    planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _step -> (split, round)
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
+from protocol.rules import AdamWHyper, LionHyper, SGDHyper
 
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
@@ -31,7 +33,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class TorchBackend:
-    """AdamW with torch's fused operator. `threads` sets torch's number of threads in this process."""
+    """The rules with torch's operators. `threads` sets torch's number of threads in this process."""
 
     name = "torch"
 
@@ -56,8 +58,7 @@ class TorchBackend:
         weights: int,
         grads: int,
         remainder: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        moments: tuple[int, ...],
         numel: int,
         weights_dtype: str,
         grads_dtype: str,
@@ -67,16 +68,16 @@ class TorchBackend:
         elements: Elements = FIRST,
     ) -> None:
         check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
-        to = into or Into(weights=weights, remainder=remainder, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        to = into or Into(weights=weights, remainder=remainder, moments=moments)
         planes = [
-            (_over(weights, numel, _DTYPES[weights_dtype]), _over(to.weights, numel, _DTYPES[weights_dtype])),
-            (_over(grads, numel, _DTYPES[grads_dtype]),) * 2,
-            (_over(exp_avg, numel, _DTYPES[state_dtype]), _over(to.exp_avg, numel, _DTYPES[state_dtype])),
-            (_over(exp_avg_sq, numel, _DTYPES[state_dtype]), _over(to.exp_avg_sq, numel, _DTYPES[state_dtype])),
+            _both(weights, to.weights, numel, _DTYPES[weights_dtype]),
+            _both(grads, grads, numel, _DTYPES[grads_dtype]),
+            _both(remainder, to.remainder, numel, REMAINDERS[_DTYPES[weights_dtype]]) if remainder else None,
+            *(
+                _both(read, written, numel, _DTYPES[state_dtype])
+                for read, written in zip(moments, to.moments, strict=True)
+            ),
         ]
-        if remainder:
-            dtype = REMAINDERS[_DTYPES[weights_dtype]]
-            planes.append((_over(remainder, numel, dtype), _over(to.remainder, numel, dtype)))
         whole = numel - numel % WIDTH
         cuts = [*range(0, whole, self._chunk_numel), whole]
         for begin, end in pairwise(cuts):
@@ -87,63 +88,112 @@ class TorchBackend:
     def touch(self, address: int, nbytes: int) -> None:
         _over(address, nbytes, torch.uint8).zero_()
 
-    def _update_tail(self, scalars: Scalars, elements: Elements, planes: list[Tensor]) -> None:
-        padded = [pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
+    def _update_tail(self, scalars: Scalars, elements: Elements, planes: list[Tensor | None]) -> None:
+        padded = [None if plane is None else pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
         self._update_chunk(scalars, elements, *padded)
         for index, (plane, result) in enumerate(zip(planes, padded, strict=True)):
-            if index != 1:  # the gradients are only read
+            if index != 1 and plane is not None and result is not None:  # the gradients are only read
                 plane.copy_(result[: plane.numel()])
 
     def _update_chunk(
         self,
         scalars: Scalars,
         elements: Elements,
-        weights: Tensor,
-        grads: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        remainder: Tensor | None = None,
+        weights: Tensor | None,
+        grads: Tensor | None,
+        remainder: Tensor | None,
+        *moments: Tensor | None,
     ) -> None:
+        assert weights is not None and grads is not None
+        kept = [moment for moment in moments if moment is not None]
         grads = grads.float()
         if scalars.scale != 1.0:
             grads = grads * scalars.scale
-        moments = exp_avg.float(), exp_avg_sq.float()  # the planes themselves, if they are float32
+        exact = [moment.float() for moment in kept]  # the planes themselves, if they are float32
         lone = remainder is None and weights.dtype is torch.bfloat16
-        rounds = lone or exp_avg.dtype is torch.bfloat16
-        random = random_bits(elements, weights.numel(), scalars.step) if rounds else None
+        narrow = any(moment.dtype is torch.bfloat16 for moment in kept)
+        random = random_bits(elements, weights.numel(), scalars.step) if lone or narrow else None
         if remainder is None:
             master = weights.float()  # the plane itself, if it is float32
-            self._adamw(master, grads, *moments, scalars)
+            self._step(master, grads, exact, scalars)
             if lone and random is not None:
                 weights.copy_(rounded(master, more_random_bits(random)))
         elif weights.dtype is torch.float16:
-            self._adamw(remainder, grads, *moments, scalars)
+            self._step(remainder, grads, exact, scalars)
             weights.copy_(nearest_half(remainder))
         else:
             master = join(weights, remainder)
-            self._adamw(master, grads, *moments, scalars)
+            self._step(master, grads, exact, scalars)
             upper, lower = split(master)
             weights.copy_(upper)
             remainder.copy_(lower)
-        if exp_avg.dtype is torch.bfloat16 and random is not None:
-            exp_avg.copy_(rounded(moments[0], random & 0xFFFF))
-            exp_avg_sq.copy_(rounded(moments[1], random >> 16))
+        if narrow and random is not None:
+            for index, (moment, values) in enumerate(zip(kept, exact, strict=True)):
+                moment.copy_(rounded(values, (random >> 16 * index) & 0xFFFF))
 
-    def _adamw(self, master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
-        """AdamW in place on fp32 tensors whose length is a multiple of `WIDTH`."""
-        step = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
-        options = asdict(scalars.hyper)
-        torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
+    def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
+        """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`."""
+        _STEPS[scalars.hyper.rule](master, grads, *moments, scalars)
+
+
+def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
+    step = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
+    options = asdict(cast(AdamWHyper, scalars.hyper))
+    torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
+
+
+def _sgd(master: Tensor, grads: Tensor, scalars: Scalars) -> None:
+    master.add_(_decayed(master, grads, scalars), alpha=-scalars.hyper.lr)
+
+
+def _sgd_momentum(master: Tensor, grads: Tensor, momentum_buffer: Tensor, scalars: Scalars) -> None:
+    hyper, grads = cast(SGDHyper, scalars.hyper), _decayed(master, grads, scalars)
+    if scalars.step == 1:
+        momentum_buffer.copy_(grads)
+    else:
+        momentum_buffer.mul_(hyper.momentum).add_(grads, alpha=1 - hyper.dampening)
+    direction = grads.add(momentum_buffer, alpha=hyper.momentum) if hyper.nesterov else momentum_buffer
+    master.add_(direction, alpha=-hyper.lr)
+
+
+def _decayed(master: Tensor, grads: Tensor, scalars: Scalars) -> Tensor:
+    grads = -grads if scalars.hyper.maximize else grads
+    decay = scalars.hyper.weight_decay
+    return grads.add(master, alpha=decay) if decay else grads
+
+
+def _lion(master: Tensor, grads: Tensor, exp_avg: Tensor, scalars: Scalars) -> None:
+    hyper = cast(LionHyper, scalars.hyper)
+    grads = -grads if hyper.maximize else grads
+    direction = (exp_avg * hyper.beta1 + grads * (1 - hyper.beta1)).sign_()
+    master.mul_(1 - hyper.lr * hyper.weight_decay).add_(direction, alpha=-hyper.lr)
+    exp_avg.mul_(hyper.beta2).add_(grads, alpha=1 - hyper.beta2)
+
+
+_STEPS: Final[dict[str, Callable[..., None]]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd_momentum,
+    "lion": _lion,
+}
 
 
 def _from(elements: Elements, begin: int) -> Elements:
     return elements._replace(first=elements.first + begin)
 
 
-def _moved(planes: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> list[Tensor]:
+def _both(read: int, written: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _over(read, numel, dtype), _over(written, numel, dtype)
+
+
+def _moved(planes: Sequence[tuple[Tensor, Tensor] | None], begin: int, end: int) -> list[Tensor | None]:
     """Elements [begin, end) of the written planes, with the values of the read planes."""
-    chunks = []
-    for read, written in planes:
+    chunks: list[Tensor | None] = []
+    for plane in planes:
+        if plane is None:
+            chunks.append(None)
+            continue
+        read, written = plane
         if address(read) != address(written):
             written[begin:end].copy_(read[begin:end])
         chunks.append(written[begin:end])

@@ -5,7 +5,8 @@ bfloat16             grads 2, weights 2, remainder 2, moments 8   remainder 2, m
 float16              grads 2, weights 2, remainder 4, moments 8   remainder 4, moments 8   (weights 2 always)
 float32              grads 4, weights 4, moments 8                moments 8                (weights 4 always)
 
-A second bank, with which the CPU may update ahead of the verdict on a step's norm, has all but the gradients again.
+These are AdamW's moments in float32; other rules keep others. A second bank, with which the CPU may update ahead of the
+verdict on a step's norm, has all but the gradients again.
 """
 
 from __future__ import annotations

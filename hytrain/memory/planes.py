@@ -3,7 +3,7 @@
 ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are mapped and pinned, and so is `grads`
                while the CPU updates the layer: only then it takes memory. State planes are mapped when they must be
                moved or read. With two banks, the current one is used.
-DevicePlanes   state on the GPU: `remainder`, `exp_avg`, `exp_avg_sq`. `Moving` is state on its way there.
+DevicePlanes   state on the GPU: `remainder` and moments. `Moving` is state on its way there.
 
 `update_on` is the update of what is on the trainer's device.
 """
@@ -25,11 +25,13 @@ from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping
 from hytrain.memory.transfer import Fence, Transfer, Transfers
 from hytrain.tensors import address, count_write
-from protocol.handles import TensorHandle, bank_plane, check_handle, plane_dtype
+from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
+from protocol.rules import MOMENTS
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
-STATE_PLANES: Final = ("remainder", "exp_avg", "exp_avg_sq")
+#: For each rule, where its moments are among `STATE_PLANES`.
+_MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
 
 
 class ArenaPlanes:
@@ -213,8 +215,9 @@ def update_on(
     `state` has a tensor for each of `STATE_PLANES`. On device "cpu" the `host` backend updates, and the verdict is in
     `scalars`.
     """
-    remainder, exp_avg, exp_avg_sq = state
-    assert exp_avg is not None and exp_avg_sq is not None
+    assert segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
+    remainder = state[0]
+    moments = [moment for index in _MOMENTS_AT[segment.rule] if (moment := state[index]) is not None]
     assert (remainder is None) is (plane_dtype("remainder", segment) is None), "or the weights would be rounded"
     elements = Elements(segment.key, segment.start + start)
     if grads.is_cuda:
@@ -225,8 +228,7 @@ def update_on(
                 weights=weights,
                 grads=grads,
                 remainder=remainder,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
+                moments=moments,
                 scalars=scalars,
                 verdict=verdict,
                 elements=elements,
@@ -237,8 +239,7 @@ def update_on(
         weights=address(weights),
         grads=address(grads),
         remainder=0 if remainder is None else address(remainder),
-        exp_avg=address(exp_avg),
-        exp_avg_sq=address(exp_avg_sq),
+        moments=tuple(map(address, moments)),
         numel=grads.numel(),
         weights_dtype=segment.dtype,
         grads_dtype=segment.grads_dtype,

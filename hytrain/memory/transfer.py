@@ -284,9 +284,8 @@ class CudaTransfers:
                 self._streaming.wait_event(event)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
-        if not copies:  # torch refuses an empty list
-            now = self.clock.mark()
-            return Transfer(None, (now, now))
+        if not copies:  # torch refuses an empty list; each mark is recycled once, so these are two
+            return Transfer(None, (self.clock.mark(), self.clock.mark()))
         destinations, sources = zip(*_pieces(copies), strict=True)
         with torch.cuda.stream(stream):
             began = self.clock.mark()

@@ -5,8 +5,9 @@
     return                     slot 0 │ slot 1 │ …      D2H
 
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
-way. Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than `hold_bytes` of
-them, backward waits. On device "cpu" the slots are host memory too, and everything has finished on return.
+way with AdamW. Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than
+`hold_bytes` of them, backward waits. On device "cpu" the slots are host memory too, and everything has finished on
+return.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import DTYPES, STATE_PLANES, update_on
+from hytrain.memory.planes import DTYPES, update_on
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
-from protocol.handles import ALIGN_ELEMENTS, plane_dtype
+from protocol.handles import ALIGN_ELEMENTS, STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 
 #: While one slot is updated, another is filled and a third is emptied.

@@ -8,13 +8,12 @@ silently on a gradient that is gone: `clip_grad_norm_`, a second backward, anoth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Self
 
 import torch
 
 from hytrain.errors import UsageError
-from protocol.handles import EXACT
 
 _aten = torch.ops.aten
 
@@ -112,15 +111,18 @@ class NoEntry:
 
 
 class NoState(defaultdict[torch.Tensor, Any]):
-    """The value of `opt.state`: empty. Writing an entry raises, and so does reading it."""
+    """The value of `opt.state`: empty. Writing an entry raises, and so does reading it.
 
-    precision = EXACT
+    `planes` is the state of each parameter, by its identity.
+    """
+
+    planes: Mapping[int, Iterable[str]] = {}
 
     def __bool__(self) -> bool:
         """True: else `torch.distributed.checkpoint` would call `step()` with gradients of zero, to create the state."""
         return True
 
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:
-        return NoEntry(self.precision.planes(str(parameter.dtype).removeprefix("torch.")))
+        return NoEntry(self.planes.get(id(parameter), ()))
 
     __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse

@@ -12,7 +12,7 @@ Frozen parameters are in no layer. Of a sharded parameter, a layer has this rank
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -70,9 +70,16 @@ class ModelLayer:
         return sum(piece.numel for piece in self.pieces)
 
     def describe(
-        self, position: int, group_of: dict[int, int], grad_dtype: torch.dtype | None, precision: Precision
+        self,
+        position: int,
+        group_of: dict[int, int],
+        rules: Sequence[str],
+        grad_dtype: torch.dtype | None,
+        precision: Precision,
     ) -> messages.Layer:
         """The layer's description for the other processes. `group_of` maps id(parameter) to its group's index.
+
+        `rules[i]` updates group i.
 
         `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype. The
         state is of this `precision`.
@@ -92,6 +99,7 @@ class ModelLayer:
                     master_dtype=precision.master_dtype if piece.parameter.dtype is torch.bfloat16 else "float32",
                     key=key_of(clean(piece.name)),
                     start=piece.start,
+                    rule=rules[group_of[id(piece.parameter)]],
                 )
                 for piece in self.pieces
             ),

@@ -16,7 +16,7 @@ class Parts(nn.Module):
         super().__init__()
         for index, part in enumerate(parts):
             if not isinstance(part, nn.Module):
-                raise UnsupportedError(f"hytrain.AdamW needs the model itself or its parts, not {type(part).__name__}")
+                raise UnsupportedError(f"HyTrain needs the model itself or its parts, not {type(part).__name__}")
             self.add_module(str(index), part)
         names = [name for part in parts for name, _ in part.named_parameters()]
         self._has_own_names = len(names) == len(set(names))

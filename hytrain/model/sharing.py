@@ -53,7 +53,7 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
     everyones = ranks.gather(sums)
     others = {part: rank for part in sums if (rank := first[stage, part]) != ranks.rank}
     if differing := [part[0] for part, rank in others.items() if everyones[rank][part] != sums[part]]:
-        warnings.warn(_COPIES.format(differing[0], ranks.rank), stacklevel=5)
+        warnings.warn(_COPIES.format(differing[0], ranks.rank), stacklevel=6)
     return {identity for identity, part in parts.items() if first[stage, part] == ranks.rank}
 
 

@@ -42,9 +42,9 @@ from protocol.messages import Layer, Segment
 from protocol.placement import GPU, VISIT
 
 
-def plane_dtypes(parameter: nn.Parameter, precision: Precision) -> dict[str, torch.dtype]:
-    """The planes that a parameter's state has, with their dtypes."""
-    planes = precision.planes(str(parameter.dtype).removeprefix("torch."))
+def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> dict[str, torch.dtype]:
+    """The planes that a parameter's state has under this rule, with their dtypes."""
+    planes = precision.planes(str(parameter.dtype).removeprefix("torch."), rule)
     return {plane: DTYPES[dtype] for plane, dtype in planes.items()}
 
 
@@ -57,9 +57,11 @@ class TrainedParameter:
     nobody else writes the parameter, or None if other tensors share the counter.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, group: int, precision: Precision = EXACT) -> None:
-        self.name, self.parameter, self.group = name, parameter, group
-        self.plane_dtypes = plane_dtypes(parameter, precision)
+    def __init__(
+        self, name: str, parameter: nn.Parameter, group: int, rule: str = "adamw", precision: Precision = EXACT
+    ) -> None:
+        self.name, self.parameter, self.group, self.rule = name, parameter, group, rule
+        self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
         self.awaited = False
@@ -385,12 +387,15 @@ class StreamedBlock:
 def build_layers(
     layers: list[ModelLayer],
     groups: list[list[nn.Parameter]],
+    rules: Sequence[str],
     grad_dtype: torch.dtype | None,
     before: Sequence[TrainedParameter] = (),
     empty: Sequence[tuple[str, nn.Parameter]] = (),
     precision: Precision = EXACT,
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Build the trained layers and their parameters. `before` are the parameters of the build that this replaces.
+    """Build the trained layers and their parameters. `rules[i]` updates group i.
+
+    `before` are the parameters of the build that this replaces.
 
     `empty` are parameters that other ranks have shards of, but this one none: they are in no layer. The state
     is of this `precision`.
@@ -398,20 +403,23 @@ def build_layers(
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
+    others: list[TrainedParameter] = []
     for layer in layers:
-        spec = layer.describe(layer.lid, group_of, grad_dtype, precision)
+        spec = layer.describe(layer.lid, group_of, rules, grad_dtype, precision)
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             own_group = group_of[id(piece.parameter)]
             owner = owners.setdefault(
-                id(piece.parameter), TrainedParameter(piece.name, piece.parameter, own_group, precision)
+                id(piece.parameter),
+                TrainedParameter(piece.name, piece.parameter, own_group, rules[own_group], precision),
             )
             with with_memory(owner.own):
                 weights = flat(owner.own)[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
-    others = [TrainedParameter(name, one, group_of[id(one)], precision) for name, one in empty]
+    for name, one in empty:
+        others.append(TrainedParameter(name, one, group_of[id(one)], rules[group_of[id(one)]], precision))
     parameters = [*owners.values(), *others]
     _check_memory(parameters, before)
     return built, parameters

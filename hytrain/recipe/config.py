@@ -17,7 +17,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -178,19 +178,30 @@ class Data(Section):
         return self
 
 
+#: What each optimizer takes, besides the weight decay, which has groups of its own.
+HYPERPARAMETERS: Final = {
+    "adamw": ("lr", "betas", "eps"),
+    "sgd": ("lr", "momentum", "nesterov"),
+    "lion": ("lr", "betas"),
+}
+
+
 class Train(Section):
-    """The length of the run, AdamW's hyperparameters and the learning rate's schedule."""
+    """The length of the run, the optimizer, its hyperparameters and the learning rate's schedule."""
 
     steps: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None  # in place of steps
+    optimizer: Literal["adamw", "sgd", "lion"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 3e-4
     min_lr: Annotated[float, Field(ge=0)] = 0.0  # the schedule ends here
     warmup_steps: Count = 0  # linear
     schedule: Schedule = "cosine"  # after the warm-up: one of Transformers' schedules, by its name
     schedule_options: Tree = {}  # of that schedule, by Transformers' names: {num_decay_steps: 100}
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of adamw and lion
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # of adamw
+    momentum: Annotated[float, Field(ge=0)] = 0.0  # of sgd
+    nesterov: bool = False  # of sgd, with a momentum
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
     loss_chunks: Positive = 1  # parts of each sequence, whose logits are there one after the other
     compile: Literal["blocks"] | None = None  # "blocks": each transformer block, by torch.compile
@@ -206,6 +217,26 @@ class Train(Section):
     stop_at: Positive | None = None  # end early, with the learning rates of the whole run
     resume: Path | None = None  # "latest" for the run's newest checkpoint, "auto" if there is one, or a folder
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> Train:
+        own = HYPERPARAMETERS[self.optimizer]
+        for name in (name for names in HYPERPARAMETERS.values() for name in names if name not in own):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"train.{name} is no hyperparameter of train.optimizer: {self.optimizer}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("train.nesterov needs a train.momentum above 0")
+        return self
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What `optimizer` takes, besides the weight decay."""
+        return {name: getattr(self, name) for name in HYPERPARAMETERS[self.optimizer]}
+
+    @property
+    def rule(self) -> str:
+        """The rule with which `optimizer` updates; one of `protocol.rules.MOMENTS`."""
+        return "sgd_momentum" if self.momentum else self.optimizer
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Train:

@@ -3,6 +3,7 @@
 The launcher prints it for `--dry-run`. The parameters are counted on the meta device, so the model's size does not
 matter.
 
+With AdamW:
 Bytes per parameter           owned by the CPU                          owned by the GPU
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
@@ -161,7 +162,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     speculates = wanted.speculate if wanted.speculate is not None else wanted.objective != "host-memory"
     second_bank = speculates and recipe.train.max_grad_norm is not None and recipe.train.loss_scale is None
     precision = Precision(wanted.state_dtype, wanted.master_dtype)
-    planes = planes_of(recipe.model.dtype, wanted.gradient_dtype, precision, second_bank=second_bank)
+    planes = planes_of(recipe.model.dtype, wanted.gradient_dtype, precision, recipe.train.rule, second_bank=second_bank)
     here = torch.cuda.is_available()
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
@@ -190,13 +191,21 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
 
 
 def planes_of(
-    dtype: str, gradient_dtype: str = "auto", precision: Precision = EXACT, *, second_bank: bool = False
+    dtype: str,
+    gradient_dtype: str = "auto",
+    precision: Precision = EXACT,
+    rule: str = "adamw",
+    *,
+    second_bank: bool = False,
 ) -> tuple[Plane, ...]:
-    """The planes of a layer in this dtype. `remainder` is half of the fp32 master for bf16, all of it for fp16."""
+    """The planes of a layer in this dtype, under this rule.
+
+    `remainder` is half of the fp32 master for bf16, all of it for fp16.
+    """
     weight = 4 if dtype == "float32" else 2
     gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
     both, own = "optimizer, trainer", "optimizer"
-    sizes = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype).items()}
+    sizes = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype, rule).items()}
     state = [Plane(name, nbytes, 0, nbytes, own) for name, nbytes in sizes.items()]
     second = (Plane("weights'", weight, 0, 0, both), *(Plane(p.name + "'", p.host_if_cpu, 0, 0, own) for p in state))
     planes = (Plane("grads", gradient, 0, 0, both), Plane("weights", weight, weight, weight, both), *state)

@@ -20,7 +20,7 @@ from hytrain.recipe import checkpoint, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
-from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_adamw
+from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
@@ -52,7 +52,7 @@ def train(
     factors(task.recipe.train)  # refuses options that do not fit
     job = task.job
     job.decided(lambda: check_trackers(recipe.run.log_to, "run.log_to"))
-    opt = (optimizer_factory or hytrain_adamw)(task.model, recipe)
+    opt = (optimizer_factory or hytrain_optimizer)(task.model, recipe)
     start = checkpoint.restore(resumed, opt, task.job) if resumed else 0
     end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:

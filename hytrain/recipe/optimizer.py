@@ -29,7 +29,7 @@ class Statistics(Protocol):
 
 
 class TrainingOptimizer(Protocol):
-    """`hytrain.AdamW` as the loop uses it: a `torch.optim.Optimizer` that writes a log and saves itself."""
+    """An optimizer of HyTrain as the loop uses it: a `torch.optim.Optimizer` that writes a log and saves itself."""
 
     param_groups: list[dict[str, Any]]
 
@@ -52,17 +52,19 @@ class TrainingOptimizer(Protocol):
 Factory = Callable[[nn.Module, Recipe], TrainingOptimizer]
 
 
-def hytrain_adamw(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
-    """`hytrain.AdamW` with the recipe's options; the default of the loop."""
+def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
+    """HyTrain's optimizer with the recipe's options; the default of the loop."""
     import hytrain
 
+    kinds = {"adamw": hytrain.AdamW, "sgd": hytrain.SGD, "lion": hytrain.Lion}
     train, options = recipe.train, recipe.optimizer.model_dump()
     dtype = options.pop("gradient_dtype")
-    names = {"lr", "betas", "eps", "weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale", "on_nonfinite"}
-    optimizer = hytrain.AdamW(
+    names = {"weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale", "on_nonfinite"}
+    optimizer = kinds[train.optimizer](
         model,
         decay_groups(model, train.weight_decay),
         gradient_dtype=None if dtype == "auto" else getattr(torch, dtype),
+        **train.hyperparameters,
         **train.model_dump(include=names),
         **options,
     )

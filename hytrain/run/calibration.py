@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from hytrain.kernels.backend import Backend
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.planes import DTYPES, DevicePlanes
 from hytrain.memory.transfer import Transfers
 from protocol.handles import typical_segment
@@ -25,7 +25,6 @@ from protocol.messages import Calibration, Layer, Segment
 TRIES: Final = 3
 COPY_BYTES: Final = 64 << 20
 UPDATE_NUMEL: Final = 1 << 24
-_HYPER: Final = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 
 def calibrate(layers: Sequence[Layer], device: torch.device, transfers: Transfers, host: Backend | None) -> Calibration:
@@ -49,7 +48,7 @@ def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: B
     weights = torch.zeros(spec.numel, dtype=DTYPES[spec.dtype], device=device)
     grads = torch.zeros(spec.numel, dtype=DTYPES[spec.grads_dtype], device=device)
     planes = DevicePlanes([spec], [weights])
-    return _seconds(lambda: planes.update(0, grads, scalars(_HYPER, 1), host), transfers)
+    return _seconds(lambda: planes.update(0, grads, scalars(TYPICAL[spec.rule], 1), host), transfers)
 
 
 def _seconds(run: Callable[[], object], transfers: Transfers) -> float:

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
-from hytrain.kernels.scalars import Hyper, scalars
+from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import STATE_PLANES
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
@@ -43,10 +42,12 @@ from hytrain.step.reads import Reads, in_backward
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write
-from protocol.messages import GradReady, GroupHyper, Message, StepBegin, WeightsReady
+from protocol.handles import STATE_PLANES
+from protocol.messages import GradReady, Message, StepBegin, WeightsReady
 from protocol.placement import VISIT
+from protocol.rules import Hyper
 
-Groups = tuple[GroupHyper, ...]
+Groups = tuple[Hyper, ...]
 
 _TOO_LATE: Final = (
     "the learning rate, or another value in opt.param_groups, was set between backward and step(). The updates began "
@@ -105,7 +106,6 @@ class Backward:
         self._verdicts, self._accumulation = verdicts, accumulation
         self._handover, self._boundary, self._streaming = handover, boundary, streaming
         self._groups: Groups = ()
-        self._hypers: list[Hyper] = []
         self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until the verdict
         self._ends_by_itself = True  # autograd calls `end`
         self._has_warned = False
@@ -179,7 +179,7 @@ class Backward:
         if scale is None:
             return  # a skipped step; on a GPU the kernel handles this
         verdict = None if on_host else self._verdicts.scale
-        numbers = {i: scalars(self._hypers[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
+        numbers = {i: scalars(self._groups[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
         if layer.life.placement is VISIT:
             self._streaming.before_update(layer)
             segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
@@ -235,7 +235,6 @@ class Backward:
         self._verdicts.count_last()
         self._masters.begin_step()
         self._groups = self._read_groups()
-        self._hypers = [Hyper(**{name: getattr(g, name) for name in GroupHyper.__slots__}) for g in self._groups]
         begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
         self._link.post("optimizer", begin)
 

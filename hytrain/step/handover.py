@@ -25,7 +25,7 @@ import torch
 
 from hytrain.errors import CapacityError, ClusterError, HyTrainError
 from hytrain.memory.arena import ArenaFile
-from hytrain.memory.planes import STATE_PLANES, ArenaPlanes, DevicePlanes, Moving, Planes
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
@@ -33,6 +33,7 @@ from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
 from hytrain.step.streaming import Streaming
+from protocol.handles import STATE_PLANES
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import VISIT, Placement
 

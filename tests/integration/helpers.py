@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.kernels.split import split
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
+from hytrain.optim import Optimizer
 from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
@@ -33,14 +34,14 @@ LR = 1e-2
 HOLD_S = 60.0
 
 
-class Reference(torch.optim.AdamW):
-    """torch's fused AdamW in this process; bfloat16 parameters have float32 masters, rounded half up."""
+class OnMasters(torch.optim.Optimizer):
+    """Makes of one of torch's optimizers one whose bfloat16 parameters have float32 masters, rounded half up."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]] | None = None, **options: Any) -> None:
         groups = groups or [{"params": list(model.parameters())}]
         self.master_of: dict[nn.Parameter, nn.Parameter] = {}
         copies = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        super().__init__(copies, **options, fused=True)
+        super().__init__(copies, **options)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype is torch.float32:
@@ -66,6 +67,13 @@ class Reference(torch.optim.AdamW):
         super().zero_grad()
         for parameter in self.master_of:
             parameter.grad = None
+
+
+class Reference(OnMasters, torch.optim.AdamW):
+    """torch's fused AdamW in this process."""
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]] | None = None, **options: Any) -> None:
+        super().__init__(model, groups, **options, fused=True)
 
 
 def train(
@@ -127,10 +135,15 @@ def scale_by_hand(model: nn.Module, opt: Any, factor: float = 0.5) -> None:
     opt.import_weights()
 
 
-@contextmanager
-def adamw(model: nn.Module, *arguments: Any, **options: Any) -> Iterator[hytrain.AdamW]:
+def adamw(model: nn.Module, *arguments: Any, **options: Any) -> AbstractContextManager[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
-    opt = hytrain.AdamW(model, *arguments, **{"lr": LR, **options})
+    return opened(hytrain.AdamW, model, *arguments, **{"lr": LR, **options})
+
+
+@contextmanager
+def opened(kind: type[Optimizer], model: nn.Module, *arguments: Any, **options: Any) -> Iterator[Any]:
+    """An optimizer of HyTrain, closed at the end."""
+    opt: Any = kind(model, *arguments, **options)
     _began[opt] = time.monotonic()
     try:
         yield opt

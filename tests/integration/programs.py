@@ -18,7 +18,7 @@ from torch import nn
 import hytrain
 from hytrain.recipe import config, loop, report
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.optimizer import hytrain_adamw
+from hytrain.recipe.optimizer import hytrain_optimizer
 from hytrain.recipe.report import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def train_recipe(recipe: Path, run_dir: Path, *overrides: str) -> Summary:
     made: list[hytrain.AdamW] = []
 
     def make(model: nn.Module, recipe: Recipe) -> Any:
-        made.append(hytrain_adamw(model, recipe))  # type: ignore[arg-type]
+        made.append(hytrain_optimizer(model, recipe))  # type: ignore[arg-type]
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:

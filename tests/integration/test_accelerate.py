@@ -77,6 +77,22 @@ def test_the_plain_loop_has_the_bits_of_torchs_adamw(precision: str, accumulated
     assert differing(weights(model), weights(expected)) == []
 
 
+def test_another_algorithm_has_its_bits_too() -> None:
+    accelerator = Accelerator(cpu=True)
+    expected, model = gpt2(), gpt2()
+    opt = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    expected, opt, scheduler = accelerator.prepare(expected, opt, schedule(opt))
+    norms = train(accelerator, expected, opt, scheduler, range(10))
+
+    made = adopt(
+        accelerator, accelerator.prepare(model), optimizer=hytrain.SGD, lr=0.1, momentum=0.9, max_grad_norm=MAX_NORM
+    )
+    ours, scheduler = accelerator.prepare(made, schedule(made))
+    assert train(accelerator, model, ours, scheduler, range(10)) == norms
+    made.close()
+    assert differing(weights(model), weights(expected)) == []
+
+
 def optimizer(accelerator: Accelerator, model: nn.Module, ours: bool, lr: float) -> Any:
     if ours:
         return adopt(accelerator, model, lr=lr, max_grad_norm=0.1)
@@ -180,7 +196,7 @@ def test_clipping_of_another_model_is_accelerates() -> None:
     gradients = [parameter.grad for parameter in second.parameters() if parameter.grad is not None]
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.1, rel=1e-3)
     assert first_norm == accelerator.clip_grad_norm_([p for p in first.parameters() if p.requires_grad], 0.1)
-    refused = r"clip_grad_norm_ of some of the parameters that one hytrain.AdamW trains, or of others with them"
+    refused = r"clip_grad_norm_ of some of the parameters that one optimizer of HyTrain trains, or of others with them"
     for parameters in (first[1].parameters(), [*first.parameters(), *second.parameters()]):
         with pytest.raises(UsageError, match=refused):
             accelerator.clip_grad_norm_(parameters, 0.1)

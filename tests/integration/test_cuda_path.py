@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, keep, same_as_torch, same_bits, scale_by_hand, state, train, weights
+from helpers import adamw, differing, keep, opened, same_as_torch, same_bits, scale_by_hand, state, train, weights
 from small_models import perceptron, square_loss
 from test_k_invariance import train_and_prepare
 from torch import nn
@@ -127,6 +127,49 @@ def test_weights_from_outside(k: float) -> None:
         model.state_dict()
 
     same_as_torch(run, k=k)
+
+
+class Pool(HostClock):
+    """As the device's clock, whose events are used again once they are given back."""
+
+    def __init__(self) -> None:
+        self._last_s, self.given_back = 0.0, set[Any]()
+
+    def mark(self, stream: Any = None) -> float:
+        self._last_s = max(time.monotonic(), self._last_s + 1e-6)
+        return self._last_s
+
+    def seconds(self, span: Any) -> float:
+        assert self.given_back.isdisjoint(span), "is somebody else's by now"
+        return super().seconds(span)
+
+    def recycle(self, marks: Any) -> None:
+        for mark in marks:
+            assert mark not in self.given_back, "would be two users' at once"
+            self.given_back.add(mark)
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}, {"policy": "random"}]
+)
+def test_layers_without_state(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied for them but gradients and weights, and each mark of time is given back once."""
+    pools: list[Pool] = []
+
+    def over_host_memory(device: torch.device) -> OverHostMemory:
+        made = OverHostMemory(device)
+        pools.append(Pool())
+        made.clock = pools[-1]
+        return made
+
+    monkeypatch.setattr("hytrain.session.transfers_for", over_host_memory)
+    theirs, ours = perceptron(), perceptron()
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), range(12), square_loss)
+    with opened(hytrain.SGD, ours, lr=0.1, **options) as opt:
+        train_and_prepare(ours, opt, 12, square_loss)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+    assert pools[0].given_back
 
 
 def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:

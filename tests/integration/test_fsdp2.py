@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LR, adamw, late_weights, on_waiting, wait_for_coordinator
+from helpers import LR, adamw, differing, late_weights, on_waiting, opened, wait_for_coordinator
 from ranks import RankGroup
 from sharded_models import (
     STEPS,
@@ -28,6 +29,7 @@ from sharded_models import (
     LocalReference,
     Practice,
     clip,
+    for_this_rank,
     fused,
     local,
     require_one_norm,
@@ -349,6 +351,40 @@ def compare_hybrid() -> None:
 def test_shards_with_replicas(four_ranks: RankGroup) -> None:
     """HSDP: of the two replicas of a shard, one is updated by the CPU, the other by the GPU."""
     four_ranks.run(compare_hybrid)
+
+
+def momentum(folder: Path) -> None:
+    """Another algorithm's shards, updated on both sides; all ranks save, and load at another k."""
+    numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+    def steps(model: Any, opt: Any, which: range) -> None:
+        for step in which:
+            backward(model, step)
+            update(opt)
+
+    def parts(model: nn.Module) -> dict[str, Tensor]:
+        return {name: local(p.detach()).clone() for name, p in model.named_parameters()}
+
+    theirs, ours, resumed = plain(), plain(), plain()
+    named = dict(ours.named_parameters())
+    steps(theirs, torch.optim.SGD(theirs.parameters(), **numbers), range(STEPS))
+    with opened(hytrain.SGD, ours, **numbers, **for_this_rank({"k": (0.0, 0.6)})) as opt, late_weights():
+        steps(ours, opt, range(STEPS // 2))
+        opt.save(folder)
+        kept = copy.deepcopy(ours.state_dict())
+        steps(ours, opt, range(STEPS // 2, STEPS))
+        opt.synchronize()
+        assert differing({name: local(p.detach()).clone() for name, p in named.items()}, parts(theirs)) == []
+    resumed.load_state_dict(kept)
+    with opened(hytrain.SGD, resumed, k=1.0, **numbers) as opt:
+        opt.load(folder)
+        steps(resumed, opt, range(STEPS // 2, STEPS))
+        opt.synchronize()
+        assert differing(parts(resumed), parts(theirs)) == []
+
+
+def test_another_algorithm(two_ranks: RankGroup, tmp_path: Path) -> None:
+    two_ranks.run(momentum, tmp_path)
 
 
 # ---------------------------------------------------------------- who waits for what

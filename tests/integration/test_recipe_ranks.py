@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hytrain.errors import ConfigError
 from hytrain.recipe import config, loop, report
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.optimizer import hytrain_adamw
+from hytrain.recipe.optimizer import hytrain_optimizer
 from hytrain.recipe.parallel import Job, Voices
 from hytrain.recipe.report import Summary
 from hytrain.recipe.task import assemble
@@ -53,7 +53,7 @@ def train(recipe: Path, name: str, *overrides: str) -> Summary:
     made: list[Any] = []
 
     def make(model: nn.Module, recipe: Recipe) -> Any:
-        made.append(hytrain_adamw(model, recipe))
+        made.append(hytrain_optimizer(model, recipe))
         return made[-1]
 
     folder = recipe.parent / name

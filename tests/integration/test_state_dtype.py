@@ -17,6 +17,7 @@ from test_k_invariance import train_and_prepare
 from test_saving import InPieces
 from torch import Tensor, nn
 
+from hytrain.algorithms import ADAMW
 from hytrain.checks import check_options, check_same
 from hytrain.errors import ConfigError
 from hytrain.memory import visits
@@ -157,6 +158,7 @@ def test_ranks_with_another_precision_are_refused() -> None:
     given = dict.fromkeys(("k", "visit", "stream"), 0.0) | {"policy": "fixed", "objective": "speed", "backend": "auto"}
     given |= {"gradient_dtype": None, "grad_accumulation": 1, "accumulate_on": "auto", "max_grad_norm": None}
     given |= {"clip": "global", "on_nonfinite": None, "speculate": None, "loss_scale": None, "overlap": True}
+    given |= {"algorithm": ADAMW}
 
     def compared(state_dtype: str, master_dtype: str) -> Any:
         ranks = Mock(world=1)

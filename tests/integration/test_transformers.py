@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
-from hytrain.integrations.accelerate import AdamW
+from hytrain.integrations.accelerate import Adopted
 from hytrain.integrations.transformers import adopt
 
 STEPS, SAVED = 12, 6
@@ -70,7 +70,7 @@ def make_trainer(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, 
 
 
 @contextmanager
-def adopted(trainer: Trainer, **options: Any) -> Iterator[AdamW]:
+def adopted(trainer: Trainer, **options: Any) -> Iterator[Adopted]:
     opt = adopt(trainer, **options)
     try:
         yield opt
@@ -82,7 +82,7 @@ def history(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: entry[name] for name in COMPARED if name in entry} for entry in trainer.state.log_history]
 
 
-def state(opt: AdamW) -> dict[str, torch.Tensor]:
+def state(opt: Adopted) -> dict[str, torch.Tensor]:
     """Copies of the whole state, which `opt.state_dict()` leaves out."""
     entries = hytrain.AdamW.state_dict(opt)["state"].items()
     return {f"{plane}.{index}": tensor.clone() for index, entry in entries for plane, tensor in entry.items()}
@@ -107,6 +107,33 @@ def test_a_trainer_with_torchs_adamw_has_the_same_bits(tmp_path: Path, overlap: 
     assert [entry["step"] for entry in history(ours) if "eval_loss" in entry] == [4, 8, 12]
     norms = [entry["grad_norm"] for entry in history(ours) if "grad_norm" in entry]
     assert min(norms) < 1.0 < max(norms), "some steps are clipped, some are not"
+
+
+def test_a_trainer_with_sgd_has_torchs_bits(tmp_path: Path) -> None:
+    """And goes on from its own checkpoint."""
+    numbers: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.01, "save_steps": 2}
+    plain = make_trainer(gpt2(), tmp_path / "plain", optim_args="momentum=0.9", **numbers)
+    plain.train()
+    ours = make_trainer(gpt2(), tmp_path / "ours", **numbers)  # seeds all random numbers again
+    with adopted(ours, k=0.5, momentum=0.9) as opt:
+        assert isinstance(opt, hytrain.SGD)
+        ours.train()
+    assert history(ours) == history(plain)
+    assert differing(weights(ours.model), weights(plain.model)) == []
+    resumed = make_trainer(gpt2(), tmp_path / "ours", **numbers)
+    with adopted(resumed, k=0.0, momentum=0.9):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert differing(weights(resumed.model), weights(plain.model)) == []
+
+
+def test_lion_follows_the_training_arguments(tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.95, "weight_decay": 0.1}
+    trainer = make_trainer(gpt2(), tmp_path, optim="lion_32bit", **numbers)
+    with adopted(trainer, k=0.5) as opt:
+        assert isinstance(opt, hytrain.Lion)
+        first, second = opt.param_groups
+        assert (first["lr"], first["betas"], first["weight_decay"]) == (1e-3, (0.8, 0.95), 0.1)
+        assert second["weight_decay"] == 0.0 and "eps" not in first
 
 
 def as_torch(run: Callable[[Trainer], object], folder: Path, kind: type[Trainer] = Trainer, **changed: Any) -> None:
@@ -390,6 +417,7 @@ class OwnNumbers(Trainer):
 #: (what the Trainer is made with, what `adopt` is given, the words that help)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optim": "adafactor"}, {}, 'optim="adafactor" is another update'),
+    ({"optim": "sgd", "optim_args": "momentum=0.9"}, {}, "optim_args='momentum=0.9': pass them to adopt"),
     ({"torch_compile": True}, {}, "hooks break the graph of a whole compiled model"),
     ({"bf16_full_eval": True}, {}, "full evaluation in half precision converts the weights"),
     ({"auto_find_batch_size": True}, {}, "auto_find_batch_size goes on after a failed backward"),

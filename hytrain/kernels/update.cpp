@@ -1,14 +1,14 @@
-// AdamW on host memory: one pass, in place or into other planes, in fp32 for all types of planes.
+// The updates on host memory: one pass, in place or into other planes, in fp32 for all types of planes.
 //
 // native.py compiles this file and calls it through ctypes, so the interface is plain C. Every operation rounds once,
-// in an order that is part of the contract: triton_adamw.py and torch's fused CPU AdamW have the same. So there is no
+// in an order that is part of the contract: triton_update.py and torch's CPU optimizers have the same. So there is no
 // fast-math and no contraction, and fused operations are explicit calls of fma.
 //
 //   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`, or, without one, the master
 //             itself, rounded stochastically; fp32: the master itself;
 //             fp16: the master rounded half to even, only written: the whole master is in `remainder`
 //   grads     bf16, fp16 or fp32, only read
-//   exp_avg, exp_avg_sq   fp32, or bf16, to which they are rounded stochastically
+//   moments   what the rule keeps from step to step: fp32, or bf16, to which they are rounded stochastically
 //
 // Rounding to the nearest bf16 would lose small changes: at beta2 = 0.999 the second moment would stand still, and so
 // would a weight that changes by less than 1/512 of itself. So sixteen random bits are added below the bits that are
@@ -17,6 +17,7 @@
 // All NaNs are written as the same bit pattern. The payload that survives an operation depends on the processor and on
 // the compiler's operand order, and would be the only difference between two devices.
 
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstddef>
@@ -44,16 +45,16 @@
 #endif
 #endif
 
+// With as many kernels in one file, GCC's budget ends before all loops are inlined. Out of line, bf16 moments took five
+// times as long.
+#define HYTRAIN_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 // Bit patterns.
 enum bf16 : uint16_t {};
 enum lone_bf16 : uint16_t {};  // of weights that have no remainder
 enum fp16 : uint16_t {};
-
-struct Scalars {  // in the order of scalars.py's KERNEL_SCALARS
-    float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
-};
 
 inline uint32_t bits(float x) {
     uint32_t u;
@@ -116,47 +117,104 @@ inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
     remainder[i] = static_cast<int16_t>(static_cast<uint16_t>(u - (hi << 16)));
 }
 
+// A rule is its scalars, in the order of scalars.py, and its arithmetic. `step` reads the moments of element i from one
+// place, writes them to the same or another, and returns the new master; `p` is the old one, `g` the gradient times
+// `factor`.
+template <class Rule, class Moment>
+using Moments = std::array<Moment *, Rule::moments>;
+
+struct AdamW {
+    static constexpr int moments = 2;  // exp_avg, exp_avg_sq
+    float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
+
+    HYTRAIN_INLINE float step(float p, float g, const Moments<AdamW, float> &from, const Moments<AdamW, float> &to,
+                              int64_t i) const {
+        const bool from_average = std::fabs(mix1) < 0.5f;  // torch's lerp starts at the nearer end
+        const float m_old = from[0][i];
+        const float m = std::fma(from_average ? mix1 : mix1 - 1.0f, g - m_old, from_average ? m_old : g);
+        const float v = std::fma(mix2 * g, g, from[1][i] * beta2);
+        const float denominator = std::sqrt(v) / sqrt_bias2 + eps;
+        to[0][i] = real(canonical(bits(m)));
+        to[1][i] = real(canonical(bits(v)));
+        return p * decay + neg_step_size * m / denominator;
+    }
+};
+
+struct SGD {
+    static constexpr int moments = 0;
+    float factor, weight_decay, neg_lr;
+
+    float decayed(float p, float g) const { return weight_decay == 0.0f ? g : std::fma(weight_decay, p, g); }
+    HYTRAIN_INLINE float step(float p, float g, const Moments<SGD, float> &, const Moments<SGD, float> &,
+                              int64_t) const {
+        return std::fma(neg_lr, decayed(p, g), p);
+    }
+};
+
+struct SGDMomentum : SGD {
+    static constexpr int moments = 1;  // momentum_buffer
+    float keep, mix, ahead;
+
+    HYTRAIN_INLINE float step(float p, float g, const Moments<SGDMomentum, float> &from,
+                              const Moments<SGDMomentum, float> &to, int64_t i) const {
+        const float d = decayed(p, g);
+        const float b = keep == 0.0f ? d : std::fma(mix, d, from[0][i] * keep);
+        to[0][i] = real(canonical(bits(b)));
+        return std::fma(neg_lr, ahead == 0.0f ? b : std::fma(ahead, b, d), p);
+    }
+};
+
+struct Lion {
+    static constexpr int moments = 1;  // exp_avg
+    float factor, beta1, mix1, beta2, mix2, decay, neg_lr;
+
+    HYTRAIN_INLINE float step(float p, float g, const Moments<Lion, float> &from, const Moments<Lion, float> &to,
+                              int64_t i) const {
+        const float m_old = from[0][i];
+        const float c = m_old * beta1 + g * mix1;
+        const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;  // torch's sign of a NaN is 0, too
+        to[0][i] = real(canonical(bits(std::fma(mix2, g, m_old * beta2))));
+        return std::fma(neg_lr, sign, p * decay);
+    }
+};
+
 // The planes that an update changes. It reads one `State` and writes the same or another.
-template <class Weight, class Moment>
+template <class Rule, class Weight, class Moment>
 struct State {
     Weight *weights;
     typename Rest<Weight>::type *remainder;
-    Moment *exp_avg, *exp_avg_sq;
+    Moments<Rule, Moment> moments;
 
     State at(int64_t i) const {
-        return {weights + i, remainder ? remainder + i : nullptr, exp_avg + i, exp_avg_sq + i};
+        State moved{weights + i, remainder ? remainder + i : nullptr, moments};
+        for (Moment *&moment : moved.moments) moment += i;
+        return moved;
     }
-    State<float, Moment> master() const { return {remainder, nullptr, exp_avg, exp_avg_sq}; }  // of fp16 weights
+    State<Rule, float, Moment> master() const { return {remainder, nullptr, moments}; }  // of fp16 weights
 };
 
-struct Planes {  // a State as passed through the C interface, in the order of native.py's _Planes
-    void *weights, *remainder, *exp_avg, *exp_avg_sq;
+constexpr int most_moments = 2;
 
-    template <class Weight, class Moment>
-    State<Weight, Moment> as() const {
-        using Remainder = typename Rest<Weight>::type;
-        return {static_cast<Weight *>(weights), static_cast<Remainder *>(remainder), static_cast<Moment *>(exp_avg),
-                static_cast<Moment *>(exp_avg_sq)};
+struct Planes {  // a State as passed through the C interface, in the order of native.py's _Planes
+    void *weights, *remainder, *moments[most_moments];
+
+    template <class Rule, class Weight, class Moment>
+    State<Rule, Weight, Moment> as() const {
+        State<Rule, Weight, Moment> state{static_cast<Weight *>(weights),
+                                          static_cast<typename Rest<Weight>::type *>(remainder), {}};
+        for (int j = 0; j < Rule::moments; ++j) state.moments[j] = static_cast<Moment *>(moments[j]);
+        return state;
     }
 };
 
 // Each element is read before it is written. `from` and `to` may be the same, but must not overlap otherwise.
-template <class Weight, class Grad>
-inline void update_strip(State<Weight, float> from, const Grad *grads, State<Weight, float> to, int64_t numel,
-                         Scalars s, Elements) {
-    // torch's lerp starts at the nearer end.
-    const bool from_average = std::fabs(s.mix1) < 0.5f;
-    const float mix1 = from_average ? s.mix1 : s.mix1 - 1.0f;
+template <class Rule, class Weight, class Grad>
+HYTRAIN_INLINE void update_strip(State<Rule, Weight, float> from, const Grad *grads, State<Rule, Weight, float> to,
+                                 int64_t numel, Rule rule, Elements) {
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i) {
-        const float g = s.factor * wide(grads[i]);
-        const float m_old = from.exp_avg[i];
-        const float m = std::fma(mix1, g - m_old, from_average ? m_old : g);
-        const float v = std::fma(s.mix2 * g, g, from.exp_avg_sq[i] * s.beta2);
-        const float denominator = std::sqrt(v) / s.sqrt_bias2 + s.eps;
-        const float p = join(from.weights, from.remainder, i) * s.decay + s.neg_step_size * m / denominator;
-        to.exp_avg[i] = real(canonical(bits(m)));
-        to.exp_avg_sq[i] = real(canonical(bits(v)));
+        const float g = rule.factor * wide(grads[i]);
+        const float p = rule.step(join(from.weights, from.remainder, i), g, from.moments, to.moments, i);
         split(p, to.weights, to.remainder, i);
     }
 }
@@ -201,47 +259,49 @@ inline void narrow(const float *floats, fp16 *halves, int64_t numel) {
 }
 
 // Updates at most one strip of fp16 weights: their masters are updated and stay in the L1 cache.
-inline void update_strip(State<fp16, float> from, const fp16 *grads, State<fp16, float> to, int64_t numel, Scalars s,
-                         Elements elements) {
+template <class Rule>
+HYTRAIN_INLINE void update_strip(State<Rule, fp16, float> from, const fp16 *grads, State<Rule, fp16, float> to,
+                                 int64_t numel, Rule rule, Elements elements) {
     alignas(64) float wider[strip];
     widen(grads, wider, numel);
-    update_strip(from.master(), static_cast<const float *>(wider), to.master(), numel, s, elements);
+    update_strip(from.master(), static_cast<const float *>(wider), to.master(), numel, rule, elements);
     narrow(to.remainder, to.weights, numel);
 }
 
 // Updates at most one strip of weights that are their own masters, which are in fp32 in the L1 cache meanwhile.
-template <class Grad>
-inline void update_strip(State<lone_bf16, float> from, const Grad *grads, State<lone_bf16, float> to, int64_t numel,
-                         Scalars s, Elements elements) {
+template <class Rule, class Grad>
+HYTRAIN_INLINE void update_strip(State<Rule, lone_bf16, float> from, const Grad *grads,
+                                 State<Rule, lone_bf16, float> to, int64_t numel, Rule rule, Elements elements) {
     alignas(64) float master[strip];
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i) master[i] = wide(from.weights[i]);
-    const State<float, float> read{master, nullptr, from.exp_avg, from.exp_avg_sq};
-    const State<float, float> written{master, nullptr, to.exp_avg, to.exp_avg_sq};
-    update_strip(read, grads, written, numel, s, elements);
+    const State<Rule, float, float> read{master, nullptr, from.moments};
+    const State<Rule, float, float> written{master, nullptr, to.moments};
+    update_strip(read, grads, written, numel, rule, elements);
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i)
         to.weights[i] = rounded<lone_bf16>(master[i], more_random_bits(random_bits(elements, i)));
 }
 
 // Updates at most one strip with bf16 moments, which are in fp32 in the L1 cache meanwhile.
-template <class Weight, class Grad>
-inline void update_strip(State<Weight, bf16> from, const Grad *grads, State<Weight, bf16> to, int64_t numel, Scalars s,
-                         Elements elements) {
-    alignas(64) float exp_avg[strip], exp_avg_sq[strip];
+template <class Rule, class Weight, class Grad>
+HYTRAIN_INLINE void update_strip(State<Rule, Weight, bf16> from, const Grad *grads, State<Rule, Weight, bf16> to,
+                                 int64_t numel, Rule rule, Elements elements) {
+    alignas(64) float exact[Rule::moments][strip];
+    Moments<Rule, float> moments;
+    for (int j = 0; j < Rule::moments; ++j) {
+        moments[j] = exact[j];
 #pragma omp simd
-    for (int64_t i = 0; i < numel; ++i) {
-        exp_avg[i] = wide(from.exp_avg[i]);
-        exp_avg_sq[i] = wide(from.exp_avg_sq[i]);
+        for (int64_t i = 0; i < numel; ++i) exact[j][i] = wide(from.moments[j][i]);
     }
-    const State<Weight, float> read{from.weights, from.remainder, exp_avg, exp_avg_sq};
-    const State<Weight, float> written{to.weights, to.remainder, exp_avg, exp_avg_sq};
-    update_strip(read, grads, written, numel, s, elements);
+    const State<Rule, Weight, float> read{from.weights, from.remainder, moments};
+    const State<Rule, Weight, float> written{to.weights, to.remainder, moments};
+    update_strip(read, grads, written, numel, rule, elements);
 #pragma omp simd
     for (int64_t i = 0; i < numel; ++i) {
         const uint32_t random = random_bits(elements, i);
-        to.exp_avg[i] = rounded<bf16>(exp_avg[i], random & 0xffffu);
-        to.exp_avg_sq[i] = rounded<bf16>(exp_avg_sq[i], random >> 16);
+        for (int j = 0; j < Rule::moments; ++j)
+            to.moments[j][i] = rounded<bf16>(exact[j][i], random >> 16 * j & 0xffffu);
     }
 }
 
@@ -281,25 +341,26 @@ inline void settle() {
 }
 
 // A strip's results are computed in the L1 cache and written as whole lines.
-template <class Weight, class Moment, class Grad>
-inline void update_strip_elsewhere(State<Weight, Moment> from, const Grad *grads, State<Weight, Moment> to, Scalars s,
-                                   Elements elements) {
+template <class Rule, class Weight, class Moment, class Grad>
+HYTRAIN_INLINE void update_strip_elsewhere(State<Rule, Weight, Moment> from, const Grad *grads,
+                                           State<Rule, Weight, Moment> to, Rule rule, Elements elements) {
     alignas(64) Weight weights[strip];
     alignas(64) typename Rest<Weight>::type remainder[strip];
-    alignas(64) Moment exp_avg[strip], exp_avg_sq[strip];
-    update_strip(from, grads, State<Weight, Moment>{weights, remainder, exp_avg, exp_avg_sq}, strip, s, elements);
+    alignas(64) Moment moments[Rule::moments][strip];
+    State<Rule, Weight, Moment> here{weights, remainder, {}};
+    for (int j = 0; j < Rule::moments; ++j) here.moments[j] = moments[j];
+    update_strip(from, grads, here, strip, rule, elements);
     stream(to.weights, weights, sizeof weights);
     if (Rest<Weight>::exists) stream(to.remainder, remainder, sizeof remainder);
-    stream(to.exp_avg, exp_avg, sizeof exp_avg);
-    stream(to.exp_avg_sq, exp_avg_sq, sizeof exp_avg_sq);
+    for (int j = 0; j < Rule::moments; ++j) stream(to.moments[j], moments[j], sizeof moments[j]);
 }
 
-// Five planes are read and four written, presumably more than hardware prefetchers follow well. Prefetching each strip
+// AdamW reads five planes and writes four, presumably more than hardware prefetchers follow well. Prefetching each strip
 // raises 6.25 G elements/s to 7.07 (bf16, 14 threads of a Xeon with AVX-512), whether 512 or 2048 elements ahead. A
 // prefetch cannot fault, so the last ones may reach beyond the planes.
-template <class Weight, class Moment, class Grad>
-void update_range(State<Weight, Moment> from, const Grad *grads, State<Weight, Moment> to, int64_t numel, Scalars s,
-                  Elements elements) {
+template <class Rule, class Weight, class Moment, class Grad>
+void update_range(State<Rule, Weight, Moment> from, const Grad *grads, State<Rule, Weight, Moment> to, int64_t numel,
+                  Rule rule, Elements elements) {
     const bool in_place = from.weights == to.weights;
     int64_t at = 0;
     for (; at + strip <= numel; at += strip) {
@@ -307,31 +368,31 @@ void update_range(State<Weight, Moment> from, const Grad *grads, State<Weight, M
             prefetch(from.weights, at + HYTRAIN_PREFETCH);
             prefetch(grads, at + HYTRAIN_PREFETCH);
             if (Rest<Weight>::exists) prefetch(from.remainder, at + HYTRAIN_PREFETCH);
-            prefetch(from.exp_avg, at + HYTRAIN_PREFETCH);
-            prefetch(from.exp_avg_sq, at + HYTRAIN_PREFETCH);
+            for (const Moment *moment : from.moments) prefetch(moment, at + HYTRAIN_PREFETCH);
         }
         if (in_place)
-            update_strip(from.at(at), grads + at, from.at(at), strip, s, elements.at(at));
+            update_strip(from.at(at), grads + at, from.at(at), strip, rule, elements.at(at));
         else
-            update_strip_elsewhere(from.at(at), grads + at, to.at(at), s, elements.at(at));
+            update_strip_elsewhere(from.at(at), grads + at, to.at(at), rule, elements.at(at));
     }
-    if (at < numel) update_strip(from.at(at), grads + at, to.at(at), numel - at, s, elements.at(at));
+    if (at < numel) update_strip(from.at(at), grads + at, to.at(at), numel - at, rule, elements.at(at));
     if (!in_place) settle();
 }
 
 // Threads take whole blocks, so no two threads write to the same cache line of an aligned plane.
 constexpr int64_t block = 4096;
 
-template <class Weight, class Grad, class Moment>
-void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, const Scalars *scalars,
+template <class Rule, class Weight, class Grad, class Moment>
+void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, const void *scalars,
             const Elements *elements, int threads) {
+    const Rule rule = *static_cast<const Rule *>(scalars);
     const int64_t blocks = (numel + block - 1) / block;
 #pragma omp parallel for schedule(static) num_threads(threads) if (blocks > 1)
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = b * block;
         const int64_t end = begin + block < numel ? begin + block : numel;
-        update_range(from->as<Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
-                     to->as<Weight, Moment>().at(begin), end - begin, *scalars, elements->at(begin));
+        update_range(from->as<Rule, Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
+                     to->as<Rule, Weight, Moment>().at(begin), end - begin, rule, elements->at(begin));
     }
 }
 
@@ -346,19 +407,24 @@ inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
 
 extern "C" {
 
-#define HYTRAIN_ADAMW(name, Weight, Grad, Moment)                                                         \
-    void hytrain_adamw_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,     \
-                              const Scalars *scalars, const Elements *elements, int threads) {            \
-        update<Weight, Grad, Moment>(from, grads, to, numel, scalars, elements, threads);                 \
+#define HYTRAIN_UPDATE(name, Rule, Weight, Grad, Moment)                                                  \
+    void hytrain_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,           \
+                        const void *scalars, const Elements *elements, int threads) {                     \
+        update<Rule, Weight, Grad, Moment>(from, grads, to, numel, scalars, elements, threads);           \
     }
-#define HYTRAIN_ADAMW_OF(name, Weight, Grad)                    \
-    HYTRAIN_ADAMW(name##_float32, Weight, Grad, float)          \
-    HYTRAIN_ADAMW(name##_bfloat16, Weight, Grad, bf16)
-HYTRAIN_ADAMW_OF(bfloat16_bfloat16, bf16, bf16)
-HYTRAIN_ADAMW_OF(lone_bfloat16_bfloat16, lone_bf16, bf16)
-HYTRAIN_ADAMW_OF(float16_float16, fp16, fp16)
-HYTRAIN_ADAMW_OF(float32_bfloat16, float, bf16)
-HYTRAIN_ADAMW_OF(float32_float32, float, float)
+#define HYTRAIN_STATES(name, Rule, Weight, Grad)                    \
+    HYTRAIN_UPDATE(name##_float32, Rule, Weight, Grad, float)       \
+    HYTRAIN_UPDATE(name##_bfloat16, Rule, Weight, Grad, bf16)
+#define HYTRAIN_RULE(name, Rule)                                            \
+    HYTRAIN_STATES(name##_bfloat16_bfloat16, Rule, bf16, bf16)              \
+    HYTRAIN_STATES(name##_lone_bfloat16_bfloat16, Rule, lone_bf16, bf16)    \
+    HYTRAIN_STATES(name##_float16_float16, Rule, fp16, fp16)                \
+    HYTRAIN_STATES(name##_float32_bfloat16, Rule, float, bf16)              \
+    HYTRAIN_STATES(name##_float32_float32, Rule, float, float)
+HYTRAIN_RULE(adamw, AdamW)
+HYTRAIN_RULE(sgd, SGD)
+HYTRAIN_RULE(sgd_momentum, SGDMomentum)
+HYTRAIN_RULE(lion, Lion)
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.

@@ -1,10 +1,10 @@
-"""AdamW in Triton, with the same operations as adamw.cpp. Only gpu.py imports it.
+"""The updates in Triton, with the same operations as update.cpp. Only gpu.py imports it.
 
 bf16 planes are passed as int16 bit patterns. Moments in bf16, and weights without masters (`LONE`), are rounded as
-rounding.py says. fp16 planes are passed as
-they are: the device widens them exactly and rounds to nearest even, also subnormals. The caller turns contraction off.
-Square root and division are correctly rounded, and only the two explicit fma operations are fused. Full blocks are
-loaded without a mask, because masked loads are vectorised only if the compiler knows a divisor of the length.
+rounding.py says. fp16 planes are passed as they are: the device widens them exactly and rounds to nearest even, also
+subnormals. The caller turns contraction off. Square root and division are correctly rounded, and only explicit fma
+operations are fused. Full blocks are loaded without a mask, because masked loads are vectorised only if the compiler
+knows a divisor of the length.
 """
 
 # Triton's functions have types of its own.
@@ -65,13 +65,11 @@ def _store_rounded(pointer, x, random, mask):
 
 
 @triton.jit
-def _store_moments(exp_avg, exp_avg_sq, m, v, random, mask):
-    if exp_avg.dtype.element_ty == tl.int16:
-        _store_rounded(exp_avg, m, random & 0xFFFF, mask)
-        _store_rounded(exp_avg_sq, v, random >> 16, mask)
+def _store_moment(pointer, x, random, mask):
+    if pointer.dtype.element_ty == tl.int16:
+        _store_rounded(pointer, x, random & 0xFFFF, mask)
     else:
-        _store(exp_avg, m, mask)
-        _store(exp_avg_sq, v, mask)
+        _store(pointer, x, mask)
 
 
 @triton.jit
@@ -93,37 +91,77 @@ def _store_master(weights, remainder, master, random, mask, LONE: tl.constexpr):
 
 
 @triton.jit
-def _update(
-    weights, grads, remainder, exp_avg, exp_avg_sq, mask, index, before, within,
-    factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE: tl.constexpr,
-):  # fmt: skip
-    g = factor * _load_wide(grads, mask)
-    m_old = _load_wide(exp_avg, mask)
-    v_old = _load_wide(exp_avg_sq, mask)
-    p_old = _load_master(weights, remainder, mask, LONE)
-
+def _adamw(p, g, m_old, v_old, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps):
     # torch's lerp starts at the nearer end.
     from_average = tl.abs(mix1) < 0.5
     m = tl.fma(tl.where(from_average, mix1, mix1 - 1.0), g - m_old, tl.where(from_average, m_old, g))
     v = tl.fma(mix2 * g, g, v_old * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
-    p = p_old * decay + tl.div_rn(neg_step_size * m, denominator)
+    return p * decay + tl.div_rn(neg_step_size * m, denominator), m, v
 
+
+@triton.jit
+def _decayed(p, g, weight_decay):
+    return tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
+
+
+@triton.jit
+def _sgd(p, g, weight_decay, neg_lr):
+    return tl.fma(neg_lr, _decayed(p, g, weight_decay), p)
+
+
+@triton.jit
+def _sgd_momentum(p, g, b_old, weight_decay, neg_lr, keep, mix, ahead):
+    d = _decayed(p, g, weight_decay)
+    b = tl.where(keep == 0.0, d, tl.fma(mix, d, b_old * keep))
+    return tl.fma(neg_lr, tl.where(ahead == 0.0, b, tl.fma(ahead, b, d)), p), b
+
+
+@triton.jit
+def _lion(p, g, m_old, beta1, mix1, beta2, mix2, decay, neg_lr):
+    c = m_old * beta1 + g * mix1
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
+    return tl.fma(neg_lr, sign, p * decay), tl.fma(mix2, g, m_old * beta2)
+
+
+@triton.jit
+def _update(
+    weights, grads, remainder, moment0, moment1, mask, index, before, within,
+    factor, s1, s2, s3, s4, s5, s6, s7, RULE: tl.constexpr, LONE: tl.constexpr,
+):  # fmt: skip
+    g = factor * _load_wide(grads, mask)
+    p = _load_master(weights, remainder, mask, LONE)
     random = _random_bits(index, before, within)  # left out by the compiler where nothing is rounded
-    _store_moments(exp_avg, exp_avg_sq, m, v, random, mask)
+    if RULE == "adamw":
+        m_old = _load_wide(moment0, mask)
+        v_old = _load_wide(moment1, mask)
+        p, m, v = _adamw(p, g, m_old, v_old, s1, s2, s3, s4, s5, s6, s7)
+        _store_moment(moment0, m, random, mask)
+        _store_moment(moment1, v, random >> 16, mask)
+    elif RULE == "sgd":
+        p = _sgd(p, g, s1, s2)
+    elif RULE == "sgd_momentum":
+        p, b = _sgd_momentum(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5)
+        _store_moment(moment0, b, random, mask)
+    elif RULE == "lion":
+        p, m = _lion(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5, s6)
+        _store_moment(moment0, m, random, mask)
+    else:
+        tl.static_assert(False, "a rule without arithmetic")
     _store_master(weights, remainder, p, random, mask, LONE)
 
 
 @triton.jit(do_not_specialize=["numel", "first", "before", "within"])
-def adamw_kernel(
-    weights, grads, remainder, exp_avg, exp_avg_sq,
+def update_kernel(
+    weights, grads, remainder, moment0, moment1,
     numel: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
-    factor: tl.float32, mix1: tl.float32, mix2: tl.float32, beta2: tl.float32,
-    decay: tl.float32, neg_step_size: tl.float32, sqrt_bias2: tl.float32, eps: tl.float32,
-    verdict, JUDGED: tl.constexpr, LONE: tl.constexpr, BLOCK: tl.constexpr,
+    factor: tl.float32, s1: tl.float32, s2: tl.float32, s3: tl.float32,
+    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32,
+    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scalars' types are fixed and no value is specialised, so all steps use one compilation.
+    """`factor` and s1 to s7 are the rule's scalars, as scalars.py has them. Rules with fewer ignore the last ones.
 
+    The scalars' types are fixed and no value is specialised, so all steps of a rule use one compilation.
     If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0.
     """
     if JUDGED:
@@ -136,15 +174,15 @@ def adamw_kernel(
     weights += offsets
     grads += offsets
     remainder += offsets
-    exp_avg += offsets
-    exp_avg_sq += offsets
+    moment0 += offsets
+    moment1 += offsets
     if begin + BLOCK <= numel:
         _update(
-            weights, grads, remainder, exp_avg, exp_avg_sq, None, index, before, within,
-            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE,
+            weights, grads, remainder, moment0, moment1, None, index, before, within,
+            factor, s1, s2, s3, s4, s5, s6, s7, RULE, LONE,
         )  # fmt: skip
     else:
         _update(
-            weights, grads, remainder, exp_avg, exp_avg_sq, offsets < numel, index, before, within,
-            factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, LONE,
+            weights, grads, remainder, moment0, moment1, offsets < numel, index, before, within,
+            factor, s1, s2, s3, s4, s5, s6, s7, RULE, LONE,
         )  # fmt: skip

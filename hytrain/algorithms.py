@@ -1,0 +1,190 @@
+"""The optimizers by their parameter groups: what a group has, which values can be, and what updates read of it.
+
+`optim` has a class for each. `protocol.rules` says what each update keeps, `kernels` what it computes.
+
+    param_groups ─ check, when they are given ─▶ read, at a step's first gradient ─▶ Hyper ─▶ `kernels.scalars`
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from hytrain.errors import ConfigError, UnsupportedError
+from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, SGDHyper
+
+#: Said where the state that an update keeps would have to come or go.
+MOMENTUM: Final = (
+    "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
+    "keep it as it was, at 0 or above 0, or make the optimizer anew"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
+
+    `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
+    False. `has_betas`: whether a group has `betas` besides.
+    `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
+    `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
+    `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
+    `read`: the hyperparameters of a group.
+    `wrong`: what is wrong with a group of another optimizer that is loaded, or None.
+    """
+
+    name: str
+    rules: tuple[str, ...]
+    numbers: tuple[str, ...]
+    flags: tuple[str, ...]
+    has_betas: bool
+    counts_steps: bool
+    not_offered: tuple[str, ...]
+    as_torch: Mapping[str, Any]
+    read: Callable[[Mapping[str, Any]], Hyper]
+    wrong: Callable[[Mapping[str, Any]], str | None]
+    signed: tuple[str, ...] = ()
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """All of a group's."""
+        return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()))
+
+    @property
+    def moments(self) -> set[str]:
+        """What an entry of its state may have."""
+        return {plane for rule in self.rules for plane in MOMENTS[rule]}
+
+    def rule(self, group: Mapping[str, Any]) -> str:
+        """The rule that updates the parameters of a group."""
+        return self.read(group).rule
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise `UnsupportedError` for options that HyTrain lacks, `ConfigError` for impossible values."""
+        if unknown := next((key for key in self.not_offered if group.get(key)), None):
+            raise UnsupportedError(f"hytrain.{self.name} has no option {unknown!r}")
+        given = {name: group[name] for name in (*self.numbers, *self.signed)}
+        if self.has_betas:
+            betas = group["betas"]
+            if not isinstance(betas, tuple | list) or len(betas) != 2:
+                raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
+            given.update((f"betas[{index}]", beta) for index, beta in enumerate(betas))
+        if any(isinstance(given.get(name), Tensor) for name in ("lr", "betas[0]", "betas[1]")):
+            raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
+        for name, value in given.items():
+            if not is_number(value):
+                raise ConfigError(f"{name} is {value!r}: a number")
+        for name in self.flags:
+            if not isinstance(group[name], bool):
+                raise ConfigError(f"{name} is {group[name]!r}: True or False")
+        if any(group[name] < 0 for name in self.numbers) or not self.betas_fit(group):
+            *some, last = self.numbers
+            betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
+            raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
+        if group.get("nesterov") and (not group["momentum"] or group["dampening"]):
+            raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
+
+    def betas_fit(self, group: Mapping[str, Any]) -> bool:
+        """Whether `betas`, if a group has them, can be."""
+        return not self.has_betas or all(0.0 <= float(beta) < 1.0 for beta in group["betas"])
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number. True and False are not numbers."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_adamw(group: Mapping[str, Any]) -> AdamWHyper:
+    return AdamWHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+def _no_adamw(group: Mapping[str, Any]) -> str | None:
+    if group.get("amsgrad"):
+        return "the loaded state is one of amsgrad=True, which hytrain.AdamW does not have"
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        return "the loaded state is one of Adam with its weight decay, not of AdamW: go on with Adam"
+    return None
+
+
+ADAMW: Final = Algorithm(
+    name="AdamW",
+    rules=("adamw",),
+    numbers=("lr", "eps", "weight_decay"),
+    flags=("maximize",),
+    has_betas=True,
+    counts_steps=True,
+    not_offered=("amsgrad", "foreach", "capturable", "differentiable", "fused"),
+    as_torch={
+        "amsgrad": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": True,
+        "decoupled_weight_decay": True,
+    },
+    read=_read_adamw,
+    wrong=_no_adamw,
+)
+
+
+def _read_sgd(group: Mapping[str, Any]) -> SGDHyper:
+    return SGDHyper(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        weight_decay=float(group["weight_decay"]),
+        nesterov=bool(group["nesterov"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+SGD: Final = Algorithm(
+    name="SGD",
+    rules=("sgd", "sgd_momentum"),
+    numbers=("lr", "momentum", "weight_decay"),
+    signed=("dampening",),
+    flags=("nesterov", "maximize"),
+    has_betas=False,
+    counts_steps=False,
+    not_offered=("foreach", "differentiable", "fused"),
+    as_torch={"foreach": None, "differentiable": False, "fused": None},
+    read=_read_sgd,
+    wrong=lambda group: None,
+)
+
+
+def _read_lion(group: Mapping[str, Any]) -> LionHyper:
+    return LionHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+#: Published without a class of torch.
+LION: Final = Algorithm(
+    name="Lion",
+    rules=("lion",),
+    numbers=("lr", "weight_decay"),
+    flags=("maximize",),
+    has_betas=True,
+    counts_steps=False,
+    not_offered=(),
+    as_torch={},
+    read=_read_lion,
+    wrong=lambda group: None,
+)

@@ -1,0 +1,82 @@
+"""The update rules: the hyperparameters that each one reads, and the moments that it keeps from step to step.
+
+All that depends on the rule follows from this table: the planes of arenas and slots, their bytes, the planner's sizes,
+and what a checkpoint has. `hytrain.kernels` has the arithmetic of each rule, `hytrain.algorithms` its options.
+
+    rule            moments                bytes per parameter, in float32
+    adamw           exp_avg, exp_avg_sq    8
+    sgd             none                   0
+    sgd_momentum    momentum_buffer        4
+    lion            exp_avg                4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyper:
+    """One parameter group's hyperparameters: what all rules have."""
+
+    lr: float
+    weight_decay: float
+    maximize: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The rule that reads them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWHyper(Hyper):
+    """Those of `torch.optim.AdamW`."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+    @property
+    def rule(self) -> str:
+        return "adamw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDHyper(Hyper):
+    """Those of `torch.optim.SGD`. Without momentum it is a rule of its own, which keeps nothing."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    @property
+    def rule(self) -> str:
+        return "sgd_momentum" if self.momentum else "sgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionHyper(Hyper):
+    """Those of Lion (Chen et al., 2023)."""
+
+    beta1: float
+    beta2: float
+
+    @property
+    def rule(self) -> str:
+        return "lion"
+
+
+#: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state, and
+#: of Lion's published implementation.
+MOMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": (),
+    "sgd_momentum": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+}
+#: The moments of all rules.
+MOMENT_PLANES: Final = tuple(dict.fromkeys(plane for planes in MOMENTS.values() for plane in planes))
+#: By their names, which they have on the wire.
+HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper, LionHyper)}
