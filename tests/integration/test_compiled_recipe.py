@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hytrain.errors import ConfigError
 from hytrain.recipe import config, loop, report
 from hytrain.recipe.model import compile_blocks
-from hytrain.recipe.optimizer import hytrain_adamw
+from hytrain.recipe.optimizer import hytrain_optimizer
 from hytrain.recipe.task import assemble
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_a_whole_run_compiles_for_training_and_validation_alone(recipe: Path, mo
     folder.mkdir()
 
     def make(model: nn.Module, recipe: config.Recipe) -> Any:
-        made.append(hytrain_adamw(model, recipe))
+        made.append(hytrain_optimizer(model, recipe))
         return made[-1]
 
     summary = loop.train(config.load(recipe), folder, make, terminal=False)
