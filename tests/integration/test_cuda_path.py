@@ -287,7 +287,7 @@ def test_layers_that_move_all_the_time() -> None:
     moved = []
 
     def run(model: nn.Module, opt: hytrain.AdamW) -> None:
-        train(model, opt, range(40), square_loss)
+        train_and_prepare(model, opt, 40, square_loss)
         moved.append(opt.statistics().moved)
 
     choices = ({"max_grad_norm": 1.0, "policy": "random"}, {"max_grad_norm": 1.0, "k": 0.0})
