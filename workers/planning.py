@@ -305,7 +305,7 @@ class Planning:
         }
         placed = step.gpu_lids, step.visiting, step.streamed
         lost_to_visits_s = self._crowding(*placed).work_lost_s
-        if (profile := self._book.profile()) is not None:
+        if times["visit_s"] and (profile := self._book.profile()) is not None:
             alone = profile.visits_alone(sum(times["visit_s"].values()), *placed)
             times["visit_s"] = {lid: alone * visit_s for lid, visit_s in times["visit_s"].items()}
         if step.duration_s is None or step.threads_changed:
@@ -384,7 +384,7 @@ class Planning:
         self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
     ) -> planner.Crowding:
         """What the CPU's updates and visits cost each other, as far as is known of the layers' times."""
-        profile = self._book.profile()
+        profile = self._book.profile() if visiting else None
         return planner.Crowding() if profile is None else profile.crowding(gpu_lids, visiting, streamed)
 
     def on_verdict(self, verdict: m.Verdict) -> None:

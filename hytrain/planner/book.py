@@ -172,6 +172,7 @@ class MeasurementBook:
     ) -> None:
         self._awaits_verdict = awaits_verdict
         self._layers: Sequence[LayerFacts] = tuple(layers)
+        self._facts = {layer.lid: asdict(layer) for layer in self._layers}
         self._position_of = {layer.lid: layer.position for layer in self._layers}
         self._rates = rates or Rates()
         self._roles = {role: _Role() for role in ROLES}
@@ -293,19 +294,7 @@ class MeasurementBook:
     @property
     def cpu_slack(self) -> float:
         """The fraction by which the CPU is at times slower than planned, because of other programs."""
-        paces = sorted(self._paces)
-        if len(paces) < PACE_STEPS[0]:
-            return USUAL_SLACK
-        slow = paces[-1 - int(SLOW_SHARE * len(paces))]
-        return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
-
-    @property
-    def cpu_paces(self) -> tuple[float, ...]:
-        """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
-        last = sorted(self._paces[-NEAR_STEPS:])
-        if len(last) < PACE_STEPS[0]:
-            return ()
-        return tuple(last[int(part * len(last))] for part in THIRDS)
+        return _slack(self._paces)
 
     @property
     def _paces(self) -> list[float]:
@@ -331,19 +320,19 @@ class MeasurementBook:
         times = {role: self._in_role(role, getattr(self._rates, role, None)) for role in ROLES}
         times["visit_s"] = self._visits(times["d2h_s"], times["h2d_s"])
         work_s = sum(times["forward_s"].values()) + sum(times["backward_s"].values())
-        facts = [replace(layer, position=self._position_of[layer.lid]) for layer in self._layers]
         layers = (
-            LayerProfile(**asdict(fact) | {role: times[role][fact.lid] for role in ROLES})
-            for fact in sorted(facts, key=lambda fact: fact.position)
+            LayerProfile(**facts | {"position": self._position_of[lid]} | {role: times[role][lid] for role in ROLES})
+            for lid, facts in self._facts.items()
         )
+        paces = self._paces
         return Profile(
-            layers=tuple(layers),
+            layers=tuple(sorted(layers, key=lambda layer: layer.position)),
             other_s=max(0.0, (self._busy_s.value or 0.0) - work_s) + self._exposed,
             middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
-            cpu_slack=self.cpu_slack,
-            cpu_paces=self.cpu_paces,
+            cpu_slack=_slack(paces),
+            cpu_paces=_thirds(paces),
         )
 
     def check(self) -> None:
@@ -383,3 +372,19 @@ class MeasurementBook:
         enough = numel > ENOUGH_SEEN * sum(layer.numel for layer in self._layers)
         rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if enough else default_s
         return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}
+
+
+def _slack(paces: list[float]) -> float:
+    """See `MeasurementBook.cpu_slack`."""
+    if len(paces) < PACE_STEPS[0]:
+        return USUAL_SLACK
+    slow = sorted(paces)[-1 - int(SLOW_SHARE * len(paces))]
+    return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
+
+
+def _thirds(paces: list[float]) -> tuple[float, ...]:
+    """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
+    last = sorted(paces[-NEAR_STEPS:])
+    if len(last) < PACE_STEPS[0]:
+        return ()
+    return tuple(last[int(part * len(last))] for part in THIRDS)
