@@ -24,7 +24,7 @@ from protocol.placement import CPU, GPU, VISIT
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
-from workers.fleet import GATHER_STEPS
+from workers.fleet import GATHER_STEPS, LATE_S
 from workers.plane_bytes import PlaneBytes
 from workers.planning import (
     BESIDE_TRAINING,
@@ -66,12 +66,13 @@ class Driver:
             run_name="run", run_dir="/runs/run", pid=1, host="here", replan_every=replan_every, ranks=2
         )
         self.commands: list[Command] = []
+        self.now_s = 0.0
         self.written: list[dict[str, Any]] = []  # all records
 
     def handle(self, message: m.Message, sender: Address | None = None) -> list[Command]:
         """Let `message` arrive: from a trainer, unless it is one that only optimizers or monitors send."""
         try:
-            self.commands = self.state.handle(message, sender or usual_sender(message), 0.0)
+            self.commands = self.state.handle(message, sender or usual_sender(message), self.now_s)
         finally:
             self.state.check()
         self.written += self.records
@@ -514,6 +515,24 @@ def test_the_first_measured_step_is_planned_from_at_once() -> None:
     assert [driver.sent(report(step)) for step in range(WARM_UP_STEPS)] == [[]] * WARM_UP_STEPS, "warming up"
     plan = driver.plan(report(WARM_UP_STEPS))
     assert plan.step == WARM_UP_STEPS + 2 and len(on_gpu(plan.placements)) > 1
+
+
+def test_a_coordinator_that_is_late_records_steps_and_plans_once_it_has_caught_up() -> None:
+    driver = Driver()
+    driver.start(policy="deadline")
+    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
+    late = WARM_UP_STEPS + LOG_PATIENCE_STEPS
+    driver.now_s = report(late).at_s + LATE_S
+    assert [driver.sent(report(step)) for step in range(late)] == [[]] * late
+    assert len(driver.written) == WARM_UP_STEPS, "the others await the loop's own numbers"
+    assert driver.planning._book.profile() is None, "nothing is estimated from these steps"
+    plan = driver.plan(report(late))
+    assert plan.step == late + 2 and len(on_gpu(plan.placements)) > 1
+    driver.hold(plan, moved=1)
+    driver.ask("policy", "random")
+    driver.now_s += 2.0
+    assert driver.sent(report(late + 1)) == [], "although it is known by now how long all takes"
+    assert driver.plan(report(late + 3)).step == late + 5
 
 
 @pytest.mark.parametrize("moving", [True, False])

@@ -92,7 +92,7 @@ class CoordinatorState:
             return self._on_end(seat, sender)
         if isinstance(message, m.Rejoin) and message.draws:
             self._tracing.goes_on(sender)
-        return self._published(seat, seat.handle(message, sender))
+        return self._published(seat, seat.handle(message, sender, now_s))
 
     def beat(self) -> list[Command]:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""

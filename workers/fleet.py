@@ -21,6 +21,8 @@ from workers.records import Late, Line, Records
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16
+#: A report that has waited so long for the coordinator is late.
+LATE_S: Final = 1.0
 #: What one of these commands means may depend on the others before.
 ENTANGLED: Final = ("k", "policy")
 #: Names and values, in the order in which they were given.
@@ -44,8 +46,8 @@ class TrainerSeat:
         self._farewells: set[str] = set()
         self._gathers_s: deque[float] = deque(maxlen=GATHER_STEPS)
 
-    def handle(self, message: m.Message, sender: Address) -> list[Command]:
-        """Handle a message of this rank's trainer or optimizer."""
+    def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
+        """Handle a message of this rank's trainer or optimizer. `now_s` is monotonic."""
         if isinstance(message, m.LayerTable):
             self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
             self._gathers_s.clear()
@@ -65,7 +67,7 @@ class TrainerSeat:
             return []
         if self.planning is None:
             return [Note(f"{type(message).__name__} without a trainer: dropped")]
-        commands = self._on_run(self.planning, message, sender)
+        commands = self._on_run(self.planning, message, sender, now_s)
         if "trainer" in self._farewells:  # the next trainer must not get this one's plan
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
@@ -96,7 +98,7 @@ class TrainerSeat:
         changed, self.commands = commands != self.commands, commands
         return [Keep(self.trainer.rank, commands)] if changed else []
 
-    def _on_run(self, planning: Planning, message: m.Message, sender: Address) -> list[Command]:
+    def _on_run(self, planning: Planning, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         match message:
             case m.Calibration():
                 return planning.on_calibration(sender, message)
@@ -115,7 +117,8 @@ class TrainerSeat:
                 record = {**planning.record(message), **self.gauges}
                 if message.measured is not None:
                     self._measured(message, message.measured)
-                return [*self._write(self.records.add(record)), *planning.on_trainer(message)]
+                is_late = now_s - message.at_s > LATE_S
+                return [*self._write(self.records.add(record)), *planning.on_trainer(message, is_late=is_late)]
             case m.Log():
                 return self._write(self.records.log(message))
             case _:

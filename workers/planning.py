@@ -213,8 +213,11 @@ class Planning:
         self.positions = list(positions)
         self._book.reorder(dict(enumerate(positions)))
 
-    def on_trainer(self, report: m.TrainerReport) -> list[Command]:
-        """A step is over: take in what was measured, in this step or an earlier one."""
+    def on_trainer(self, report: m.TrainerReport, *, is_late: bool = False) -> list[Command]:
+        """A step is over: take in what was measured, in this step or an earlier one.
+
+        If the report is late, nothing is planned from it: the coordinator has to catch up, and a plan would come late.
+        """
         if len(report.placements) != len(self._facts) or not self._streamable.issuperset(report.streamed):
             raise ValueError(f"a report on {len(report.placements)} layers, where there are {len(self._facts)}")
         self._step = report.step
@@ -224,11 +227,11 @@ class Planning:
         step.visiting, step.streamed = _visiting_lids(report.placements), self._streamed
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
-        if report.measured is not None and self._counts(report.measured):
+        if report.measured is not None and self._counts(report.measured) and not is_late:
             self._measure(report, self._steps[report.measured])
         self._heed_room(report, gpu_lids)
         self._heed_host(report)
-        return self._replan()
+        return [] if is_late else self._replan()
 
     def _heed_room(self, report: m.TrainerReport, gpu_lids: frozenset[int]) -> None:
         """Of the GPU's memory, what steps take beside state and weights is known: the rest is to be planned with.
