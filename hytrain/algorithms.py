@@ -16,7 +16,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError
-from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, SGDHyper
+from hytrain.tensors import local
+from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, MuonHyper, SGDHyper
 
 #: Said where the state that an update keeps would have to come or go.
 MOMENTUM: Final = (
@@ -30,12 +31,15 @@ class Algorithm:
     """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
 
     `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
-    False. `has_betas`: whether a group has `betas` besides.
+    False. `has_betas`: whether a group has `betas` besides. `others`: further ones; `wrong_others` says what is wrong
+    with them, or returns None.
     `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
     `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
     `read`: the hyperparameters of a group.
     `wrong`: what is wrong with a group of another optimizer that is loaded, or None.
+    `beside`: the algorithm of the groups with `use_muon=False`, where groups have that key.
+    `rule_changed`: what is said if a group's rule has become another.
     """
 
     name: str
@@ -49,23 +53,40 @@ class Algorithm:
     read: Callable[[Mapping[str, Any]], Hyper]
     wrong: Callable[[Mapping[str, Any]], str | None]
     signed: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    wrong_others: Callable[[Mapping[str, Any]], str | None] = lambda group: None
+    beside: Algorithm | None = None
+    rule_changed: str = MOMENTUM
+
+    def of(self, group: Mapping[str, Any]) -> Algorithm:
+        """The algorithm of a group."""
+        return self if self.beside is None or group.get("use_muon", True) else self.beside
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
         """All of a group's."""
-        return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()))
+        return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()), *self.others)
 
     @property
     def moments(self) -> set[str]:
         """What an entry of its state may have."""
         return {plane for rule in self.rules for plane in MOMENTS[rule]}
 
+    def hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """The hyperparameters of a group."""
+        return self.of(group).read(group)
+
     def rule(self, group: Mapping[str, Any]) -> str:
         """The rule that updates the parameters of a group."""
-        return self.read(group).rule
+        return self.hyper(group).rule
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `UnsupportedError` for options that HyTrain lacks, `ConfigError` for impossible values."""
+        if not isinstance(group.get("use_muon", True), bool):
+            raise ConfigError(f"use_muon is {group['use_muon']!r}: True or False")
+        if (algorithm := self.of(group)) is not self:
+            algorithm.check(group)
+            return
         if unknown := next((key for key in self.not_offered if group.get(key)), None):
             raise UnsupportedError(f"hytrain.{self.name} has no option {unknown!r}")
         given = {name: group[name] for name in (*self.numbers, *self.signed)}
@@ -86,8 +107,10 @@ class Algorithm:
             *some, last = self.numbers
             betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
             raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
-        if group.get("nesterov") and (not group["momentum"] or group["dampening"]):
+        if group.get("nesterov") and "dampening" in group and (not group["momentum"] or group["dampening"]):
             raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
+        if sentence := self.wrong_others(group):
+            raise ConfigError(sentence)
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
@@ -187,4 +210,64 @@ LION: Final = Algorithm(
     as_torch={},
     read=_read_lion,
     wrong=lambda group: None,
+)
+
+
+def _read_muon(group: Mapping[str, Any]) -> MuonHyper:
+    a, b, c = map(float, group["ns_coefficients"])
+    return MuonHyper(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        momentum=float(group["momentum"]),
+        nesterov=bool(group["nesterov"]),
+        a=a,
+        b=b,
+        c=c,
+        eps=float(group["eps"]),
+        ns_steps=int(group["ns_steps"]),
+        adjust=group["adjust_lr_fn"] or "original",
+    )
+
+
+def _wrong_muon(group: Mapping[str, Any]) -> str | None:
+    steps, adjust, coefficients = group["ns_steps"], group["adjust_lr_fn"], group["ns_coefficients"]
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
+        return f"ns_steps is {steps!r}: a whole number of Newton-Schulz steps, from 0 to 99"
+    if adjust not in (None, "original", "match_rms_adamw"):
+        return f'adjust_lr_fn is {adjust!r}: "original", "match_rms_adamw", or None for the first one'
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3 or not all(map(is_number, coefficients)):
+        return f"ns_coefficients is {coefficients!r}: three numbers"
+    for parameter in group["params"]:
+        if parameter.ndim != 2:
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} is in a group of Muon, which updates matrices: put it "
+                "into a group with use_muon=False, which AdamW updates"
+            )
+        if local(parameter).shape != parameter.shape:
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} is sharded, and Muon needs it whole: put it into a "
+                "group with use_muon=False, or replicate it"
+            )
+    return None
+
+
+#: Its matrices. All other parameters are AdamW's.
+MUON: Final = Algorithm(
+    name="Muon",
+    rules=("muon",),
+    numbers=("lr", "eps", "momentum", "weight_decay"),
+    flags=("nesterov",),
+    has_betas=False,
+    counts_steps=False,
+    not_offered=("maximize",),
+    as_torch={},
+    read=_read_muon,
+    wrong=lambda group: None,
+    others=("ns_coefficients", "ns_steps", "adjust_lr_fn"),
+    wrong_others=_wrong_muon,
+    beside=ADAMW,
+    rule_changed=(
+        "use_muon of a parameter group has become another, but its state is of one algorithm: keep it as it was, or "
+        "make the optimizer anew"
+    ),
 )

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.algorithms import ADAMW, MOMENTUM, Algorithm, is_number
+from hytrain.algorithms import ADAMW, Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
 from hytrain.model.blueprint import blueprints_of
+from hytrain.model.layers import find_blocks
 from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
 from protocol.handles import Precision
@@ -275,6 +276,32 @@ def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dic
     return [group for group in groups if group["params"]]
 
 
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The matrices of the model's repeated blocks, for Muon, and all its other parameters, for AdamW.
+
+    Raises `ConfigError` if there are no such blocks.
+    """
+    hidden = {
+        id(parameter)
+        for block in find_blocks(model)
+        for module in block.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 2
+    }
+    if not hidden:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks with matrices for Muon: name them in param_groups, and all "
+            "other parameters in a group with use_muon=False"
+        )
+    named = list(model.named_parameters())
+    return [
+        {"params": [(name, parameter) for name, parameter in named if (id(parameter) in hidden) is of_muon]}
+        | {"use_muon": of_muon}
+        for of_muon in (True, False)
+    ]
+
+
 def group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
     """The identity of each group's parameters."""
     return [[id(parameter) for parameter in group["params"]] for group in param_groups]
@@ -295,9 +322,9 @@ def read_groups(
             "with requires_grad_(False), or make the optimizer anew"
         )
     for group in param_groups:
-        if not algorithm.betas_fit(group):
+        if not algorithm.of(group).betas_fit(group):
             raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-    hypers = tuple(map(algorithm.read, param_groups))
+    hypers = tuple(map(algorithm.hyper, param_groups))
     if [hyper.rule for hyper in hypers] != list(rules):
-        raise UsageError(MOMENTUM)
+        raise UsageError(algorithm.rule_changed)
     return hypers

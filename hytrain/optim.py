@@ -1,4 +1,4 @@
-"""`hytrain.AdamW`, `hytrain.SGD` and `hytrain.Lion`, the user's interface.
+"""`hytrain.AdamW`, `hytrain.SGD`, `hytrain.Lion` and `hytrain.Muon`, the user's interface.
 
     opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
     for batch in loader:
@@ -16,11 +16,12 @@ import gc
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import torch
@@ -39,10 +40,11 @@ from hytrain.checks import (
     check_same,
     group_ids,
     groups_for_torch,
+    muon_groups,
     read_groups,
 )
 from hytrain.config import ClusterConfig
-from hytrain.errors import UnsupportedError, UsageError
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
 from hytrain.model.consumed import NO_STATE, SCALER, NoState
@@ -223,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
             check_model(self._model)
             check_masters(self._model, options)
             fsdp.reshard(self._model)
-            super().__init__(groups_for_torch(self._model, param_groups), defaults)
+            super().__init__(self._groups_from(param_groups), defaults)
             for group in self.param_groups:
                 self.algorithm.check(group)
             flags = {
@@ -315,7 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with self._session.ranks.together():
                 before.before_regroup("add_param_group")
-                named = groups_for_torch(self._model, [param_group])
+                named = self._groups_from([param_group])
                 self._session.require_free([p for group in named for p in group["params"]])
                 for group in named:
                     super().add_param_group(group)
@@ -327,6 +329,10 @@ class Optimizer(torch.optim.Optimizer):
                 del self.param_groups[groups:]
                 self._note_groups()
             raise
+
+    def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
+        """The groups that torch's constructor gets, with those of their defaults that not all of them have."""
+        return groups_for_torch(self._model, param_groups)
 
     def _note_groups(self) -> None:
         """Remember what the groups are, to notice when the loop changes more than it may."""
@@ -688,6 +694,74 @@ class Lion(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(model, param_groups, defaults, **options)
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al., 2024) for matrices, as in `torch.optim.Muon`, and AdamW for the rest.
+
+    A matrix moves by its momentum, made orthogonal. That takes the whole matrix and a GPU: the momentum is on the GPU,
+    or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`. Each group is Muon's, with parameters of two dimensions, or AdamW's, with
+            `use_muon=False`. By default, Muon has the matrices of the repeated blocks except embeddings, and AdamW has
+            all other parameters: embeddings, the head, norms and biases.
+        lr: Learning rate of Muon's groups.
+        weight_decay: Their decoupled weight decay.
+        momentum: How much of the momentum buffer is kept in each step.
+        nesterov: Nesterov's momentum.
+        ns_coefficients: Of the Newton-Schulz iteration that makes a matrix orthogonal: a, b and c.
+        eps: The least norm by which a matrix is divided before that.
+        ns_steps: The number of its steps.
+        adjust_lr_fn: "original", or None, multiplies the learning rate of a matrix by sqrt(max(1, rows / columns));
+            "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), so that learning rates of AdamW fit.
+        adamw: Hyperparameters of AdamW's groups, where they are not those of `torch.optim.AdamW`: `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.MUON
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] = MappingProxyType({}),
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        torchs = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
+        if unknown := adamw.keys() - torchs.keys():
+            raise ConfigError(f"adamw has {min(unknown)!r}: it takes {', '.join(torchs)}")
+        self._defaults_of: dict[bool, dict[str, Any]] = {
+            False: {"use_muon": False, **torchs, **adamw},
+            True: {
+                "use_muon": True,
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+        }
+        super().__init__(model, param_groups, {}, **options)
+
+    def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
+        given = muon_groups(self._model) if param_groups is None else param_groups
+        groups = groups_for_torch(self._model, given)
+        return [{**self._defaults_of[bool(group.get("use_muon", True))], **group} for group in groups]
 
 
 #: All that were made and still exist, also those that are closed.

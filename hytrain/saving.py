@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hytrain.algorithms import MOMENTUM, Algorithm
+from hytrain.algorithms import Algorithm
 from hytrain.errors import ConfigError
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.memory.planes import DTYPES
@@ -103,9 +103,10 @@ def load_state_dict(
     given = [parameter for group in groups for parameter in group["params"]]
     rules = rules_of(groups, algorithm)
     check_groups(groups, theirs, algorithm)
-    for parameter in given:
-        name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
-        _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm)
+    for group in groups:
+        for parameter in group["params"]:
+            name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
+            _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm.of(group))
     found = {
         moment.dtype
         for entry in entries.values()
@@ -119,7 +120,7 @@ def load_state_dict(
     tell_of_conversion("the loaded state", found, has_masters, resting.precision)
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
-        group.update(hyper(other, algorithm))
+        group.update(hyper(other, algorithm.of(group)))
     for known in parameters:
         entry = entries[id(known.parameter)]
         known.count = count_of(entry)
@@ -298,10 +299,10 @@ def hyper(group: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
 def check_groups(groups: list[dict[str, Any]], theirs: list[dict[str, Any]], algorithm: Algorithm) -> None:
     """Raise `ConfigError` if loaded groups are of another algorithm, or have state that these groups have not."""
     for group, other in zip(groups, theirs, strict=True):
-        if sentence := algorithm.wrong(other):
+        if sentence := algorithm.of(group).wrong(other):
             raise ConfigError(sentence)
-        if algorithm.rule({**group, **hyper(other, algorithm)}) != algorithm.rule(group):
-            raise ConfigError(f"in the loaded state, {MOMENTUM}")
+        if algorithm.rule({**group, **hyper(other, algorithm.of(group))}) != algorithm.rule(group):
+            raise ConfigError(f"in the loaded state, {algorithm.rule_changed}")
 
 
 def count_of(entry: dict[str, Any]) -> int:
@@ -322,5 +323,5 @@ def _numbered(groups: list[dict[str, Any]], algorithm: Algorithm) -> tuple[dict[
         for parameter in group["params"]:
             index[id(parameter)] = len(index)
         params = [index[id(parameter)] for parameter in group["params"]]
-        packed.append({**algorithm.as_torch, **group, "params": params})
+        packed.append({**algorithm.of(group).as_torch, **group, "params": params})
     return index, packed

@@ -58,6 +58,7 @@ from hytrain.tensors import flat, has_memory, local
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log, Plan
+from protocol.rules import ON_DEVICE
 
 ANSWER_TIMEOUT_S: Final = 120.0
 #: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
@@ -193,7 +194,9 @@ class Session:
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
         wanted = {id(parameter) for group in groups for parameter in group}
         fsdp.require_reduced(self._model, wanted)
-        parts = split_layers(self._model, wanted)
+        rules = [options.algorithm.rule(group) for group in self._groups()]
+        whole = {id(p) for group, rule in zip(groups, rules, strict=True) if rule in ON_DEVICE for p in group}
+        parts = split_layers(self._model, wanted, whole=whole)
         if not parts:
             raise UnsupportedError(
                 "param_groups have no parameter that needs a gradient: nothing to train"
@@ -202,7 +205,6 @@ class Session:
             )
         empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
-        rules = [options.algorithm.rule(group) for group in self._groups()]
         layers, parameters = build_layers(
             parts, groups, rules, options.gradient_dtype, self.parameters, empty, options.precision
         )

@@ -123,7 +123,7 @@ def save(
         "format": FORMAT,
         "steps": steps,
         "algorithm": resting.algorithm.name,
-        "param_groups": [hyper(group, resting.algorithm) for group in groups],
+        "param_groups": [hyper(group, resting.algorithm.of(group)) for group in groups],
         "step_of": step_of,
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
@@ -253,9 +253,7 @@ def load(
     for name, entry in entries.items():
         resting.load(name, found[name], rules[id(found[name])], entry)
     for group, other in zip(groups, index["param_groups"], strict=True):
-        group.update(other)
-        if "betas" in other:
-            group["betas"] = tuple(other["betas"])
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in other.items()})
     for known in parameters:
         known.count = index["step_of"][clean(known.name)]
     if loss_scale is not None:
@@ -417,7 +415,9 @@ def _read_index(path: Path, algorithm: Algorithm) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text())
         wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
-        wrong += [key for group in index["param_groups"] for key in algorithm.hyperparameters if key not in group]
+        wrong += [
+            key for group in index["param_groups"] for key in algorithm.of(group).hyperparameters if key not in group
+        ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
     if (other := index.get("algorithm", "AdamW")) != algorithm.name:

@@ -118,13 +118,16 @@ def plane_dtype(plane: str, segment: Segment) -> str | None:
 
 
 def typical_segment(layers: Sequence[Layer], numel: int) -> Segment:
-    """A made-up segment of the layers' most frequent kind, to measure with: as large as a layer, or of `numel`."""
+    """A made-up segment of the layers' most frequent kind, to measure with: as large as a layer, or of `numel`.
+
+    One that is updated as a whole matrix is of the most frequent shape.
+    """
     numels: Counter[Segment] = Counter()
     for layer in layers:
         for it in layer.segments:
-            numels[replace(it, name="scratch", numel=1, group=0, key=0, start=0)] += it.numel
+            numels[replace(it, name="scratch", numel=it.numel if it.shape else 1, group=0, key=0, start=0)] += it.numel
     [(typical, _)] = numels.most_common(1)
-    return replace(typical, numel=min(numel, max(layer.numel for layer in layers)))
+    return typical if typical.shape else replace(typical, numel=min(numel, max(layer.numel for layer in layers)))
 
 
 def bank_plane(plane: str, bank: int) -> str:

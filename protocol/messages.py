@@ -26,7 +26,7 @@ from ipaddress import ip_address
 
 from protocol.address import Address
 from protocol.placement import PLACEMENTS, Placement
-from protocol.rules import MOMENTS, Hyper
+from protocol.rules import MOMENTS, ON_DEVICE, Hyper
 
 #: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
@@ -118,6 +118,9 @@ class Segment:
 
     `key` stands for the parameter, and `start` is the piece's first element in it: they choose the random bits with
     which moments and weights are rounded, if moments or masters are not float32.
+
+    A rule that updates whole matrices has the parameter's `shape`: (rows, columns). If it lies `by_columns`, its
+    columns come one after the other; otherwise, its rows.
     """
 
     name: str
@@ -130,6 +133,8 @@ class Segment:
     start: int = 0
     master_dtype: str = "float32"
     rule: str = "adamw"
+    shape: tuple[int, ...] = ()
+    by_columns: bool = False
 
     def __post_init__(self) -> None:
         _require(self.rule in MOMENTS, f"segment {self.name!r} has the unknown rule {self.rule!r}")
@@ -142,6 +147,8 @@ class Segment:
         fits = self.master_dtype == "float32" or self.dtype == self.master_dtype == "bfloat16"
         _require(fits, f"segment {self.name!r} cannot have {self.master_dtype!r} masters of {self.dtype} weights")
         _require(0 <= self.key < 1 << 32 and self.start >= 0, f"segment {self.name!r} has an impossible key or start")
+        whole = self.rule not in ON_DEVICE or (len(self.shape) == 2 and math.prod(self.shape) == self.numel)
+        _require(whole, f"segment {self.name!r} of {self.numel} elements is no matrix of shape {self.shape}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +167,11 @@ class Layer:
     @property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the trainer's device makes all of its updates: its placements are "gpu" and "visit"."""
+        return any(segment.rule in ON_DEVICE for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,10 @@ and what a checkpoint has. `hytrain.kernels` has the arithmetic of each rule, `h
     sgd             none                   0
     sgd_momentum    momentum_buffer        4
     lion            exp_avg                4
+    muon            momentum_buffer        4
+
+Muon orthogonalizes whole matrices, which takes a GPU: `ON_DEVICE` has the rules whose updates the trainer's device
+makes, and never the optimizer process.
 """
 
 from __future__ import annotations
@@ -68,6 +72,24 @@ class LionHyper(Hyper):
         return "lion"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonHyper(Hyper):
+    """Those of `torch.optim.Muon`. `a`, `b` and `c` are its `ns_coefficients`, `adjust` is its `adjust_lr_fn`."""
+
+    momentum: float
+    nesterov: bool
+    a: float = 3.4445
+    b: float = -4.775
+    c: float = 2.0315
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust: str = "original"
+
+    @property
+    def rule(self) -> str:
+        return "muon"
+
+
 #: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state, and
 #: of Lion's published implementation.
 MOMENTS: Final[dict[str, tuple[str, ...]]] = {
@@ -75,8 +97,10 @@ MOMENTS: Final[dict[str, tuple[str, ...]]] = {
     "sgd": (),
     "sgd_momentum": ("momentum_buffer",),
     "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
 }
+ON_DEVICE: Final = frozenset({"muon"})
 #: The moments of all rules.
 MOMENT_PLANES: Final = tuple(dict.fromkeys(plane for planes in MOMENTS.values() for plane in planes))
 #: By their names, which they have on the wire.
-HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper, LionHyper)}
+HYPERS: Final[dict[str, type[Hyper]]] = {kind.__name__: kind for kind in (AdamWHyper, SGDHyper, LionHyper, MuonHyper)}

@@ -27,7 +27,7 @@ from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
 from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
-from protocol.rules import MOMENTS
+from protocol.rules import MOMENTS, ON_DEVICE
 
 #: All threads together touch this much in about the time of a tile's update.
 PIECE_BYTES: Final = 32 << 20
@@ -61,6 +61,7 @@ class SegmentPlanes:
     ) -> None:
         """Update elements [start, stop) of the segment. Reads bank `source` and writes bank `target`."""
         assert self.segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
+        assert self.segment.rule not in ON_DEVICE, "planned for the trainer's device"
         address, width = self.grads
         backend.update(
             **self._addresses(source, start),

@@ -124,7 +124,8 @@ class Server:
             backend, reason = load(table.backend, min(table.threads or pinning.threads, len(pinning.cores)))
             _log.info("backend %s", reason)
             session = Session(self, table, backend, trainer, listener)
-            self._calibration = m.Calibration(cpu_update_s=seconds_per_parameter(backend, table.layers))
+            layers = [layer for layer in table.layers if not layer.stays_on_device]
+            self._calibration = m.Calibration(cpu_update_s=seconds_per_parameter(backend, layers) if layers else None)
             coordinator.send(self._calibration)
             session.run(self.inbox)
             coordinator.send(m.SessionEnded())

@@ -768,4 +768,5 @@ def facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
         spare_bytes=placed.nbytes - one_bank.nbytes,
         weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,
         block=block,
+        must_visit=layer.stays_on_device,
     )

@@ -16,6 +16,11 @@ from protocol.messages import STATE_DTYPES
 
 # The (weights, gradients) that every backend supports.
 DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("float32", "bfloat16"))
+# Those of Muon's passes: the first one writes a direction in place of weights, the last one reads it in bfloat16.
+PASS_DTYPES: Final = {
+    "muon": tuple(("float32", grads) for grads in ("bfloat16", "float16", "float32")),
+    "muon_step": tuple((weights, "bfloat16") for weights in ("bfloat16", "float16", "float32")),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +88,13 @@ class Backend(Protocol):
         """Fault in the pages of a fresh mapping with zeros, in parallel, under this process's CPU affinity."""
 
 
-def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int, state_dtype: str = "float32") -> None:
-    """Raise ValueError unless the planes fit together."""
+def check_dtypes(
+    weights_dtype: str, grads_dtype: str, remainder: int, state_dtype: str = "float32", kernel: str = ""
+) -> None:
+    """Raise ValueError unless the planes fit together and this kernel takes them."""
     if state_dtype not in STATE_DTYPES:
         raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
-    if (weights_dtype, grads_dtype) not in DTYPES:
+    if (weights_dtype, grads_dtype) not in PASS_DTYPES.get(kernel, DTYPES):
         raise ValueError(f"no update for {weights_dtype} weights with {grads_dtype} gradients")
     if weights_dtype != "bfloat16" and (remainder != 0) != (weights_dtype == "float16"):
         raise ValueError(f"a remainder belongs to 16-bit weights, and only to them: these are {weights_dtype}")

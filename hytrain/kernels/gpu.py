@@ -57,7 +57,8 @@ def update(
     updated if it is below 0.
     Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
-    _check(weights, grads, remainder, moments)
+    kernel = scalars.kernel
+    _check(weights, grads, remainder, moments, kernel)
     numel = weights.numel()
     if numel == 0:
         return
@@ -75,14 +76,13 @@ def update(
     numbers = (*which, *scalars.values, *(0.0,) * (MOST_SCALARS - len(scalars.values)))
     judge, judged = planes[0] if verdict is None else verdict, verdict is not None
     lone = remainder is None and weights.dtype == torch.bfloat16
-    rule = scalars.hyper.rule
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
-    kind = (weights.device, rule, weights.dtype, grads.dtype, given[0].dtype, judged, lone, aligned)
+    kind = (weights.device, kernel, weights.dtype, grads.dtype, given[0].dtype, judged, lone, aligned)
     if (compiled := _compiled.get(kind)) is not None:
-        compiled[grid, 1, 1](*planes, numel, *numbers, judge, rule, judged, lone, BLOCK)
+        compiled[grid, 1, 1](*planes, numel, *numbers, judge, kernel, judged, lone, BLOCK)
         return
-    constants = {"RULE": rule, "JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
+    constants = {"RULE": kernel, "JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
     compiled = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
     if _takes_all_arguments():
         _compiled[kind] = compiled
@@ -97,9 +97,9 @@ def _takes_all_arguments() -> bool:
 
 
 @cache
-def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool, state: torch.dtype) -> None:
+def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool, state: torch.dtype, kernel: str) -> None:
     weights_dtype, grads_dtype, state_dtype = (str(dtype).removeprefix("torch.") for dtype in (weights, grads, state))
-    check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
+    check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype, kernel)
 
 
 def _bits(plane: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ def _bits(plane: Tensor) -> Tensor:
     return plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane
 
 
-def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, moments: Sequence[Tensor]) -> None:
+def _check(weights: Tensor, grads: Tensor, remainder: Tensor | None, moments: Sequence[Tensor], kernel: str) -> None:
     """Must take only a few microseconds: the device may be waiting for the launch."""
     state = moments[0].dtype if moments else torch.float32
-    _check_dtypes(weights.dtype, grads.dtype, remainder is not None, state)
+    _check_dtypes(weights.dtype, grads.dtype, remainder is not None, state, kernel)
     shape = weights.shape
     for plane in (weights, grads, *moments, weights if remainder is None else remainder):
         if plane.shape != shape or len(shape) != 1 or not plane.is_contiguous():

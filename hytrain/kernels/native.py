@@ -18,7 +18,7 @@ from hytrain.kernels.backend import DTYPES, FIRST, Elements, Into, check_dtypes,
 from hytrain.kernels.build import build
 from hytrain.kernels.scalars import Scalars
 from protocol.messages import STATE_DTYPES
-from protocol.rules import MOMENTS
+from protocol.rules import MOMENTS, ON_DEVICE
 
 SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
@@ -42,7 +42,8 @@ class NativeBackend:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         library = ctypes.CDLL(str(build(SOURCE)))
-        kinds = [(rule, *pair, state) for rule in MOMENTS for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
+        rules = [rule for rule in MOMENTS if rule not in ON_DEVICE]
+        kinds = [(rule, *pair, state) for rule in rules for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
         self._update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
         for function in self._update.values():
             planes, elements, pointer = ctypes.POINTER(_Planes), ctypes.POINTER(_Elements), ctypes.c_void_p
@@ -74,7 +75,7 @@ class NativeBackend:
         to = planes if into is None else _Planes(into.weights, into.remainder, _Moments(*into.moments))
         which = _Elements(elements.first, *seeds(elements.key, scalars.step))
         pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
-        function = self._update[(scalars.hyper.rule, *pair, state_dtype)]
+        function = self._update[(scalars.kernel, *pair, state_dtype)]
         others = ctypes.byref(rounded), ctypes.byref(which)
         function(ctypes.byref(planes), grads, ctypes.byref(to), numel, *others, self.threads)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from protocol.rules import AdamWHyper, Hyper, LionHyper, SGDHyper
+from protocol.rules import AdamWHyper, Hyper, LionHyper, MuonHyper, SGDHyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,14 @@ class Scalars:
 
     `values` are what the rule's kernels take: `factor` first, by which they multiply the gradient, the scale of
     clipping, negative to maximize; then what the rule's function here returns. `hyper` and `step` are for the backends
-    that compute these values themselves.
+    that compute these values themselves. `kernel` is the arithmetic: the rule, or a later pass of its update.
     """
 
     hyper: Hyper
     step: int
     scale: float
     values: tuple[float, ...]
+    kernel: str
 
 
 def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
@@ -84,6 +85,29 @@ def _lion(hyper: LionHyper, step: int) -> tuple[float, ...]:
     return hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, decay, -hyper.lr
 
 
+def _muon(hyper: MuonHyper, step: int) -> tuple[float, ...]:
+    """mix and ahead (Jordan et al., 2024, in torch's form): the first pass, whose result d is to be orthogonalized.
+
+    Without Nesterov's momentum, `ahead` is 0.
+
+    b = b + mix * (g - b)
+    d = g + ahead * (b - g)      or b, if ahead is 0
+    """
+    return 1 - hyper.momentum, hyper.momentum if hyper.nesterov else 0.0
+
+
+def muon_step(hyper: MuonHyper, step: int, rows: int, cols: int) -> Scalars:
+    """decay and neg_lr: the last pass. Its gradient is the orthogonalized matrix, so no scale multiplies it.
+
+    The learning rate is adjusted to the matrix as `torch.optim.Muon` does ("match_rms_adamw": Liu et al., 2025).
+
+    p = p * decay + neg_lr * o
+    """
+    ratio = 0.2 * math.sqrt(max(rows, cols)) if hyper.adjust == "match_rms_adamw" else math.sqrt(max(1, rows / cols))
+    values = (1.0, 1 - hyper.lr * hyper.weight_decay, -(hyper.lr * ratio))
+    return Scalars(hyper=hyper, step=step, scale=1.0, values=values, kernel="muon_step")
+
+
 #: Hyperparameters to measure each rule's updates with.
 TYPICAL: Final[dict[str, Hyper]] = {
     hyper.rule: hyper
@@ -92,6 +116,7 @@ TYPICAL: Final[dict[str, Hyper]] = {
         SGDHyper(lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=1e-4),
         SGDHyper(lr=1e-3, momentum=0.9, dampening=0.0, nesterov=False, weight_decay=1e-4),
         LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0),
+        MuonHyper(lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True),
     )
 }
 _OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
@@ -99,6 +124,7 @@ _OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
     "sgd": _sgd,
     "sgd_momentum": _sgd_momentum,
     "lion": _lion,
+    "muon": _muon,
 }
 
 
@@ -111,4 +137,5 @@ def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
     if step < 1:
         raise ValueError(f"an update's step counts from 1, not {step}: increment it before the update")
     factor = -scale if hyper.maximize else scale
-    return Scalars(hyper=hyper, step=step, scale=scale, values=(factor, *_OF_RULE[hyper.rule](hyper, step)))
+    values = (factor, *_OF_RULE[hyper.rule](hyper, step))
+    return Scalars(hyper=hyper, step=step, scale=scale, values=values, kernel=hyper.rule)

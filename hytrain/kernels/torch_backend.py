@@ -24,7 +24,7 @@ from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
-from protocol.rules import AdamWHyper, LionHyper, SGDHyper
+from protocol.rules import AdamWHyper, LionHyper, MuonHyper, SGDHyper
 
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
@@ -67,7 +67,7 @@ class TorchBackend:
         state_dtype: str = "float32",
         elements: Elements = FIRST,
     ) -> None:
-        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
+        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype, scalars.kernel)
         to = into or Into(weights=weights, remainder=remainder, moments=moments)
         planes = [
             _both(weights, to.weights, numel, _DTYPES[weights_dtype]),
@@ -133,7 +133,7 @@ class TorchBackend:
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`."""
-        _STEPS[scalars.hyper.rule](master, grads, *moments, scalars)
+        _STEPS[scalars.kernel](master, grads, *moments, scalars)
 
 
 def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
@@ -170,11 +170,24 @@ def _lion(master: Tensor, grads: Tensor, exp_avg: Tensor, scalars: Scalars) -> N
     exp_avg.mul_(hyper.beta2).add_(grads, alpha=1 - hyper.beta2)
 
 
+def _muon(direction: Tensor, grads: Tensor, momentum_buffer: Tensor, scalars: Scalars) -> None:
+    hyper = cast(MuonHyper, scalars.hyper)
+    momentum_buffer.lerp_(grads, 1 - hyper.momentum)
+    direction.copy_(grads.lerp(momentum_buffer, hyper.momentum) if hyper.nesterov else momentum_buffer)
+
+
+def _muon_step(master: Tensor, orthogonal: Tensor, scalars: Scalars) -> None:
+    _, decay, neg_lr = scalars.values
+    master.mul_(decay).add_(orthogonal, alpha=neg_lr)
+
+
 _STEPS: Final[dict[str, Callable[..., None]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "sgd_momentum": _sgd_momentum,
     "lion": _lion,
+    "muon": _muon,
+    "muon_step": _muon_step,
 }
 
 

@@ -91,10 +91,15 @@ def _store_master(weights, remainder, master, random, mask, LONE: tl.constexpr):
 
 
 @triton.jit
-def _adamw(p, g, m_old, v_old, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps):
+def _lerp(start, end, mix):
     # torch's lerp starts at the nearer end.
-    from_average = tl.abs(mix1) < 0.5
-    m = tl.fma(tl.where(from_average, mix1, mix1 - 1.0), g - m_old, tl.where(from_average, m_old, g))
+    from_start = tl.abs(mix) < 0.5
+    return tl.fma(tl.where(from_start, mix, mix - 1.0), end - start, tl.where(from_start, start, end))
+
+
+@triton.jit
+def _adamw(p, g, m_old, v_old, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps):
+    m = _lerp(m_old, g, mix1)
     v = tl.fma(mix2 * g, g, v_old * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
     return p * decay + tl.div_rn(neg_step_size * m, denominator), m, v
@@ -125,6 +130,12 @@ def _lion(p, g, m_old, beta1, mix1, beta2, mix2, decay, neg_lr):
 
 
 @triton.jit
+def _muon(g, b_old, mix, ahead):
+    b = _lerp(b_old, g, mix)
+    return tl.where(ahead == 0.0, b, _lerp(g, b, ahead)), b
+
+
+@triton.jit
 def _update(
     weights, grads, remainder, moment0, moment1, mask, index, before, within,
     factor, s1, s2, s3, s4, s5, s6, s7, RULE: tl.constexpr, LONE: tl.constexpr,
@@ -146,6 +157,11 @@ def _update(
     elif RULE == "lion":
         p, m = _lion(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5, s6)
         _store_moment(moment0, m, random, mask)
+    elif RULE == "muon":
+        p, b = _muon(g, _load_wide(moment0, mask), s1, s2)
+        _store_moment(moment0, b, random, mask)
+    elif RULE == "muon_step":
+        p = tl.fma(s2, g, p * s1)
     else:
         tl.static_assert(False, "a rule without arithmetic")
     _store_master(weights, remainder, p, random, mask, LONE)
@@ -162,12 +178,13 @@ def update_kernel(
     """`factor` and s1 to s7 are the rule's scalars, as scalars.py has them. Rules with fewer ignore the last ones.
 
     The scalars' types are fixed and no value is specialised, so all steps of a rule use one compilation.
-    If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0.
+    If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0. What
+    Muon's last pass gets is no gradient any more: it is not multiplied.
     """
     if JUDGED:
         scale = tl.load(verdict)
         numel = tl.where(scale < 0, 0, numel)
-        factor = factor * scale
+        factor = factor if RULE == "muon_step" else factor * scale
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     index = first + offsets.to(tl.uint32)

@@ -4,8 +4,6 @@ ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` a
                while the CPU updates the layer: only then it takes memory. State planes are mapped when they must be
                moved or read. With two banks, the current one is used.
 DevicePlanes   state on the GPU: `remainder` and moments. `Moving` is state on its way there.
-
-`update_on` is the update of what is on the trainer's device.
 """
 
 from __future__ import annotations
@@ -19,19 +17,17 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import CapacityError
-from hytrain.kernels.backend import Backend, Elements
+from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping
+from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Fence, Transfer, Transfers
-from hytrain.tensors import address, count_write
+from hytrain.tensors import count_write
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
-from protocol.rules import MOMENTS
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
-#: For each rule, where its moments are among `STATE_PLANES`.
-_MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
 
 
 class ArenaPlanes:
@@ -192,61 +188,13 @@ class DevicePlanes:
         segment, weights = self._segments[index], self._weights[index]
         state = [self._planes[plane][index] for plane in STATE_PLANES]
         grads = grads.to(DTYPES[segment.grads_dtype])
-        update_on(segment, weights, grads, state, scalars, host, verdict)
+        for each in passes(segment, weights, grads, scalars):
+            each.run(each.on(state), host, verdict)
         count_write(weights)
 
     def close(self) -> None:
         """Drop the planes. The allocator gets the memory back when no other reference is left."""
         self._planes = {}
-
-
-def update_on(
-    segment: Segment,
-    weights: Tensor,
-    grads: Tensor,
-    state: Sequence[Tensor | None],
-    scalars: Scalars,
-    host: Backend | None,
-    verdict: Tensor | None,
-    start: int = 0,
-) -> None:
-    """Update elements of a segment, from `start` on, all of shape (numel,) on one device, on its current stream.
-
-    `state` has a tensor for each of `STATE_PLANES`. On device "cpu" the `host` backend updates, and the verdict is in
-    `scalars`.
-    """
-    assert segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
-    remainder = state[0]
-    moments = [moment for index in _MOMENTS_AT[segment.rule] if (moment := state[index]) is not None]
-    assert (remainder is None) is (plane_dtype("remainder", segment) is None), "or the weights would be rounded"
-    elements = Elements(segment.key, segment.start + start)
-    if grads.is_cuda:
-        from hytrain.kernels import gpu
-
-        with torch.cuda.device(grads.device):
-            gpu.update(
-                weights=weights,
-                grads=grads,
-                remainder=remainder,
-                moments=moments,
-                scalars=scalars,
-                verdict=verdict,
-                elements=elements,
-            )
-        return
-    assert host is not None, "device cpu has a host backend"
-    host.update(
-        weights=address(weights),
-        grads=address(grads),
-        remainder=0 if remainder is None else address(remainder),
-        moments=tuple(map(address, moments)),
-        numel=grads.numel(),
-        weights_dtype=segment.dtype,
-        grads_dtype=segment.grads_dtype,
-        scalars=scalars,
-        state_dtype=segment.state_dtype,
-        elements=elements,
-    )
 
 
 @dataclass(slots=True, eq=False)

@@ -5,9 +5,9 @@
     return                     slot 0 │ slot 1 │ …      D2H
 
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
-way with AdamW. Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than
-`hold_bytes` of them, backward waits. On device "cpu" the slots are host memory too, and everything has finished on
-return.
+way with AdamW. An update of several passes goes through the slots once for each, with the planes that the pass uses.
+Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than `hold_bytes` of them,
+backward waits. On device "cpu" the slots are host memory too, and everything has finished on return.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import DTYPES, update_on
+from hytrain.memory.passes import Pass, passes, work_bytes
+from hytrain.memory.planes import DTYPES
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
 from protocol.handles import ALIGN_ELEMENTS, STATE_PLANES, plane_dtype
@@ -87,29 +88,29 @@ class Visits:
         """Update a layer, once the current stream has made its gradients. Does not wait.
 
         `after` is the last copy into the layer's state. Returns what ends when its weights are updated, and what ends
-        when its state is back. `host` and `verdict` are as in `update_on`.
+        when its state is back. `host` and `verdict` are as in `Pass.run`.
 
         If the update was `awaited`, all gradients have waited by now, and torch's allocator finds out when it may use
         their memory again.
         """
         transfers = self._transfers
         visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
-        pieces = [(visit, start, self._next_slot()) for visit in visits for start in self._starts(visit)]
+        self._begin_slots()
         marks, returned = [], None
         read_later = [] if verdict is None else [verdict]
         if awaited:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):
-            for visit, start, slot in pieces:
-                part = slice(start, min(start + self._numel, visit.grads.numel()))
-                away = [None if plane is None else plane[part] for plane in visit.state]
+            for visit, each, part in self._pieces(visits):
+                slot = self._next_slot()
+                away = [None if plane is None else plane[part] for plane in each.on(visit.state)]
                 here = slot.planes(away)
                 pairs = [(h, a) for h, a in zip(here, away, strict=True) if h is not None and a is not None]
-                arrival = transfers.fetch(pairs, after=[each for each in (slot.returned, after) if each is not None])
+                arrival = transfers.fetch(pairs, after=[one for one in (slot.returned, after) if one is not None])
                 transfers.land(arrival)
-                weights, grads = visit.weights.data[part], visit.grads[part]
-                update_on(visit.segment, weights, grads, here, visit.scalars, host, verdict, start)
-                back = [] if visit.home is None else [(visit.home[part], weights)]
+                each.run(here, host, verdict, part)
+                home = visit.home if each.writes_weights else None
+                back = [] if home is None else [(home[part], each.weights[part])]
                 slot.returned = returned = transfers.send_back([*((a, h) for h, a in pairs), *back])
                 after = None  # one stream fetches, in order
                 marks += [*arrival.span, *returned.span]
@@ -169,17 +170,26 @@ class Visits:
         _, grads, _ = self._waiting.popleft()
         self._waiting_bytes -= sum(each.nbytes for each in grads)
 
-    def _starts(self, visit: Visit) -> Iterator[int]:
-        return iter(range(0, visit.grads.numel(), self._numel))
+    def _pieces(self, visits: Sequence[Visit]) -> Iterator[tuple[Visit, Pass, slice]]:
+        """Each pass over each visit's elements, in pieces as large as a slot."""
+        for visit in visits:
+            numel = visit.grads.numel()
+            for each in passes(visit.segment, visit.weights.data, visit.grads, visit.scalars):
+                for start in range(0, numel, self._numel):
+                    yield visit, each, slice(start, min(start + self._numel, numel))
+
+    def _begin_slots(self) -> None:
+        """If a slot's memory is new, it may have pending work of an earlier user."""
+        self.prepare()
+        for slot in self._slots:
+            if slot.returned is None:
+                now = self._transfers.clock.mark()
+                slot.returned = Transfer(self._transfers.fence(), (now, now))
 
     def _next_slot(self) -> _Slot:
-        """The slot whose turn it is. If its memory is new, it may have pending work of an earlier user."""
-        self.prepare()
+        """The slot whose turn it is."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
-        if slot.returned is None:
-            now = self._transfers.clock.mark()
-            slot.returned = Transfer(self._transfers.fence(), (now, now))
         return slot
 
     def close(self) -> None:
@@ -190,9 +200,9 @@ class Visits:
 
 
 def ring_bytes(segments: Sequence[Segment]) -> int:
-    """GPU memory for the slots."""
+    """GPU memory for the slots, and for what updates take besides."""
     numel, widths = _slot_size(segments)
-    return SLOTS * numel * sum(widths)
+    return SLOTS * numel * sum(widths) + work_bytes(segments)
 
 
 def _slot_size(segments: Sequence[Segment]) -> tuple[int, list[int]]:

@@ -2,7 +2,8 @@
 
     model ─▶ blocks (children of the largest ModuleList or Sequential)     one layer each
           ─▶ parameters before and after the blocks                        bucketed, in registration order
-          ─▶ anything above the size bound                                 cut into layers with their own IDs
+          ─▶ anything above the size bound                                 cut into layers with their own IDs, or, if
+                                                                           it is updated as a whole, a layer
 
 A layer knows its segments and its readers: the modules whose forward reads it, or FSDP2's parameter groups, whose
 all-gathers do. A tied parameter belongs to the first module that has it, and all modules that have it wait for it.
@@ -12,7 +13,7 @@ Frozen parameters are in no layer. Of a sharded parameter, a layer has this rank
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from hytrain.model.parts import roots
 from hytrain.tensors import is_dense, is_plain, local
 from protocol import messages
 from protocol.handles import ALIGN_ELEMENTS, Precision
+from protocol.rules import ON_DEVICE
 
 MIN_PIECE_NUMEL: Final = 1 << 22
 MAX_PIECE_NUMEL: Final = 1 << 27
@@ -99,18 +101,23 @@ class ModelLayer:
                     master_dtype=precision.master_dtype if piece.parameter.dtype is torch.bfloat16 else "float32",
                     key=key_of(clean(piece.name)),
                     start=piece.start,
-                    rule=rules[group_of[id(piece.parameter)]],
+                    rule=(rule := rules[group_of[id(piece.parameter)]]),
+                    shape=tuple(piece.parameter.shape) if rule in ON_DEVICE else (),
+                    by_columns=rule in ON_DEVICE and not local(piece.parameter).is_contiguous(),
                 )
                 for piece in self.pieces
             ),
         )
 
 
-def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None = None) -> list[ModelLayer]:
+def split_layers(
+    model: nn.Module, managed: set[int], *, whole: Collection[int] = (), piece_numel: int | None = None
+) -> list[ModelLayer]:
     """Split the parameters whose ids are in `managed` into layers, in registration order.
 
     `piece_numel` bounds a layer's number of elements. By default, the bound is the size of the largest block, within
-    limits. Raises `UnsupportedError` for a parameter that HyTrain cannot train.
+    limits. Parameters whose ids are in `whole` are not cut. Raises `UnsupportedError` for a parameter
+    that HyTrain cannot train.
     """
     blocks = find_blocks(model)
     waiters = _waiters(model, blocks)
@@ -131,7 +138,7 @@ def split_layers(model: nn.Module, managed: set[int], *, piece_numel: int | None
     bound = piece_numel or _default_bound(total, [pieces for block, _, pieces in runs if block is not None])
     layers: list[ModelLayer] = []
     for _, run_name, pieces in runs:
-        buckets = list(_buckets(pieces, bound))
+        buckets = list(_buckets(pieces, bound, whole))
         for index, bucket in enumerate(buckets):
             name = run_name if len(buckets) == 1 else f"{run_name}#{index}"
             layers.append(ModelLayer(len(layers), name, tuple(bucket)))
@@ -192,14 +199,14 @@ def _default_bound(total: int, blocks: list[list[Piece]]) -> int:
     return min(max(total // FALLBACK_LAYERS, ALIGN_ELEMENTS), MAX_PIECE_NUMEL)
 
 
-def _buckets(pieces: list[Piece], bound: int) -> Iterator[list[Piece]]:
-    """Group pieces up to `bound` elements. A single piece above it is cut into nearly equal parts."""
+def _buckets(pieces: list[Piece], bound: int, whole: Collection[int]) -> Iterator[list[Piece]]:
+    """Group pieces up to `bound` elements. A single piece above it is cut into nearly equal parts, if it may be."""
     bucket: list[Piece] = []
     for piece in pieces:
         if bucket and sum(other.numel for other in bucket) + piece.numel > bound:
             yield bucket
             bucket = []
-        if piece.numel > bound:
+        if piece.numel > bound and id(piece.parameter) not in whole:
             yield from ([part] for part in _cut(piece, bound))
         else:
             bucket.append(piece)

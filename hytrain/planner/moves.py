@@ -40,13 +40,17 @@ def first_part(layers: Sequence[LayerFacts], now: Places, then: Places, has_room
 
     `has_room` tells whether there is memory for `now` and other places at once. Of each kind of moves, so many are made
     that the next one has no room beside those before. What visits need on the GPU may have no room until state has left
-    it. So if nothing else can move, that goes by way of the CPU.
+    it. So if nothing else can move, that goes by way of the CPU, with layers that it can update.
     """
     moves = _moves(layers, now, then)
     reached = now
     for kind in _ORDER:
         reached = _as_many(reached, kind, moves[kind], has_room)
-    return _as_many(now, (GPU.name, CPU.name), moves[GPU.name, VISIT.name], has_room) if reached == now else reached
+    if reached != now:
+        return reached
+    must_visit = {layer.lid for layer in layers if layer.must_visit}
+    by_way = [lids for lids in moves[GPU.name, VISIT.name] if lids.isdisjoint(must_visit)]
+    return _as_many(now, (GPU.name, CPU.name), by_way, has_room)
 
 
 def _as_many(

@@ -204,7 +204,9 @@ def _with(profile: Profile, shares: Shares) -> Profile:
 
 def _shares(profile: Profile) -> str:
     streamed = f"{profile.stream:.0%} have their weights in host memory; " if profile.stream else ""
-    return streamed + (f"{profile.visit:.0%} visit the GPU; " if profile.visit else "")
+    must = f"the CPU cannot update {profile.must_visit:.0%}, which visit the GPU or stay there; "
+    visiting = f"{profile.visit:.0%} visit the GPU; " if profile.visit else ""
+    return streamed + (must if profile.must_visit else "") + visiting
 
 
 def first_lids(
@@ -237,9 +239,9 @@ def first_lids(
 
 
 def drawn_visits(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:
-    """About half of the layers that the GPU does not own, drawn from the seed."""
-    lids = (layer.lid for layer in layers if layer.lid not in gpu_lids)
-    return frozenset(lid for lid in lids if mixed(seed, lid, -2) & 1)
+    """About half of the layers that the GPU does not own, drawn from the seed, and all that must visit it."""
+    others = (layer for layer in layers if layer.lid not in gpu_lids)
+    return frozenset(layer.lid for layer in others if layer.must_visit or mixed(seed, layer.lid, -2) & 1)
 
 
 def drawn_streams(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:

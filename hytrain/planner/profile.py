@@ -27,6 +27,7 @@ class LayerFacts:
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
     weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
     block: int = -1  # which streamed layers have in common that are streamed together
+    must_visit: bool = False  # if its state is in host memory, as the CPU cannot update it
 
     def state_s(self, copy_s: float) -> float:
         """Seconds in which the link moves the layer's state one way: 10 bytes per bf16 parameter.
@@ -68,10 +69,10 @@ class Profile:
     memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`. Its pace differs
     from step to step: in equally many of them its updates take `cpu_paces` times as long.
 
-    The share `visit` of the parameters visits the GPU, in the layers that `visiting_lids` says. Before that, gradients
-    wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of its memory, besides what
-    steps were seen to take. The weights of the share `stream` rest in host memory, in the layers of `streamed_lids`.
-    They come through `window_bytes` of GPU memory.
+    The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `visiting_lids` says.
+    Before that, gradients wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of
+    its memory, besides what steps were seen to take. The weights of the share `stream` rest in host memory, in the
+    layers of `streamed_lids`. They come through `window_bytes` of GPU memory.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -113,6 +114,11 @@ class Profile:
     @property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
+
+    @property
+    def must_visit(self) -> float:
+        """The share of the parameters in layers that the CPU cannot update."""
+        return sum(layer.numel for layer in self.layers if layer.must_visit) / max(1, self.numel)
 
     @property
     def forward_s(self) -> float:  # t_F
@@ -170,13 +176,14 @@ class Profile:
 
         If updates await a verdict, the gradients of all visiting layers wait, too.
         """
-        if not self.visit:
+        share = max(self.visit, self.must_visit)
+        if not share:
             return 0
         if not self.awaits_verdict:
             return self.for_visits_bytes
         held = [layer.held_bytes for layer in self.layers]
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
-        return self.for_visits_bytes + min(sum(held), ceil(self.visit * self.numel * of_one) + max(held))
+        return self.for_visits_bytes + min(sum(held), ceil(share * self.numel * of_one) + max(held))
 
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""
@@ -226,11 +233,14 @@ def visiting_lids(
 ) -> frozenset[int]:
     """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
 
-    They are spread evenly, so that link and CPU both work during all of backward. Those that are `streamed` come last:
-    their weights stay on the GPU until they are updated, and backward waits for that memory.
+    Those that must visit come first. The others are spread evenly, so that link and CPU both work during all of
+    backward. Those that are `streamed` come last: their weights stay on the GPU until they are updated, and backward
+    waits for that memory.
     """
     layers = sorted(layers, key=lambda layer: layer.position)
-    others = [layer for layer in layers if layer.lid not in gpu_lids]
+    must = [layer for layer in layers if layer.must_visit and layer.lid not in gpu_lids]
+    others = [layer for layer in layers if not layer.must_visit and layer.lid not in gpu_lids]
+    share = max(0.0, share - sum(layer.numel for layer in must) / max(1, sum(layer.numel for layer in layers)))
     resident = [layer for layer in others if layer.lid not in streamed]
     leaving = [layer for layer in others if layer.lid in streamed]
     more = max(0.0, share - sum(layer.numel for layer in resident) / max(1, sum(layer.numel for layer in layers)))
@@ -239,7 +249,7 @@ def visiting_lids(
         _spread({ranked[each.lid]: [each] for each in some}, _of(part, layers, some))
         for some, part in ((resident, share), (leaving, more))
     )
-    return frozenset().union(*parts)
+    return frozenset(layer.lid for layer in must).union(*parts)
 
 
 def streamed_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:

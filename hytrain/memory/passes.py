@@ -1,0 +1,125 @@
+"""The update of one segment on the trainer's device, as passes of a kernel over its elements.
+
+    most rules    one pass: gradient, weights and all planes of the state
+    muon          momentum ─▶ direction ─ orthogonalized, the whole matrix ─▶ weights and remainder
+
+Only passes see pieces of a segment, so state may come to the device piece by piece (`visits`). `planes` has it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from hytrain.kernels.backend import Backend, Elements
+from hytrain.kernels.orthogonal import WORK_BYTES, orthogonalized
+from hytrain.kernels.scalars import Scalars, muon_step
+from hytrain.kernels.torch_backend import TorchBackend
+from hytrain.tensors import address
+from protocol.handles import STATE_PLANES, plane_dtype
+from protocol.messages import Segment
+from protocol.rules import MOMENTS, ON_DEVICE, MuonHyper
+
+#: For each rule, where its moments are among `STATE_PLANES`.
+_MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Changes `weights` and the planes in `uses`, of `STATE_PLANES`. Weights and gradients have shape (numel,)."""
+
+    segment: Segment
+    weights: Tensor
+    grads: Tensor
+    uses: tuple[str, ...]
+    scalars: Scalars
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether the segment's weights are in `weights`."""
+        return "remainder" in self.uses
+
+    def on(self, state: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of a segment's `STATE_PLANES`, those that the pass uses."""
+        return [plane if name in self.uses else None for name, plane in zip(STATE_PLANES, state, strict=True)]
+
+    def run(
+        self, state: Sequence[Tensor | None], host: Backend | None, verdict: Tensor | None, part: slice | None = None
+    ) -> None:
+        """Update all elements, or a part, on the current stream of their device.
+
+        `state` has those of their `STATE_PLANES` that the pass uses. On device "cpu" the `host` backend updates, and
+        the verdict is in `scalars`.
+        """
+        start, remainder = 0 if part is None else part.start, state[0]
+        weights, grads = (self.weights, self.grads) if part is None else (self.weights[part], self.grads[part])
+        has_remainder = self.writes_weights and plane_dtype("remainder", self.segment) is not None
+        assert (remainder is not None) is has_remainder, "or the weights would be rounded"
+        moments = [moment for index in _MOMENTS_AT[self.segment.rule] if (moment := state[index]) is not None]
+        elements = Elements(self.segment.key, self.segment.start + start)
+        if grads.is_cuda:
+            from hytrain.kernels import gpu
+
+            with torch.cuda.device(grads.device):
+                gpu.update(
+                    weights=weights,
+                    grads=grads,
+                    remainder=remainder,
+                    moments=moments,
+                    scalars=self.scalars,
+                    verdict=verdict,
+                    elements=elements,
+                )
+            return
+        assert host is not None, "device cpu has a host backend"
+        backend = _with_torch() if self.segment.rule in ON_DEVICE else host
+        backend.update(
+            weights=address(weights),
+            grads=address(grads),
+            remainder=0 if remainder is None else address(remainder),
+            moments=tuple(map(address, moments)),
+            numel=grads.numel(),
+            weights_dtype=_name(weights.dtype),
+            grads_dtype=_name(grads.dtype),
+            scalars=self.scalars,
+            state_dtype=self.segment.state_dtype,
+            elements=elements,
+        )
+
+
+def passes(segment: Segment, weights: Tensor, grads: Tensor, scalars: Scalars) -> Iterator[Pass]:
+    """The passes of a segment's update. Run each one over all elements before the next is asked for.
+
+    `weights` and `grads` have shape (numel,) and are on the device; the last pass writes the weights.
+    """
+    assert segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
+    if segment.rule not in ON_DEVICE:
+        yield Pass(segment, weights, grads, STATE_PLANES, scalars)
+        return
+    hyper, (rows, cols) = cast(MuonHyper, scalars.hyper), segment.shape
+    direction = torch.empty(segment.numel, dtype=torch.float32, device=grads.device)
+    yield Pass(segment, direction, grads, MOMENTS["muon"], scalars)
+    lies = direction.view(cols, rows).T if segment.by_columns else direction.view(rows, cols)
+    found = orthogonalized(lies, hyper)
+    stored = (found.T if segment.by_columns else found).reshape(-1)
+    yield Pass(segment, weights, stored, ("remainder",), muon_step(hyper, scalars.step, rows, cols))
+
+
+def work_bytes(segments: Sequence[Segment]) -> int:
+    """The memory on the device that an update takes beside the planes of its segment, at most."""
+    return max((WORK_BYTES * segment.numel for segment in segments if segment.rule in ON_DEVICE), default=0)
+
+
+@cache
+def _with_torch() -> TorchBackend:
+    """What updates on device "cpu" where the native backend has no kernel."""
+    return TorchBackend(torch.get_num_threads())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
