@@ -86,27 +86,27 @@ class ModelLayer:
         `grad_dtype` applies to float32 parameters. Other gradients are copied in their own dtype. The
         state is of this `precision`.
         """
+
+        def segment(piece: Piece) -> messages.Segment:
+            parameter, group = piece.parameter, group_of[id(piece.parameter)]
+            is_matrix = rules[group] in ON_DEVICE
+            return messages.Segment(
+                name=piece.name if piece.is_whole else f"{piece.name}[{piece.start}]",
+                numel=piece.numel,
+                dtype=_DTYPE_NAMES[parameter.dtype],
+                grads_dtype=_DTYPE_NAMES[_grads_dtype(parameter, grad_dtype)],
+                group=group,
+                state_dtype=precision.state_dtype,
+                master_dtype=precision.master_dtype if parameter.dtype is torch.bfloat16 else "float32",
+                key=key_of(clean(piece.name)),
+                start=piece.start,
+                rule=rules[group],
+                shape=tuple(parameter.shape) if is_matrix else (),
+                by_columns=is_matrix and not local(parameter).is_contiguous(),
+            )
+
         return messages.Layer(
-            lid=self.lid,
-            position=position,
-            name=self.name,
-            segments=tuple(
-                messages.Segment(
-                    name=piece.name if piece.is_whole else f"{piece.name}[{piece.start}]",
-                    numel=piece.numel,
-                    dtype=_DTYPE_NAMES[piece.parameter.dtype],
-                    grads_dtype=_DTYPE_NAMES[_grads_dtype(piece.parameter, grad_dtype)],
-                    group=group_of[id(piece.parameter)],
-                    state_dtype=precision.state_dtype,
-                    master_dtype=precision.master_dtype if piece.parameter.dtype is torch.bfloat16 else "float32",
-                    key=key_of(clean(piece.name)),
-                    start=piece.start,
-                    rule=(rule := rules[group_of[id(piece.parameter)]]),
-                    shape=tuple(piece.parameter.shape) if rule in ON_DEVICE else (),
-                    by_columns=rule in ON_DEVICE and not local(piece.parameter).is_contiguous(),
-                )
-                for piece in self.pieces
-            ),
+            lid=self.lid, position=position, name=self.name, segments=tuple(map(segment, self.pieces))
         )
 
 
