@@ -1,4 +1,4 @@
-"""torch's Muon for matrices and its fused AdamW for the rest, as one optimizer: what HyTrain's Muon is compared with."""
+"""torch's Muon for matrices and its fused AdamW for the rest, in one: what HyTrain's Muon is compared with."""
 
 from __future__ import annotations
 

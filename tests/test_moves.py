@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import given
@@ -34,8 +35,9 @@ class Machine(NamedTuple):
         bounds = map(max, self[:2], self.takes(now, now))
         return all(taken <= bound for taken, bound in zip(self.takes(now, then), bounds, strict=True))
 
-    def first(self, now: Places, then: Places) -> Places:
-        return first_part(FACTS, now, then, lambda places: self.has_room(now, places))
+    def first(self, now: Places, then: Places, must_visit: bool = False) -> Places:
+        facts = [replace(fact, must_visit=must_visit) for fact in FACTS]
+        return first_part(facts, now, then, lambda places: self.has_room(now, places))
 
 
 def fact(lid: int) -> LayerFacts:
@@ -100,6 +102,7 @@ def test_state_leaves_before_visits_begin() -> None:
     first = machine.first(now, then)
     assert first.placements == (CPU.name,) * LAYERS
     assert machine.first(first, then) == then
+    assert machine.first(now, then, must_visit=True) == now, "where the CPU can update it"
 
 
 def test_weights_leave_before_state_comes() -> None:

@@ -44,6 +44,7 @@ class Machine:
     host: int = 125 * GB
     blocks: int = 32
     numel: int = 101_000_000  # of a layer; a block has two
+    of_muon: int = 0  # of a block's layers
     paces: tuple[float, ...] = (1.0,)  # one of them, in each step, is how many times as long as usual the CPU takes
 
 
@@ -54,8 +55,10 @@ class Run:
         self.machine, self.random = machine, random.Random(seed)
         self.numel = machine.numel
         segment = m.Segment(name="w", numel=self.numel, dtype="bfloat16", grads_dtype="bfloat16", group=0)
+        matrix = replace(segment, rule="muon", shape=(1000, self.numel // 1000))
         count = machine.blocks * PIECES
-        layers = tuple(m.Layer(lid=lid, position=lid, name=f"{lid}", segments=(segment,)) for lid in range(count))
+        kinds = [matrix if lid % PIECES < machine.of_muon else segment for lid in range(count)]
+        layers = tuple(m.Layer(lid=lid, position=lid, name=f"{lid}", segments=(it,)) for lid, it in enumerate(kinds))
         wishes: dict[str, Any] = {"policy": "deadline", "objective": "speed", "k": None, "visit": None, "stream": None}
         wishes |= {"awaits_verdict": False, "speculate": False, "backend": "auto", "continues": False}
         self.hold = int(0.06 * machine.cap)
@@ -103,6 +106,8 @@ class Run:
         assert plan is not None
         moved = sum(a != b for a, b in zip(self.now.placements, plan.placements, strict=True))
         self._require_room_for_both(plan)
+        for layer, placement in zip(self.table.layers, plan.placements, strict=True):
+            assert not (layer.stays_on_device and placement == CPU.name), plan.reason
         self.moved, self.now = self.moved + moved, plan
         for who in (TRAINER, OPTIMIZER):
             self.planning.on_ack(who, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason=""))
@@ -114,11 +119,15 @@ class Run:
         """What comes has memory before what leaves gives its own up."""
         pairs = list(zip(self.now.placements, plan.placements, strict=True))
         resident = len(pairs) - len(set(self.now.streamed) & set(plan.streamed))
-        on_gpu = 10 * sum(GPU.name in pair for pair in pairs) + 2 * resident
-        assert on_gpu * self.numel + self.machine.others <= self.machine.cap, "no GPU memory for both"
-        per_parameter = {GPU.name: 0, VISIT.name: 12, CPU.name: 14}
-        on_host = sum(max(per_parameter[before], per_parameter[after]) for before, after in pairs)
-        assert on_host * self.numel <= self.machine.host, "no host memory for both"
+        state = [one["gpu_state_bytes"] for one in self.facts]
+        on_gpu = sum(nbytes for nbytes, pair in zip(state, pairs, strict=True) if GPU.name in pair)
+        on_gpu += 2 * resident * self.numel
+        assert on_gpu + self.machine.others <= self.machine.cap, "no GPU memory for both"
+        besides = {VISIT.name: 2, CPU.name: 4}  # per parameter
+        on_host = 0
+        for nbytes, pair in zip(state, pairs, strict=True):
+            on_host += max((nbytes + besides[name] * self.numel for name in pair if name != GPU.name), default=0)
+        assert on_host <= self.machine.host, "no host memory for both"
 
     @property
     def placed(self) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
@@ -167,7 +176,8 @@ class Run:
             )
             for one in real.layers
         )
-        placed = 10 * self.numel * len(of_gpu) + 2 * self.numel * (len(real.lids) - len(streamed))
+        placed = sum(self.facts[lid]["gpu_state_bytes"] for lid in of_gpu)
+        placed += 2 * self.numel * (len(real.lids) - len(streamed))
         self.ring = self.table.ring_bytes if visiting else self.ring  # it stays once it was made
         placed += (self.table.window_bytes if streamed else 0) + self.ring + (self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
@@ -254,6 +264,17 @@ def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     settled = run.moved
     run.steps(40)
     assert run.moved - settled <= len(run.table.layers) / 2
+
+
+@pytest.mark.parametrize(("of_muon", "others"), [(1, {CPU.name}), (2, set())], ids=["half of a block", "whole blocks"])
+def test_what_the_cpu_cannot_update_visits_or_is_the_gpus(of_muon: int, others: set[str]) -> None:
+    """`Run` checks that of each plan. What the CPU can update may be its own; the reason tells."""
+    run = Run(Machine(work_s=0.9, cap=30 * GB, of_muon=of_muon), seed=1)
+    run.steps(30)
+    assert set(run.now.placements) == {GPU.name, VISIT.name, *others}
+    assert f"the CPU cannot update {of_muon / PIECES:.0%}, which visit" in run.planning.reason
+    if of_muon == PIECES:
+        require_a_good_plan(run)
 
 
 #: Of a CPU that other programs use, too: how many times as long as usual its updates take.

@@ -9,7 +9,17 @@ from dataclasses import replace
 import pytest
 from planner_layers import facts, made, profile_of
 
-from hytrain.planner import Ewma, LayerProfile, Limits, MeasurementBook, Profile, Rates, simulate
+from hytrain.planner import (
+    Ewma,
+    LayerProfile,
+    Limits,
+    MeasurementBook,
+    Profile,
+    Rates,
+    drawn_visits,
+    simulate,
+    visiting_lids,
+)
 from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
 from hytrain.planner.profile import USUAL_SLACK
 
@@ -245,3 +255,23 @@ def test_slack_is_what_the_slower_steps_have_taken_longer(parts: int) -> None:
     assert book.cpu_slack == pytest.approx(2 * (1 + LEAST_SLACK) - 1, rel=0.15)
     book.cpu_changed(0.5)
     assert book.cpu_slack == USUAL_SLACK, "what was seen with other threads says nothing"
+
+
+def test_what_must_visit_does_so_before_others() -> None:
+    """Unless the GPU owns it; the share counts it, and what visits take on the GPU counts the share."""
+    layers = [made(lid, must_visit=lid % 2 == 1, held_bytes=200, grads_bytes=200) for lid in range(8)]
+    must = {1, 3, 5, 7}
+    for gpu_lids in (frozenset[int](), frozenset({1, 2}), frozenset(must), frozenset(range(8))):
+        for share in (0.0, 0.3, 0.5, 0.75, 1.0):
+            found = visiting_lids(layers, gpu_lids, frozenset(), share)
+            assert must - gpu_lids <= found and not found & gpu_lids
+            assert len(found) == max(len(must - gpu_lids), min(8 - len(gpu_lids), round(8 * share + 0.4)))
+        for seed in range(20):
+            drawn = drawn_visits(layers, gpu_lids, seed)
+            assert must - gpu_lids <= drawn and not drawn & gpu_lids
+    profile = Profile(layers=tuple(layers), for_visits_bytes=70)
+    assert profile.must_visit == 0.5 and profile.held_for_visits_bytes == 70
+    waiting = replace(profile, awaits_verdict=True)
+    assert waiting.held_for_visits_bytes == 70 + 4 * 200 + 200
+    assert replace(waiting, visit=0.75).held_for_visits_bytes == 70 + 6 * 200 + 200
+    assert profile.host_bytes(frozenset()) == 8 * 1400 - 4 * 200
