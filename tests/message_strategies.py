@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from typing import Any
@@ -13,7 +14,7 @@ from protocol import codec
 from protocol import messages as m
 from protocol.address import ROLES, Address
 from protocol.placement import PLACEMENTS
-from protocol.rules import HYPERS, MOMENTS, Hyper
+from protocol.rules import HYPERS, MOMENTS, ON_DEVICE, Hyper
 
 MESSAGES: tuple[type, ...] = tuple(codec.MESSAGES.values())
 COUNTS = st.integers(0, 2**63)
@@ -62,10 +63,11 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
 
 @st.composite
 def segments(draw: st.DrawFn) -> m.Segment:
-    dtype = draw(st.sampled_from(sorted(m.GRADS_DTYPES)))
+    dtype, rule = draw(st.sampled_from(sorted(m.GRADS_DTYPES))), draw(st.sampled_from(sorted(MOMENTS)))
+    shape = draw(st.tuples(*[st.integers(1, 2**20)] * 2)) if rule in ON_DEVICE else ()
     return m.Segment(
         name=draw(TEXT),
-        numel=draw(st.integers(1, 2**40)),
+        numel=math.prod(shape) if shape else draw(st.integers(1, 2**40)),
         dtype=dtype,
         grads_dtype=draw(st.sampled_from(m.GRADS_DTYPES[dtype])),
         group=draw(st.integers(0, 3)),
@@ -73,7 +75,9 @@ def segments(draw: st.DrawFn) -> m.Segment:
         master_dtype=draw(st.sampled_from(m.MASTER_DTYPES if dtype == "bfloat16" else ("float32",))),
         key=draw(st.integers(0, 2**32 - 1)),
         start=draw(st.integers(0, 2**40)),
-        rule=draw(st.sampled_from(sorted(MOMENTS))),
+        rule=rule,
+        shape=shape,
+        by_columns=draw(st.booleans()),
     )
 
 

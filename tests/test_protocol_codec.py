@@ -152,7 +152,7 @@ def layer_table(**changes: Any) -> list[Any]:
 
 def segment(numel: int = 1, **changed: Any) -> list[Any]:
     usual = {"dtype": "float32", "grads_dtype": "float32", "group": 0, "state_dtype": "float32", "key": 0, "start": 0}
-    usual |= {"master_dtype": "float32", "rule": "adamw"}
+    usual |= {"master_dtype": "float32", "rule": "adamw", "shape": [], "by_columns": False}
     return [["w", numel, *(usual | changed).values()]]
 
 
@@ -168,6 +168,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"layers": [[0, 0, "a", segment(dtype="float64")]]}, "has dtype 'float64'"),
         ({"layers": [[0, 0, "a", segment(grads_dtype="int8")]]}, "cannot have 'int8' gradients"),
         ({"layers": [[0, 0, "a", segment(rule="adam")]]}, "unknown rule 'adam'"),
+        ({"layers": [[0, 0, "a", segment(6, rule="muon", shape=[2, 2])]]}, "'w' of 6 elements is no matrix of shape"),
         ({"layers": [[0, 0, "a", segment(group=-1)]]}, "parameter group cannot be negative"),
         ({"layers": [[0, 0, "a", segment(state_dtype="int8")]]}, "cannot have 'int8' moments"),
         ({"layers": [[0, 0, "a", segment(master_dtype="bfloat16")]]}, "'bfloat16' masters of float32 weights"),
