@@ -66,6 +66,8 @@ SHAPES: Final = {
 ON_META: Final = ("41b",)
 #: HyTrain as it is by default: the planner chooses k.
 AUTO: Final = "hytrain:auto"
+#: The same with Muon for the matrices of the blocks.
+MUON: Final = "hytrain-muon:auto"
 #: On several ranks: FSDP2 with everything on the GPUs, what the others are compared with.
 RESIDENT: Final = "fsdp2:no-offload"
 SCHEDULES: Final = ("gpipe", "1f1b")
@@ -186,7 +188,7 @@ class Job:
 class Known:
     """What is known of a system. The two times are guesses from runs on an H200, used for the budget.
 
-    `exact`: whether its update is AdamW on fp32 masters.
+    `exact`: whether its update is AdamW on fp32 masters, or which other one it is.
     """
 
     start_s: float
@@ -199,6 +201,8 @@ KNOWN: Final = {
     "forward-backward": Known(15, 0.55, "no update"),
     "torch": Known(15, 0.6, "in fp32"),
     "hytrain": Known(22, 0.6),
+    "no-offload-muon": Known(15, 1.0, "Muon"),
+    "hytrain-muon": Known(22, 1.0, "Muon"),
     "torchao-fp32": Known(20, 1.4),
     "torchao-bf16": Known(20, 1.1, "no"),
     "deepspeed-zero2": Known(75, 2.0),
@@ -538,6 +542,7 @@ RANKED: Final = {each.__name__: each for each in (ranks, ranks_clipping, scaling
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),
+    "muon": _plain("no-offload-muon", MUON, "hytrain-muon:1", "hytrain-muon:0"),
     "sweep": sweep,
     "policies": policies,
     "objectives": objectives,

@@ -24,6 +24,8 @@ from benchmarks.checkpoints import Saving
 from benchmarks.parts import Job
 
 LR: Final = 1e-4
+#: With it, Muon's learning rates are AdamW's.
+ADJUST: Final = "match_rms_adamw"
 #: Parameters that DeepSpeed's ZeRO-3 updates at a time.
 SUB_GROUP: Final = 100_000_000
 RECORD_PATIENCE_S: Final = 5.0
@@ -142,11 +144,13 @@ def forward_backward(model: nn.Module, setting: Setting, run: Pass = forward_and
     return Running(step)
 
 
-def no_offload(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
+def no_offload(
+    model: nn.Module, setting: Setting, run: Pass = forward_and_backward, *, use_muon: bool = False
+) -> Running:
     """Everything on the device, with fp32 masters: what HyTrain is compared with."""
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=LR, fused=True)
+    optimizers = _with_muon(model, masters) if use_muon else [torch.optim.AdamW(masters, lr=LR, fused=True)]
 
     def step(batch: Tensor) -> Tensor:
         loss = run(model, batch)
@@ -156,13 +160,25 @@ def no_offload(model: nn.Module, setting: Setting, run: Pass = forward_and_backw
             parameter.grad = None
         if setting.clip:
             nn.utils.clip_grad_norm_(masters, setting.clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(list[Tensor](parameters), masters)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         return loss
 
-    return Running(step, saving=checkpoints.of_torch(model, masters, optimizer))
+    return Running(step, saving=None if use_muon else checkpoints.of_torch(model, masters, optimizers[0]))
+
+
+def _with_muon(model: nn.Module, masters: list[Tensor]) -> list[torch.optim.Optimizer]:
+    """torch's Muon for the masters that HyTrain's Muon has, and AdamW for the rest."""
+    from hytrain.checks import muon_groups
+
+    hidden = {id(parameter) for _, parameter in muon_groups(model)[0]["params"]}
+    pairs = list(zip(model.parameters(), masters, strict=True))
+    matrices, rest = ([one for p, one in pairs if (id(p) in hidden) is of_muon] for of_muon in (True, False))
+    return [torch.optim.Muon(matrices, lr=LR, adjust_lr_fn=ADJUST), torch.optim.AdamW(rest, lr=LR, fused=True)]
 
 
 def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
@@ -171,7 +187,9 @@ def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_back
     return Running(plain_step(model, optimizer, setting.clip, run=run))
 
 
-def hytrain_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward, **pipeline: Any) -> Running:
+def hytrain_adamw(
+    model: nn.Module, setting: Setting, run: Pass = forward_and_backward, *, use_muon: bool = False, **pipeline: Any
+) -> Running:
     """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps."""
     import hytrain
 
@@ -180,13 +198,16 @@ def hytrain_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_ba
         options["device"] = setting.job.device
     if setting.clip:
         options["max_grad_norm"] = setting.clip
-    optimizer = hytrain.AdamW(model, lr=LR, run_dir=setting.run_dir, **options)
+    if use_muon:
+        options |= {"adjust_lr_fn": ADJUST, "adamw": {"lr": LR}}
+    kind = hytrain.Muon if use_muon else hytrain.AdamW
+    optimizer = kind(model, lr=LR, run_dir=setting.run_dir, **options)
     saving = checkpoints.of_a_recipe(model, optimizer)
     return Running(plain_step(model, optimizer, run=run), optimizer, saving=saving)
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Arguments of hytrain.AdamW: "0.2" and "auto" are values of k, "serial" is overlap=False, others are named."""
+    """Arguments of an optimizer of HyTrain: "0.2" and "auto" are k, "serial" is overlap=False, others are named."""
     options: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, equals, value = word.partition("=") if "=" in word else ("k", "", word)
@@ -311,6 +332,8 @@ SYSTEMS: Final[dict[str, System]] = {
     "no-offload": System(no_offload),
     "torch": System(torch_adamw),
     "hytrain": System(hytrain_adamw),
+    "no-offload-muon": System(partial(no_offload, use_muon=True)),
+    "hytrain-muon": System(partial(hytrain_adamw, use_muon=True)),
     "torchao-fp32": System(torchao, dtype="float32", cuda_only=True),
     "torchao-bf16": System(torchao, cuda_only=True),
     **{f"deepspeed-{zero}": System(partial(deepspeed, zero=zero), cuda_only=True) for zero in _ZERO},

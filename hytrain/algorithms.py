@@ -31,8 +31,8 @@ class Algorithm:
     """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
 
     `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
-    False. `has_betas`: whether a group has `betas` besides. `others`: further ones; `wrong_others` says what is wrong
-    with them, or returns None.
+    False. `has_betas`: whether a group has `betas` besides. `others`: further ones, which `check_others` checks, as
+    `check` does.
     `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
     `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
@@ -54,7 +54,7 @@ class Algorithm:
     wrong: Callable[[Mapping[str, Any]], str | None]
     signed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    wrong_others: Callable[[Mapping[str, Any]], str | None] = lambda group: None
+    check_others: Callable[[Mapping[str, Any]], None] = lambda group: None
     beside: Algorithm | None = None
     rule_changed: str = MOMENTUM
 
@@ -109,8 +109,7 @@ class Algorithm:
             raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
         if group.get("nesterov") and "dampening" in group and (not group["momentum"] or group["dampening"]):
             raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
-        if sentence := self.wrong_others(group):
-            raise ConfigError(sentence)
+        self.check_others(group)
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
@@ -229,26 +228,25 @@ def _read_muon(group: Mapping[str, Any]) -> MuonHyper:
     )
 
 
-def _wrong_muon(group: Mapping[str, Any]) -> str | None:
+def _check_muon(group: Mapping[str, Any]) -> None:
     steps, adjust, coefficients = group["ns_steps"], group["adjust_lr_fn"], group["ns_coefficients"]
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
-        return f"ns_steps is {steps!r}: a whole number of Newton-Schulz steps, from 0 to 99"
+        raise ConfigError(f"ns_steps is {steps!r}: a whole number of Newton-Schulz steps, from 0 to 99")
     if adjust not in (None, "original", "match_rms_adamw"):
-        return f'adjust_lr_fn is {adjust!r}: "original", "match_rms_adamw", or None for the first one'
+        raise ConfigError(f'adjust_lr_fn is {adjust!r}: "original", "match_rms_adamw", or None for the first one')
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3 or not all(map(is_number, coefficients)):
-        return f"ns_coefficients is {coefficients!r}: three numbers"
+        raise ConfigError(f"ns_coefficients is {coefficients!r}: three numbers")
     for parameter in group["params"]:
         if parameter.ndim != 2:
-            return (
+            raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is in a group of Muon, which updates matrices: put it "
                 "into a group with use_muon=False, which AdamW updates"
             )
         if local(parameter).shape != parameter.shape:
-            return (
-                f"a parameter of shape {tuple(parameter.shape)} is sharded, and Muon needs it whole: put it into a "
-                "group with use_muon=False, or replicate it"
+            raise UnsupportedError(
+                f"a matrix of shape {tuple(parameter.shape)} is in a group of Muon, but this rank has a shard of "
+                "it, and Muon needs it whole: put it into a group with use_muon=False, or train it on one GPU"
             )
-    return None
 
 
 #: Its matrices. All other parameters are AdamW's.
@@ -264,7 +262,7 @@ MUON: Final = Algorithm(
     read=_read_muon,
     wrong=lambda group: None,
     others=("ns_coefficients", "ns_steps", "adjust_lr_fn"),
-    wrong_others=_wrong_muon,
+    check_others=_check_muon,
     beside=ADAMW,
     rule_changed=(
         "use_muon of a parameter group has become another, but its state is of one algorithm: keep it as it was, or "

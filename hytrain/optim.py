@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack, cast
 
 import torch
@@ -736,14 +735,15 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        adamw: Mapping[str, Any] = MappingProxyType({}),
+        adamw: Mapping[str, Any] | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         torchs = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
-        if unknown := adamw.keys() - torchs.keys():
+        rest = dict(adamw or {})
+        if unknown := rest.keys() - torchs.keys():
             raise ConfigError(f"adamw has {min(unknown)!r}: it takes {', '.join(torchs)}")
         self._defaults_of: dict[bool, dict[str, Any]] = {
-            False: {"use_muon": False, **torchs, **adamw},
+            False: {"use_muon": False, **torchs, **rest},
             True: {
                 "use_muon": True,
                 "lr": lr,

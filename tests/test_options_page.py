@@ -54,6 +54,7 @@ def of(kind: type) -> dict[str, str]:
         ("hytrain.AdamW", of(hytrain.AdamW)),
         ("hytrain.SGD", of(hytrain.SGD)),
         ("hytrain.Lion", of(hytrain.Lion)),
+        ("hytrain.Muon", of(hytrain.Muon)),
         ("Processes", dict(of_section(ClusterConfig))),
         ("Recipes", dict(of_section(Recipe))),
     ],
