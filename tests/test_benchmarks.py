@@ -302,6 +302,7 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
         ("which is not exact", {"label": tuple(parts.LEAN.values()), "factor": 2.1}),
         ("best static k's", {"label": "auto from the start", "factor": 1.1}),
         ("a mixture of experts", {"part": "experts", "system": "deepspeed-zero2", "factor": 0.4}),
+        ("Muon: step / no offload", {"system": parts.MUON, "factor": 2.2}),
         ("threads halved", {"label": ("halved, k=0.2", "halved, k=0.3"), "factor": 0.5}),
         ("predicted / measured", {"part": "sweep", "label": "auto", "factor": 1.2}),
         ("the better of balance", {"part": "policies", "label": "deadline", "batch": 4, "factor": 1.02}),

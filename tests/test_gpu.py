@@ -391,8 +391,13 @@ ROUNDED = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
         (hytrain.SGD, torch.float16, MOMENTUM),
         (hytrain.SGD, torch.bfloat16, {**MOMENTUM, "max_grad_norm": 0.5}),
         (hytrain.Lion, torch.bfloat16, {"lr": 1e-4, "weight_decay": 0.1, **ROUNDED}),
+        (hytrain.Muon, torch.float32, {"lr": 0.01}),
+        (hytrain.Muon, torch.float16, {"lr": 0.01, "max_grad_norm": 0.5}),
+        (hytrain.Muon, torch.bfloat16, {"lr": 0.01, "grad_accumulation": 2}),
+        (hytrain.Muon, torch.bfloat16, {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", **ROUNDED}),
     ],
-    ids=["sgd-float32", "momentum-float16", "momentum-bfloat16", "lion-rounded"],
+    ids=["sgd-float32", "momentum-float16", "momentum-bfloat16", "lion-rounded"]
+    + ["muon-float32", "muon-float16", "muon-bfloat16", "muon-rounded"],
 )
 def test_other_algorithms_give_the_same_bits_whoever_owns_a_layer(
     kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import OnMasters, differing, opened, train, weights
 from small_models import language_loss, llama, perceptron, square_loss
+from test_k_invariance import train_and_prepare
 from torch import Tensor, nn
 
 import hytrain
@@ -51,7 +52,7 @@ def test_two_hundred_steps(dtype: torch.dtype) -> None:
     for placement in PLACEMENTS:
         ours = perceptron(dtype=dtype)
         with opened(hytrain.Muon, ours, **NUMBERS, **placement) as opt:
-            train(ours, opt, range(200), square_loss)
+            train_and_prepare(ours, opt, 200, square_loss)
             assert opt.statistics().moved > 100 or placement.get("policy") != "random"
             opt.synchronize()
             assert differing(weights(ours), expected) == [], placement
