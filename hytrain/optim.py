@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
             torch does.
         speculate: Whether the CPU updates before the global norm is known, and undoes the update exactly if it was
             wrong. This needs a second copy of weights and state in host memory; without room for it, the CPU waits.
-            With None, the coordinator decides by measurement.
+            With None, the coordinator decides by measurement; with `Muon`, the CPU waits.
         loss_scale: A number, or "dynamic" to do what `torch.amp.GradScaler` does. Call `opt.scale(loss).backward()`.
             Norm and update are those of the gradients divided by the scale. Steps that are not finite are skipped and
             lower a dynamic scale.

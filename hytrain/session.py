@@ -210,6 +210,9 @@ class Session:
         )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, self._device, ranks)
+        must_visit = sum(one.spec.numel for one in layers if one.spec.stays_on_device) / sum(
+            one.spec.numel for one in layers
+        )
         require_host_memory(
             [layer.layout for layer in layers],
             options.k,
@@ -217,9 +220,10 @@ class Session:
             ranks=ranks,
             gpu_bytes=self.memory.for_state_bytes(),
             awaits_verdict=options.awaits_verdict,
-            visit=1.0 if options.visit is None else options.visit,
+            visit=1.0 if options.visit is None else max(options.visit, must_visit),
         )
-        if options.may_speculate:
+        # A second bank would be of no use to layers that the CPU cannot update.
+        if options.may_speculate and (options.speculate or not any(layer.spec.stays_on_device for layer in layers)):
             self._add_banks(layers)
         gates = build_gates(layers, parts)
         self._blocks = [] if options.stream == 0.0 else streamed_blocks(gates, find_blocks(self._model))

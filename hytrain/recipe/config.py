@@ -183,6 +183,7 @@ HYPERPARAMETERS: Final = {
     "adamw": ("lr", "betas", "eps"),
     "sgd": ("lr", "momentum", "nesterov"),
     "lion": ("lr", "betas"),
+    "muon": ("lr", "betas", "eps"),
 }
 
 
@@ -191,15 +192,15 @@ class Train(Section):
 
     steps: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None  # in place of steps
-    optimizer: Literal["adamw", "sgd", "lion"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "lion", "muon"] = "adamw"  # muon: for the matrices of blocks, beside adamw
     lr: Annotated[float, Field(gt=0)] = 3e-4
     min_lr: Annotated[float, Field(ge=0)] = 0.0  # the schedule ends here
     warmup_steps: Count = 0  # linear
     schedule: Schedule = "cosine"  # after the warm-up: one of Transformers' schedules, by its name
     schedule_options: Tree = {}  # of that schedule, by Transformers' names: {num_decay_steps: 100}
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of adamw and lion
-    eps: Annotated[float, Field(gt=0)] = 1e-8  # of adamw
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of adamw, also beside muon, and of lion
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # of adamw, also beside muon
     momentum: Annotated[float, Field(ge=0)] = 0.0  # of sgd
     nesterov: bool = False  # of sgd, with a momentum
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
@@ -235,7 +236,9 @@ class Train(Section):
 
     @property
     def rule(self) -> str:
-        """The rule with which `optimizer` updates; one of `protocol.rules.MOMENTS`."""
+        """The rule with which `optimizer` updates, of `protocol.rules.MOMENTS`; of several, that with most state."""
+        if self.optimizer == "muon":
+            return "adamw"
         return "sgd_momentum" if self.momentum else self.optimizer
 
     @model_validator(mode="after")

@@ -272,7 +272,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
             opt.load_state_dict(kept)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
 def test_a_recipe_resumes_with_its_optimizer(optimizer: str, tmp_path: Path) -> None:
     """And not with another one."""
     numbers = {"momentum": 0.9, "lr": 0.1} if optimizer == "sgd" else {"betas": [0.8, 0.95], "lr": 1e-3}
@@ -284,8 +284,9 @@ def test_a_recipe_resumes_with_its_optimizer(optimizer: str, tmp_path: Path) -> 
     found = checkpoint(parts, 20)
     assert differing(found, checkpoint(whole, 20)) == []
     moments = {name.partition(":")[2].partition(".")[0] for name in found} & {*MOMENT_PLANES}
-    assert moments == {"momentum_buffer" if optimizer == "sgd" else "exp_avg"}
-    with pytest.raises(ConfigError, match=r"is hytrain\.(SGD|Lion)'s, not hytrain\.AdamW's"):
+    expected = {"sgd": {"momentum_buffer"}, "lion": {"exp_avg"}, "muon": {*MOMENT_PLANES}}
+    assert moments == expected[optimizer]
+    with pytest.raises(ConfigError, match=r"is hytrain\.(SGD|Lion|Muon)'s, not hytrain\.AdamW's"):
         default = ["train.optimizer=adamw", "train.momentum=0", "train.betas=[0.9, 0.95]"]
         train_recipe(recipe, parts, "train.resume=latest", "train.steps=30", *default)
 

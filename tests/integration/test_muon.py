@@ -163,6 +163,13 @@ def test_which_parameters_are_muons_and_where_they_are() -> None:
         assert {layer.life.placement for layer in opt._engine._layers} == {GPU}
 
 
+def test_memory_for_undone_updates_is_taken_only_on_demand() -> None:
+    """What the CPU cannot update is not undone."""
+    for options, banks in (({}, 1), ({"speculate": True}, 2)):
+        with opened(hytrain.Muon, perceptron(), k=0.0, max_grad_norm=1.0, **NUMBERS, **options) as opt:
+            assert {layer.layout.banks for layer in opt._engine._layers} == {banks}
+
+
 def test_torchs_state_and_groups_go_on(tmp_path: Path) -> None:
     """Of `torch.optim.Muon` alone, whose groups say nothing of AdamW; and files keep hyperparameters."""
     ours, theirs = Shapes(), Shapes()
