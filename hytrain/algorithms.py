@@ -31,8 +31,8 @@ class Algorithm:
     """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
 
     `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
-    False. `has_betas`: whether a group has `betas` besides. `others`: further ones, which `check_others` checks, as
-    `check` does.
+    False. `has_betas`: whether a group has `betas` besides. `others`: further ones. `check_others` checks these, and
+    which ones fit together, as `check` does.
     `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
     `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
@@ -82,7 +82,7 @@ class Algorithm:
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `UnsupportedError` for options that HyTrain lacks, `ConfigError` for impossible values."""
-        if not isinstance(group.get("use_muon", True), bool):
+        if self.beside is not None and not isinstance(group.get("use_muon", True), bool):
             raise ConfigError(f"use_muon is {group['use_muon']!r}: True or False")
         if (algorithm := self.of(group)) is not self:
             algorithm.check(group)
@@ -107,8 +107,6 @@ class Algorithm:
             *some, last = self.numbers
             betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
             raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
-        if group.get("nesterov") and "dampening" in group and (not group["momentum"] or group["dampening"]):
-            raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
         self.check_others(group)
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
@@ -172,6 +170,11 @@ def _read_sgd(group: Mapping[str, Any]) -> SGDHyper:
     )
 
 
+def _check_sgd(group: Mapping[str, Any]) -> None:
+    if group["nesterov"] and (not group["momentum"] or group["dampening"]):
+        raise ConfigError("nesterov=True needs a momentum above 0, and no dampening")
+
+
 SGD: Final = Algorithm(
     name="SGD",
     rules=("sgd", "sgd_momentum"),
@@ -184,6 +187,7 @@ SGD: Final = Algorithm(
     as_torch={"foreach": None, "differentiable": False, "fused": None},
     read=_read_sgd,
     wrong=lambda group: None,
+    check_others=_check_sgd,
 )
 
 

@@ -210,9 +210,8 @@ class Session:
         )
         limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
         self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, self._device, ranks)
-        must_visit = sum(one.spec.numel for one in layers if one.spec.stays_on_device) / sum(
-            one.spec.numel for one in layers
-        )
+        numel = sum(layer.spec.numel for layer in layers)
+        must_visit = sum(layer.spec.numel for layer in layers if layer.spec.stays_on_device) / numel
         require_host_memory(
             [layer.layout for layer in layers],
             options.k,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.checks import muon_groups
-from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
 from hytrain.memory import visits
 from protocol.placement import CPU, GPU, VISIT
 
@@ -168,6 +168,15 @@ def test_memory_for_undone_updates_is_taken_only_on_demand() -> None:
     for options, banks in (({}, 1), ({"speculate": True}, 2)):
         with opened(hytrain.Muon, perceptron(), k=0.0, max_grad_norm=1.0, **NUMBERS, **options) as opt:
             assert {layer.layout.banks for layer in opt._engine._layers} == {banks}
+
+
+def test_gradients_of_what_must_visit_need_no_host_memory() -> None:
+    """Where there is room for weights and momentum, 8 bytes per fp32 parameter, a run begins."""
+    numel = sum(parameter.numel() for parameter in Shapes().parameters())
+    with opened(hytrain.Muon, Shapes(), k=0.0, host_memory_limit=10 * numel) as opt:
+        assert {layer.life.placement for layer in opt._engine._layers} == {VISIT}
+    with pytest.raises(CapacityError, match="raise k, free host memory"):
+        hytrain.Muon(Shapes(), k=0.0, host_memory_limit=6 * numel)
 
 
 def test_torchs_state_and_groups_go_on(tmp_path: Path) -> None:
