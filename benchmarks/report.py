@@ -232,7 +232,8 @@ def one_host(rows: Rows) -> str:
     """Every system at each batch size and label compared with no offload, on one host: medians over repeats."""
 
     def to_no_offload(mine: Rows) -> float | None:
-        base = rows.where(system="no-offload", batch=mine.last("batch"))
+        same_update = "no-offload-muon" if "-muon" in mine.last("system") else "no-offload"
+        base = rows.where(system=same_update, batch=mine.last("batch"))
         return ratio(mine.median("step_s"), base.median("step_s"))
 
     named = ("system", lambda mine: f"{mine.last('system')} {mine.last('label')}".strip())
