@@ -26,6 +26,7 @@ from hytrain.model.layers import split_layers
 from protocol.handles import EXACT, STATE_PLANES
 from protocol.messages import Segment
 from protocol.rules import ON_DEVICE, MuonHyper
+from workers.arenas import SegmentPlanes
 
 HYPER = MuonHyper(lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True)
 HYPERS = {
@@ -254,6 +255,13 @@ def test_another_rules_scalars_are_no_muon() -> None:
     spec = Segment(name="w", numel=4, dtype="float32", grads_dtype="float32", group=0)
     with pytest.raises(AssertionError, match="another rule's"):
         next(passes(spec, torch.ones(4), torch.ones(4), scalars(HYPER, 1)))
+
+
+def test_the_optimizer_process_updates_none() -> None:
+    """Whatever a plan says: on fp32 weights, the first pass alone would put the direction in their place."""
+    planes = SegmentPlanes(segment((4, 4)), (0, 4), ({},))
+    with pytest.raises(AssertionError, match="planned for the trainer's device"):
+        planes.update(HOST, 0, 16, scalars(HYPER, 1))
 
 
 def test_matrices_are_not_cut() -> None:
