@@ -22,6 +22,7 @@ from torch import Tensor
 from hytrain.memory.arena import Mapping, SharedMemory, free_pages
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.model.trained import TrainedParameter
+from hytrain.tensors import shaped
 from protocol.handles import PAGE_BYTES
 from protocol.messages import LendMemory, Message, TakeBack, WeightsAt
 
@@ -56,7 +57,7 @@ class Lending:
         places = []
         for index, (known, home) in enumerate(zip(self._parameters, homes, strict=True)):
             if home is None:
-                self._views[index].copy_(known.values())
+                self._copy(known, self._views[index])
                 places.append((COPIES, self.offsets[index]))
                 continue
             arena, offset = home
@@ -81,6 +82,12 @@ class Lending:
             if self._places[index][0] == COPIES:  # told already that it is elsewhere
                 free_pages(self.copies.descriptor, self.offsets[index], self._parameters[index].own.nbytes)
         self._places = places
+
+    def _copy(self, known: TrainedParameter, copy: Tensor) -> None:
+        """From host memory where its weights are there, too: a copy from the GPU would wait for what that computes."""
+        parts = [(layer.arena.weights if layer.keeps_weights else layer.values)[index] for layer, index in known.places]
+        elements = parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
+        copy.copy_(shaped(elements, known.own))
 
     def _home(self, known: TrainedParameter) -> tuple[ArenaPlanes, int] | None:
         """The arena that has the parameter's current weights, and where; None if none has all of them."""

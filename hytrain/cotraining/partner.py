@@ -44,6 +44,7 @@ END_S: Final = 1.0
 class Partner:
     """A CPU trainer for all of `parameters`. Each part of a batch has a slot: for its inputs, and for its gradients.
 
+    `lost` says why there is none any more, or is "".
     `model` is what the process needs to build the model, as JSON; it gets the values of `buffers`. `cores` are those
     that it may use.
     """
@@ -213,11 +214,10 @@ class Partner:
         return None
 
     def _received(self) -> bytes:
-        """A datagram, or b"" if the other end is closed."""
-        try:
+        """A datagram, or b"" if the other end is closed. If it closed before it had read all, that is told first."""
+        with contextlib.suppress(ConnectionResetError):
             return self._socket.recv(MAX_DATAGRAM_BYTES)
-        except ConnectionResetError:
-            return b""
+        return self._socket.recv(MAX_DATAGRAM_BYTES)
 
     def _how_it_ended(self) -> str:
         try:
@@ -227,7 +227,7 @@ class Partner:
         return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
 
     def _lose(self, reason: str) -> None:
-        self.lost = f"the CPU trainer (process {self.pid}) is lost: {reason}"
+        self.lost = reason
         self._process.kill()
 
 

@@ -187,7 +187,8 @@ class CoTraining:
                 self._planner.observe(ended)
         if self._partner.lost and self._is_there:
             self._is_there, self._cpu_parts = False, 0
-            self._say(f"step {step + 1}: {self._partner.lost}; from here on, all parts are trained without it")
+            lost = f"the CPU trainer (process {self._partner.pid}) is lost: {self._partner.lost}"
+            self._say(f"step {step + 1}: {lost}; from here on, all parts are trained without it")
         if self._is_there and self._planner is not None:
             self._choose(self._planner, step, part)
 

@@ -1,44 +1,199 @@
-"""Co-training, with all processes: the bits do not depend on who computes a part, and what happens to the CPU trainer."""
+"""Co-training, with all processes: the bits do not depend on who trains a part, whatever happens to the CPU trainer."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from helpers import differing, weights
+from helpers import differing, state, weights
+from torch import Tensor, nn
 
-from hytrain.recipe import config, loop
-from hytrain.recipe.task import assemble
+from hytrain.cotraining.partner import Partner
+from hytrain.errors import CapacityError, ClusterError
+from hytrain.planner.cpu_parts import Step
+from hytrain.recipe import config, cotraining, loop, report
+from hytrain.recipe.optimizer import hytrain_optimizer
+from protocol.messages import TakeBack
 
+PARTS, STEPS = 4, 8
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-LLAMA = {"model_type": "llama", "max_position_embeddings": 32, "tie_word_embeddings": True, **SIZES}
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}  # with dropout
+LLAMA = {"model_type": "llama", "max_position_embeddings": 32, **SIZES}
+#: Tied, and larger than a block, so that it is cut into pieces.
+LARGE_EMBEDDING = "model.config.intermediate_size=16", "model.config.tie_word_embeddings=true"
+#: With dropout.
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+#: From each number of parts to another one.
+ALL = (0, 1, 3, 2, 0, 3, 1, 2)
 
-pytestmark = pytest.mark.spawns
+Trained = Callable[..., dict[str, Tensor]]
+
+
+class Scheduled:
+    """A planner that has the next number of parts in each step."""
+
+    why = "the test says so"
+
+    def __init__(self, parts: int, most: int) -> None:
+        assert (parts, most) == (PARTS, PARTS - 1)
+        self.cpu_parts, self.observed = -1, list[Step]()
+        self._left = iter(self.schedule)
+
+    schedule: Sequence[int] = ()
+
+    def observe(self, step: Step) -> None:
+        self.observed.append(step)
+
+    def decide(self) -> bool:
+        self.cpu_parts = next(self._left)
+        return True
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Trains a recipe with options; the CPU has so many parts in each step. Returns weights, state and losses."""
+    monkeypatch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
     words = random.Random(1).choices(["the", "people", "of", "these", "states", "shall", "prosper"], k=2000)
     (tmp_path / "text.txt").write_text(" ".join(words))
     tree: dict[str, Any] = {
         "run": {"seed": 5, "threads": 1},
-        "model": {"config": LLAMA},
-        "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 8},
-        "train": {"steps": 6, "lr": 1e-2, "eval_batches": 2, "device": "cpu", "grad_accumulation": 4},
+        "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 2 * PARTS},
+        "train": {"steps": STEPS, "lr": 1e-2, "eval_batches": 2, "device": "cpu", "grad_accumulation": PARTS},
         "optimizer": {"k": 0.4},
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    return tmp_path / "recipe.yaml"
+
+    def train(
+        *overrides: str, schedule: Sequence[int] | None = None, model: Mapping[str, Any] = LLAMA
+    ) -> dict[str, Tensor]:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**tree, "model": {"config": dict(model)}}))
+        made = list[Any]()
+
+        def make(module: nn.Module, recipe: config.Recipe) -> Any:
+            made.append((module, hytrain_optimizer(module, recipe)))
+            return made[-1][1]
+
+        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            if schedule is not None:
+                overrides = (*overrides, "train.cpu_parts=auto")
+                patch.setattr(Scheduled, "schedule", schedule)
+                patch.setattr(cotraining, "CpuPartsPlanner", Scheduled)
+                patch.setattr(cotraining, "FIRST_TRIAL", 10**9)
+            try:
+                loop.train(config.load(tmp_path / "recipe.yaml", overrides), folder, make, terminal=False)
+                [(module, opt)] = made
+                opt.synchronize()
+                result = {**weights(module), **state(opt)}
+            finally:
+                made[0][1].close()
+        records = [json.loads(line) for line in (opt.run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses = [record["loss"] for record in records[-STEPS:]]
+        return {**result, "losses": torch.tensor(losses, dtype=torch.float64)}
+
+    return train
 
 
-def test_x(recipe: Path, tmp_path: Path) -> None:
-    for n in (1, 3):
-        (tmp_path / str(n)).mkdir()
-        s = loop.train(config.load(recipe, [f"train.cpu_parts={n}"]), tmp_path / str(n), terminal=False)
-        print(s.training_loss, s.processes)
-        print(open(tmp_path / str(n) / "metrics.jsonl").read()[-500:] if (tmp_path / str(n) / "metrics.jsonl").exists() else "")
+@pytest.mark.parametrize(
+    "options",
+    [
+        LARGE_EMBEDDING,
+        ("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=0.5"),
+        ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1", "model.gradient_checkpointing=true"),
+        ("optimizer.k=auto", "optimizer.policy=random", "train.loss_chunks=2"),
+        ("model.autocast=true", "optimizer.visit=0.6", "optimizer.k=0.2"),
+    ],
+    ids=["pieces", "banks", "streamed", "moving", "visiting"],
+)
+def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...], trained: Trained) -> None:
+    assert differing(trained(*options, schedule=ALL), trained(*options)) == []
+
+
+def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trained) -> None:
+    assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
+
+
+def test_parts_make_the_batch_within_rounding(trained: Trained) -> None:
+    ours, whole = trained("train.cpu_parts=2"), trained("train.grad_accumulation=1")
+    for name, expected in whole.items():
+        torch.testing.assert_close(ours[name], expected, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, close = list[int](), Partner.close
+
+    def look(self: Partner) -> None:
+        copied.append(os.fstat(self._lending.copies.descriptor).st_blocks)
+        close(self)
+
+    monkeypatch.setattr(Partner, "close", look)
+    trained("optimizer.k=0", "train.cpu_parts=1")
+    trained("optimizer.k=1", "train.cpu_parts=1")
+    assert copied[0] == 0 and copied[1] > 0
+
+
+def kill(partner: Partner) -> None:
+    os.kill(partner.pid, signal.SIGKILL)
+
+
+def stop(partner: Partner) -> None:
+    partner._timeout_s = 1.0
+    os.kill(partner.pid, signal.SIGSTOP)
+
+
+def confuse(partner: Partner) -> None:
+    partner._send(TakeBack(memory=99))
+    partner.compute(0, {"input_ids": torch.zeros((2, 32), dtype=torch.int64)}, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "said"),
+    [(kill, "it was killed by SIGKILL"), (stop, "it has not answered for 1 s"), (confuse, "KeyError: 99")],
+)
+def test_a_cpu_trainer_that_is_lost_costs_no_bit(
+    hurt: Callable[[Partner], None],
+    said: str,
+    trained: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the third step, when it should have begun with its parts."""
+    asked, lend = list[None](), Partner.lend
+
+    def lent(self: Partner) -> None:
+        lend(self)
+        asked.append(None)
+        if len(asked) == 3:
+            hurt(self)
+
+    monkeypatch.setattr(Partner, "lend", lent)
+    ours = trained("train.cpu_parts=2")
+    assert differing(ours, trained()) == []
+    told = [line for line in capsys.readouterr().err.splitlines() if "is lost" in line]
+    assert len(told) == 1 and told[0].startswith("step 4: the CPU trainer (process "), told
+    assert told[0].endswith(f" is lost: {said}; from here on, all parts are trained without it")
+
+
+def test_auto_measures_and_says_what_it_decides(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trained("train.cpu_parts=auto", "train.steps=120", "train.lr=1e-3")
+    assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
+    assert "of 4 parts of each batch, since a part takes " in told[0]
+    assert differing(ours, trained("train.steps=120", "train.lr=1e-3")) == []
+
+
+def test_what_cannot_start_is_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cotraining, "describe", lambda task: {"config": {}, "model": {}, "loss_chunks": 1})
+    with pytest.raises(
+        ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log$"
+    ):
+        trained("train.cpu_parts=1")
+    monkeypatch.setattr(cotraining, "host_bound", lambda limit: 0)
+    with pytest.raises(CapacityError, match="train.cpu_parts: 1 needs 0.00 GB of host memory"):
+        trained("train.cpu_parts=1")
