@@ -83,7 +83,7 @@ def test_it_stays_with_its_choice_and_says_why() -> None:
         machine.run(planner, 1, rng)
         choices.append(planner.cpu_parts)
     assert choices == sorted(choices) and choices[-1] == 1
-    machine.run(planner, 20, rng, noise=0.0)
+    machine.run(planner := CpuPartsPlanner(8, 7), 40, rng, noise=0.0)
     assert planner.why == (
         "a part takes 0.1 s on the GPU and 0.305 s on the CPU, so a step 0.7 s with 1 of them on the CPU and 0.8 s "
         "with none"

@@ -105,7 +105,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     "options",
     [
         LARGE_EMBEDDING,
-        ("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=0.5"),
+        ("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=1e3", "optimizer.speculate=true"),
         ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1", "model.gradient_checkpointing=true"),
         ("optimizer.k=auto", "optimizer.policy=random", "train.loss_chunks=2"),
         ("model.autocast=true", "optimizer.visit=0.6", "optimizer.k=0.2"),
