@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 
@@ -76,16 +77,18 @@ def test_the_choice_is_within_five_percent_of_the_best(slowdown: float) -> None:
 
 
 def test_it_stays_with_its_choice_and_says_why() -> None:
-    """2 parts on the CPU would be worse than 1 by what measurements are off at most."""
-    machine, rng = Machine(parts=8, gpu_s=0.1, cpu_s=0.305, lead_s=0.1), random.Random(1)
+    """1 part on the CPU is as good as 2, so what measurements are off makes either look better."""
+    machine, rng = Machine(parts=8, gpu_s=0.1, cpu_s=0.25, lead_s=0.1), random.Random(1)
     planner, choices = CpuPartsPlanner(8, 7), list[int]()
     for _ in range(100):
         machine.run(planner, 1, rng)
         choices.append(planner.cpu_parts)
-    assert choices == sorted(choices) and choices[-1] == 1
+    assert choices[0] == 0 and choices[-1] in (1, 2)
+    assert sum(one != other for one, other in pairwise(choices)) == 1
+    machine.cpu_s = 0.4
     machine.run(planner := CpuPartsPlanner(8, 7), 40, rng, noise=0.0)
     assert planner.why == (
-        "a part takes 0.1 s on the GPU and 0.305 s on the CPU, so a step 0.7 s with 1 of them on the CPU and 0.8 s "
+        "a part takes 0.1 s on the GPU and 0.4 s on the CPU, so a step 0.7 s with 1 of them on the CPU and 0.8 s "
         "with none"
     )
 

@@ -4,7 +4,8 @@
     python -m examples.studies.cotraining --busy     # another program computes on the same GPU meanwhile
     python -m examples.studies.cotraining --small    # seconds
 
-A batch has as many parts as sequences. Without a GPU, the trainer computes on a core, and the CPU trainer on another.
+A batch has as many parts as sequences. Without a GPU, the model is smaller, the trainer computes with one thread, and
+the CPU trainer with another.
 Call it from the checkout's folder: the table is written as in the benchmarks.
 """
 
@@ -44,6 +45,7 @@ class Shape:
     length: int
     parts: int
     steps: int
+    dtype: str = "float32"
 
     def recipe(self, cpu_parts: int | str) -> config.Recipe:
         heads = self.hidden // 32
@@ -51,15 +53,16 @@ class Shape:
         heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": self.length}
         tree: dict[str, Any] = {
             "run": {"threads": 1},
-            "model": {"config": {"model_type": "llama", "vocab_size": 4096, **fields, **heads_of}, "dtype": "bfloat16"},
+            "model": {"config": {"model_type": "llama", "vocab_size": 4096, **fields, **heads_of}, "dtype": self.dtype},
             "data": {"kind": "random", "sequence_length": self.length, "batch_size": self.parts},
             "train": {"steps": self.steps, "grad_accumulation": self.parts, "cpu_parts": cpu_parts},
         }
         return config.validate(tree, "the study")
 
 
-LARGE = Shape(hidden=512, layers=8, length=128, parts=16, steps=80)
-SMALL = Shape(hidden=64, layers=2, length=32, parts=3, steps=COUNTED + 4)
+ON_GPU = Shape(hidden=512, layers=8, length=128, parts=8, steps=60, dtype="bfloat16")
+ON_CPU = Shape(hidden=256, layers=4, length=64, parts=8, steps=60)
+SMALL = Shape(hidden=64, layers=2, length=32, parts=2, steps=COUNTED + 4)
 
 
 def records(shape: Shape, cpu_parts: int | str) -> list[dict[str, Any]]:
@@ -115,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.burden:
         burden()
-    shape, lines, best_s = SMALL if given.small else LARGE, list[list[str]](), float("inf")
+    shape = SMALL if given.small else ON_GPU if torch.cuda.is_available() else ON_CPU
+    lines, best_s = list[list[str]](), float("inf")
     with other_work(given.busy):
         for cpu_parts in (*range(shape.parts), "auto"):
             found = records(shape, cpu_parts)

@@ -44,9 +44,8 @@ END_S: Final = 1.0
 class Partner:
     """A CPU trainer for all of `parameters`. Each part of a batch has a slot: for its inputs, and for its gradients.
 
-    `lost` says why there is none any more, or is "".
     `model` is what the process needs to build the model, as JSON; it gets the values of `buffers`. `cores` are those
-    that it may use.
+    that it may use. `lost` says why the process is lost; "" if it is not.
     """
 
     def __init__(
@@ -78,17 +77,8 @@ class Partner:
         self._buffers = SharedMemory("buffers", max(buffer_bytes, 1))
         for view, buffer in zip(views(self._buffers.mapping, starts, buffers.values()), buffers.values(), strict=True):
             view.copy_(buffer)
-        memories = {
-            COPIES: self._lending.copies,
-            GRADIENTS: self._gradients,
-            INPUTS: self._inputs,
-            BUFFERS: self._buffers,
-        }
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {
             "token": self._token,
-            "socket": theirs.fileno(),
-            "memories": [[each.descriptor, each.mapping.nbytes] for _, each in sorted(memories.items())],
             "parameters": _described({known.name: known.own for known in parameters}, self._lending.offsets),
             "buffers": _described(buffers, starts),
             "slot_bytes": self._lending.nbytes,
@@ -96,6 +86,27 @@ class Partner:
             "threads": threads,
             "model": dict(model),
         }
+        self._start(settings, log)
+        try:
+            if not isinstance(self._next(START_TIMEOUT_S), Ready):
+                reason = self.lost or f"it was not ready within {START_TIMEOUT_S:.0f} s"
+                raise ClusterError(f"the CPU trainer did not start: {reason}; its log is {log}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: dict[str, Any], log: Path) -> None:
+        """Start the process with what it needs: on its input, and as open descriptors."""
+        memories = {
+            COPIES: self._lending.copies,
+            GRADIENTS: self._gradients,
+            INPUTS: self._inputs,
+            BUFFERS: self._buffers,
+        }
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(self._timeout_s)
+        settings["memories"] = [[each.descriptor, each.mapping.nbytes] for _, each in sorted(memories.items())]
+        settings["socket"] = theirs.fileno()
         with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "workers.cpu_trainer"],
@@ -110,16 +121,9 @@ class Partner:
         self._poll = select.poll()  # `select.select` cannot take descriptors above 1023
         for descriptor in (self._socket.fileno(), self._pidfd):
             self._poll.register(descriptor, select.POLLIN)
-        try:
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-                pipe.write(json.dumps(settings).encode())
-            if not isinstance(self._next(START_TIMEOUT_S), Ready):
-                reason = self.lost or f"it was not ready within {START_TIMEOUT_S:.0f} s"
-                raise ClusterError(f"the CPU trainer did not start: {reason}; its log is {log}")
-        except BaseException:
-            self.close()
-            raise
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(settings).encode())
 
     @property
     def pid(self) -> int:
@@ -194,8 +198,12 @@ class Partner:
         """Nothing happens if the process is lost: `receive` says it."""
         self._seq += 1
         frame = encode(message, token=self._token, sender=_TRAINER, seq=self._seq)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             socket.send_fds(self._socket, [frame], [] if descriptor is None else [descriptor])
+        except TimeoutError:
+            self._lose(f"it has not read for {self._timeout_s:.0f} s")
+        except (BrokenPipeError, ConnectionResetError):
+            return
 
     def _next(self, timeout_s: float) -> Message | None:
         """The next message. None if none comes in this time, or if the process is lost."""
