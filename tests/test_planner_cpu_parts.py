@@ -46,7 +46,8 @@ class Machine:
             c, about = planner.cpu_parts, rng.uniform(1.0 - noise, 1.0 + noise)
             step = Step(cpu_parts=c, step_s=self.step_s(c) * about, gpu_part_s=self.gpu_s * about)
             if c:
-                step = replace(step, cpu_part_s=self.cpu_s * about, lead_s=self.lead_s, add_s=self.add_s)
+                idle_s = max(self.lead_s + c * self.cpu_s - (self.parts - 1 - c) * self.gpu_s, 0.0)
+                step = replace(step, cpu_part_s=self.cpu_s * about, add_s=self.add_s, idle_s=idle_s)
             planner.observe(step)
 
 

@@ -1,14 +1,16 @@
 """How many parts of each batch the CPU trains beside the GPU, by what the steps so far took. Pure.
 
-    step  ┌─ GPU: parts 0 … n-2-c ────────────────┐
-          └─ lead, then the CPU: the next c parts ┴─ their gradients into the sums ─ GPU: the last part, and the updates
+    GPU   parts 0 … n-2-c ── idle, until the CPU's gradients are there ── adds them ── the last part, and the updates
+    CPU   lead ── the next c parts ────────────────────────────────────┘
+            └ updates, and the start of the first part
 
     seconds(c) = max((n - 1 - c) · gpu_part,  lead + c · cpu_part)  +  c · add  +  gpu_part        for c > 0
     seconds(0) = n · gpu_part
 
-`recipe.cotraining` calls `observe` after each step and `decide` before it. What this leaves out, as that updates share
-the cores, shows in how long steps with c parts really were: `seconds` is multiplied by that ratio, or by that of the
-present c where c was never tried. The CPU gets parts, and other numbers of them, only for a clear gain.
+`recipe.cotraining` calls `observe` after each step and `decide` before it. `lead` follows from how long the GPU was
+idle. What this leaves out, as that updates share the cores, shows in how long steps with c parts really were: `seconds`
+is multiplied by that ratio, or by that of the present c where c was never tried. Another c is taken only for a clear
+gain.
 """
 
 from __future__ import annotations
@@ -25,22 +27,24 @@ WINDOW: Final = 8
 SETTLE: Final = 4
 #: Another number of parts has to make steps shorter by this share.
 MIN_GAIN: Final = 0.02
+#: A GPU that was idle for less than this share of a part was busy.
+IDLE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step, in seconds. `step_s`: all of it. `gpu_part_s`: a part on the GPU.
 
-    With parts on the CPU, `cpu_part_s` is the mean of them, `lead_s` how long it waited for the first, and `add_s` how
-    long the gradients of one took to come into the sums.
+    With parts on the CPU, `cpu_part_s` is the mean of them, `add_s` how long it took the GPU to add the gradients of
+    one, and `idle_s` how long the GPU had nothing to do before that.
     """
 
     cpu_parts: int
     step_s: float
     gpu_part_s: float
     cpu_part_s: float | None = None
-    lead_s: float = 0.0
     add_s: float = 0.0
+    idle_s: float = 0.0
 
 
 class CpuPartsPlanner:
@@ -70,10 +74,22 @@ class CpuPartsPlanner:
         self._gpu_s.append(step.gpu_part_s)
         if step.cpu_part_s is not None:
             self._cpu_s.append(step.cpu_part_s)
-            self._lead_s.append(step.lead_s)
             self._add_s.append(step.add_s)
+            self._observe_lead(step)
         if step.cpu_parts == 0 or self.is_tried:
             self._ratios[step.cpu_parts].append(step.step_s / self._modelled(step.cpu_parts))
+
+    def _observe_lead(self, step: Step) -> None:
+        """What the CPU's parts don't explain of the time until the GPU goes on; at most that, if the GPU was busy."""
+        assert step.cpu_part_s is not None
+        beside_s = (self._parts - 1 - step.cpu_parts) * step.gpu_part_s + step.idle_s
+        lead_s = max(beside_s - step.cpu_parts * step.cpu_part_s, 0.0)
+        if step.idle_s < IDLE * step.gpu_part_s:
+            lead_s = min(lead_s, self._lead())
+        self._lead_s.append(lead_s)
+
+    def _lead(self) -> float:
+        return median(self._lead_s) if self._lead_s else 0.0
 
     def decide(self) -> bool:
         """Choose `cpu_parts` for the next steps. Returns whether that is another number now, or the first choice."""
@@ -98,8 +114,8 @@ class CpuPartsPlanner:
         gpu_s = median(self._gpu_s)
         if cpu_parts == 0:
             return self._parts * gpu_s
-        lead_s, add_s = (median(numbers) if numbers else 0.0 for numbers in (self._lead_s, self._add_s))
-        beside_s = max((self._parts - 1 - cpu_parts) * gpu_s, lead_s + cpu_parts * median(self._cpu_s))
+        add_s = median(self._add_s) if self._add_s else 0.0
+        beside_s = max((self._parts - 1 - cpu_parts) * gpu_s, self._lead() + cpu_parts * median(self._cpu_s))
         return beside_s + cpu_parts * add_s + gpu_s
 
     def _sentence(self, chosen: int) -> str:

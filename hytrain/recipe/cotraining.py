@@ -17,9 +17,10 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any, Final, Self, cast
 
@@ -31,7 +32,7 @@ from transformers import AutoConfig
 from hytrain.cotraining.partner import ADDRESS
 from hytrain.errors import CapacityError
 from hytrain.memory.capacity import host_bound
-from hytrain.memory.clock import Clock, CudaClock, HostClock, Span
+from hytrain.memory.clock import Clock, CudaClock, HostClock, Mark, Span
 from hytrain.optim import Optimizer
 from hytrain.planner.cpu_parts import CpuPartsPlanner, Step
 from hytrain.recipe import config, loss
@@ -118,8 +119,8 @@ class CoTraining:
         self.process: Process = (ADDRESS.role, self._partner.pid, cores)
         self.numbers: dict[str, float] = {}  # of the last step, for its record
         self._clock: Clock = CudaClock(task.device) if task.device.type == "cuda" else HostClock()
-        self._unread = deque[tuple[Step, Span]]()  # steps whose part on the device may still run
-        self._ended: tuple[Step, Span] | None = None  # the last step, whose time is known once the next one begins
+        self._ended: _Ended | None = None  # the last step, whose time is known once the next one begins
+        self._unread = deque[tuple[_Ended, float]]()  # steps that may still run on the device, and their seconds
         self._began_s = 0.0
         self._steps, self._next_trial, self._trial = 0, FIRST_TRIAL, _NONE
         self._is_there, self._is_warm = True, False
@@ -128,35 +129,41 @@ class CoTraining:
         """All backwards of step `step` (from 0). Returns the batch's mean loss, shape ()."""
         parts = list(batch.parts(self._count))
         self._begin(step, parts[0])
-        cpu_parts, last = self._cpu_parts, self._count - 1
-        first = last - cpu_parts
-        total, spans = torch.zeros((), device=self._device), dict[int, Span]()
+        last = self._count - 1
+        first = last - self._cpu_parts
+        total, own, adds = torch.zeros((), device=self._device), dict[int, Span](), list[Span]()
+        began = self._clock.mark()
 
         def train(index: int) -> None:
-            began = self._clock.mark()
+            before = self._clock.mark()
             torch.manual_seed(self._seed_of(step, index))
             total.add_(self._train_part(*parts[index]))
-            spans[index] = began, self._clock.mark()
+            own[index] = before, self._clock.mark()
 
         for index in range(first)[:1]:
             train(index)
         jobs = self._hand_over(step, {index: parts[index] for index in range(first, last)})
-        lead_s = time.monotonic() - self._began_s
         for index in range(first)[1:]:
             train(index)
-        seconds, add_s = list[float](), list[float]()
+        seconds = list[float]()
         for slot, (index, job) in enumerate(jobs.items()):
             if (computed := self._partner.receive(job)) is None:
                 train(index)
                 continue
-            before_s = time.monotonic()
+            before = self._clock.mark()
             self._partner.add(slot, computed)
             total.add_(computed.loss)
-            add_s.append(time.monotonic() - before_s)
+            adds.append((before, self._clock.mark()))
             seconds.append(computed.seconds)
         train(last)
-        timed = spans.pop(first - 1 if first else last)
-        self._end(timed, spans.values(), seconds, add_s, lead_s)
+        self._ended = _Ended(
+            cpu_part_s=fmean(seconds) if seconds else None,
+            cpu_parts=self._cpu_parts,
+            part=own[first - 1 if first else last],
+            gap=(own[first - 1][1] if first else began, own[last][0]),
+            adds=adds,
+            marks=[began, *chain(*own.values(), *adds)],
+        )
         return total
 
     def _hand_over(self, step: int, parts: Mapping[int, tuple[Batch, float]]) -> dict[int, int]:
@@ -175,13 +182,10 @@ class CoTraining:
         """A step begins: read what is known of those before, and choose the parts of this one."""
         now_s = time.monotonic()
         if self._ended is not None:
-            ended, span = self._ended
-            self._unread.append((replace(ended, step_s=now_s - self._began_s), span))
+            self._unread.append((self._ended, now_s - self._began_s))
         self._began_s, self._steps = now_s, self._steps + 1
-        while self._unread and self._clock.passed(self._unread[0][1][1]):
-            ended, span = self._unread.popleft()
-            ended = replace(ended, gpu_part_s=self._clock.seconds(span))
-            self._clock.recycle(span)
+        while self._unread and all(map(self._clock.passed, self._unread[0][0].marks)):
+            ended = self._read(*self._unread.popleft())
             self.numbers = _numbers(ended)
             if self._planner is not None:
                 self._planner.observe(ended)
@@ -213,19 +217,37 @@ class CoTraining:
                 f"{planner.why}"
             )
 
-    def _end(
-        self, timed: Span, others: Iterable[Span], seconds: list[float], add_s: list[float], lead_s: float
-    ) -> None:
-        """The step's backwards are launched. `timed` is a part whose time on the device counts."""
-        for span in others:
-            self._clock.recycle(span)
-        step = Step(cpu_parts=self._cpu_parts, step_s=0.0, gpu_part_s=0.0)
-        if seconds:
-            step = replace(step, cpu_part_s=fmean(seconds), add_s=fmean(add_s), lead_s=lead_s)
-        self._ended = step, timed
+    def _read(self, ended: _Ended, step_s: float) -> Step:
+        adds_s = [self._clock.seconds(span) for span in ended.adds]
+        step = Step(
+            cpu_parts=ended.cpu_parts,
+            step_s=step_s,
+            gpu_part_s=self._clock.seconds(ended.part),
+            cpu_part_s=ended.cpu_part_s,
+            add_s=fmean(adds_s) if adds_s else 0.0,
+            idle_s=max(self._clock.seconds(ended.gap) - sum(adds_s), 0.0),
+        )
+        self._clock.recycle(ended.marks)
+        return step
 
     def close(self) -> None:
         self._partner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step whose backwards are launched. Spans are on the trainer's device.
+
+    `part`: one of its parts. `adds`: the CPU's gradients came into the sums. `gap`: between the other parts and the
+    last one. `marks`: all of the step.
+    """
+
+    cpu_parts: int
+    cpu_part_s: float | None
+    part: Span
+    gap: Span
+    adds: list[Span]
+    marks: list[Mark]
 
 
 def _numbers(step: Step) -> dict[str, float]:
