@@ -44,6 +44,8 @@ from hytrain.recipe.task import Task
 
 #: `auto` has the CPU compute a part that is not used, to see how long it takes: after 1, 2, 4, 8, … steps.
 FIRST_TRIAL: Final = 1
+#: The times of a `Step` that are recorded.
+RECORDED: Final = ("gpu_part_s", "cpu_part_s")
 _NONE: Final = 0  # no job has this number
 
 
@@ -117,7 +119,7 @@ class CoTraining:
             threads=threads,
         )
         self.process: Process = (ADDRESS.role, self._partner.pid, cores)
-        self.numbers: dict[str, float] = {}  # of the last step, for its record
+        self.numbers: dict[str, float] = {}  # for the last step's record; times are of the last step that was read
         self._clock: Clock = CudaClock(task.device) if task.device.type == "cuda" else HostClock()
         self._ended: _Ended | None = None  # the last step, whose time is known once the next one begins
         self._unread = deque[tuple[_Ended, float]]()  # steps that may still run on the device, and their seconds
@@ -164,6 +166,7 @@ class CoTraining:
             adds=adds,
             marks=[began, *chain(*own.values(), *adds)],
         )
+        self.numbers["cpu_parts"] = len(seconds)
         return total
 
     def _hand_over(self, step: int, parts: Mapping[int, tuple[Batch, float]]) -> dict[int, int]:
@@ -186,7 +189,7 @@ class CoTraining:
         self._began_s, self._steps = now_s, self._steps + 1
         while self._unread and all(map(self._clock.passed, self._unread[0][0].marks)):
             ended = self._read(*self._unread.popleft())
-            self.numbers = _numbers(ended)
+            self.numbers = {name: value for name in RECORDED if (value := getattr(ended, name)) is not None}
             if self._planner is not None:
                 self._planner.observe(ended)
         if self._partner.lost and self._is_there:
@@ -248,12 +251,6 @@ class _Ended:
     gap: Span
     adds: list[Span]
     marks: list[Mark]
-
-
-def _numbers(step: Step) -> dict[str, float]:
-    """What a record has of it."""
-    numbers = {"cpu_parts": step.cpu_parts, "gpu_part_s": step.gpu_part_s}
-    return numbers if step.cpu_part_s is None else {**numbers, "cpu_part_s": step.cpu_part_s}
 
 
 def _inputs(part: Batch) -> dict[str, Tensor]:

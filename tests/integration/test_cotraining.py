@@ -40,10 +40,14 @@ RANDOM = {
     "data": {"kind": "random", "sequence_length": 8, "batch_size": 2},
     "train": {"steps": 400, "device": "cpu", "grad_accumulation": 2, "cpu_parts": 1},
 }
+TREE: dict[str, Any] = {
+    "run": {"seed": 5, "threads": 1},
+    "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 2 * PARTS},
+    "train": {"steps": STEPS, "lr": 1e-2, "eval_batches": 2, "device": "cpu", "grad_accumulation": PARTS},
+    "optimizer": {"k": 0.4},
+}
 #: From each number of parts to another one.
 ALL = (0, 1, 3, 2, 0, 3, 1, 2)
-
-Trained = Callable[..., dict[str, Tensor]]
 
 
 class Scheduled:
@@ -66,49 +70,52 @@ class Scheduled:
         return True
 
 
-@pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Trains a recipe with options; the CPU has so many parts in each step. Returns weights, state and losses."""
-    monkeypatch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
-    words = random.Random(1).choices(["the", "people", "of", "these", "states", "shall", "prosper"], k=2000)
-    (tmp_path / "text.txt").write_text(" ".join(words))
-    tree: dict[str, Any] = {
-        "run": {"seed": 5, "threads": 1},
-        "data": {"paths": ["text.txt"], "sequence_length": 32, "batch_size": 2 * PARTS},
-        "train": {"steps": STEPS, "lr": 1e-2, "eval_batches": 2, "device": "cpu", "grad_accumulation": PARTS},
-        "optimizer": {"k": 0.4},
-    }
+class Trainings:
+    """Trains recipes over one text. `cpu_parts` has how many parts the CPU trained in the last run's steps."""
 
-    def train(
-        *overrides: str, schedule: Sequence[int] | None = None, model: Mapping[str, Any] = LLAMA
+    def __init__(self, folder: Path, patches: pytest.MonkeyPatch) -> None:
+        self.cpu_parts = list[int | None]()
+        self._folder, self._patches = folder, patches
+        words = random.Random(1).choices(["the", "people", "of", "these", "states", "shall", "prosper"], k=2000)
+        (folder / "text.txt").write_text(" ".join(words))
+
+    def __call__(
+        self, *overrides: str, schedule: Sequence[int] | None = None, model: Mapping[str, Any] = LLAMA
     ) -> dict[str, Tensor]:
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**tree, "model": {"config": dict(model)}}))
+        """Weights, state and losses after training. With a schedule, the CPU has so many parts in each step."""
+        recipe = self._folder / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump({**TREE, "model": {"config": dict(model)}}))
         made = list[Any]()
 
         def make(module: nn.Module, recipe: config.Recipe) -> Any:
             made.append((module, hytrain_optimizer(module, recipe)))
             return made[-1][1]
 
-        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
-        folder.mkdir()
-        with monkeypatch.context() as patch:
+        run_dir = self._folder / f"run-{len(list(self._folder.glob('run-*')))}"
+        run_dir.mkdir()
+        with self._patches.context() as patch:
+            patch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
             if schedule is not None:
                 overrides = (*overrides, "train.cpu_parts=auto")
                 patch.setattr(Scheduled, "schedule", schedule)
                 patch.setattr(cotraining, "CpuPartsPlanner", Scheduled)
                 patch.setattr(cotraining, "FIRST_TRIAL", 10**9)
             try:
-                loop.train(config.load(tmp_path / "recipe.yaml", overrides), folder, make, terminal=False)
+                loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
                 [(module, opt)] = made
                 opt.synchronize()
                 result = {**weights(module), **state(opt)}
             finally:
                 made[0][1].close()
-        records = [json.loads(line) for line in (opt.run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses = [record["loss"] for record in records[-STEPS:]]
-        return {**result, "losses": torch.tensor(losses, dtype=torch.float64)}
+        lines = (opt.run_dir / "metrics.jsonl").read_text().splitlines()[-STEPS:]
+        records = [json.loads(line) for line in lines]
+        self.cpu_parts = [record.get("cpu_parts") for record in records]
+        return {**result, "losses": torch.tensor([record["loss"] for record in records], dtype=torch.float64)}
 
-    return train
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    return Trainings(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +129,13 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     ],
     ids=["pieces", "banks", "streamed", "moving", "visiting"],
 )
-def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...], trained: Trained) -> None:
-    assert differing(trained(*options, schedule=ALL), trained(*options)) == []
+def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...], trained: Trainings) -> None:
+    ours = trained(*options, schedule=ALL)
+    assert trained.cpu_parts == [*ALL]
+    assert differing(ours, trained(*options)) == []
 
 
-def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trained) -> None:
+def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> None:
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
 
@@ -137,7 +146,7 @@ def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (ours[name].double() - values.double()).norm() <= 5e-3 * values.double().norm(), name
 
 
-def test_parts_make_the_batch_within_rounding(trained: Trained) -> None:
+def test_parts_make_the_batch_within_rounding(trained: Trainings) -> None:
     assert_close(trained("train.cpu_parts=2"), trained("train.grad_accumulation=1"))
 
 
@@ -151,12 +160,12 @@ def test_parts_make_the_batch_within_rounding(trained: Trained) -> None:
     ],
     ids=["resident", "streamed", "moving"],
 )
-def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(options: tuple[str, ...], trained: Trained) -> None:
+def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(options: tuple[str, ...], trained: Trainings) -> None:
     options = (*options, "train.device=cuda")
     assert_close(trained(*options, schedule=ALL), trained(*options))
 
 
-def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, close = list[int](), Partner.close
 
     def look(self: Partner) -> None:
@@ -203,7 +212,7 @@ def confuse(partner: Partner) -> None:
 def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     hurt: Callable[[Partner], None],
     said: str,
-    trained: Trained,
+    trained: Trainings,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -218,6 +227,7 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
 
     monkeypatch.setattr(Partner, "lend", lent)
     ours = trained("train.cpu_parts=2")
+    assert trained.cpu_parts == [2, 2, 0, 0, 0, 0, 0, 0]
     assert differing(ours, trained()) == []
     told = [line for line in capsys.readouterr().err.splitlines() if "is lost" in line]
     assert len(told) == 1 and told[0].startswith("step 4: the CPU trainer (process "), told
@@ -235,14 +245,14 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         helper.wait(60)
 
 
-def test_auto_measures_and_says_what_it_decides(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_measures_and_says_what_it_decides(trained: Trainings, capsys: pytest.CaptureFixture[str]) -> None:
     ours = trained("train.cpu_parts=auto", "train.steps=120", "train.lr=1e-3")
     assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
     assert "of 4 parts of each batch, since a part takes " in told[0]
     assert differing(ours, trained("train.steps=120", "train.lr=1e-3")) == []
 
 
-def test_what_cannot_start_is_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cotraining, "describe", lambda task: {"config": {}, "model": {}, "loss_chunks": 1})
     with pytest.raises(
         ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log$"
