@@ -56,7 +56,9 @@ def test_the_table_of_co_training_has_a_row_for_each_number_of_parts(
 ) -> None:
     monkeypatch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
     found = rows(cotraining.main, capsys)
-    assert [row[0] for row in found[:2]] == ["0", "1"] and re.fullmatch("auto: [01]", found[2][0])
+    assert [row[0][:1] for row in found] == ["0", "1"]
+    assert sum("chosen by auto" in row[0] for row in found) == 1
+    assert min(float(row[2]) for row in found) == 1.0
     assert float(found[1][3]) > 0.0 and float(found[1][4]) > 0.0, "both have computed parts"
 
 
