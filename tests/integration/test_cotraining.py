@@ -16,16 +16,17 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers import differing, state, weights
+from helpers import differing, on_waiting, process, state, weights
 from programs import CLUSTER, read_until, roles_below, started
 from torch import Tensor, nn
 
 from hytrain.cotraining.partner import Partner
 from hytrain.errors import CapacityError, ClusterError
+from hytrain.optim import Optimizer
 from hytrain.planner.cpu_parts import Step
 from hytrain.recipe import config, cotraining, loop, report
 from hytrain.recipe.optimizer import hytrain_optimizer
-from protocol.messages import TakeBack
+from protocol.messages import Computed, TakeBack
 
 PARTS, STEPS = 4, 8
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -163,6 +164,29 @@ def test_parts_make_the_batch_within_rounding(trained: Trainings) -> None:
 def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(options: tuple[str, ...], trained: Trainings) -> None:
     options = (*options, "train.device=cuda")
     assert_close(trained(*options, schedule=ALL), trained(*options))
+
+
+def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer process is stopped from before a step's updates until somebody waits for one."""
+    optimizers, cotrain, add = list[psutil.Process](), Optimizer.cotrain, Partner.add
+
+    def found(self: Any, *arguments: Any, **options: Any) -> Partner:
+        optimizers.append(process(self, "optimizer"))
+        return cotrain(self, *arguments, **options)
+
+    def added(self: Partner, slot: int, computed: Computed) -> None:
+        add(self, slot, computed)
+        optimizers[0].suspend()
+
+    monkeypatch.setattr(Optimizer, "cotrain", found)
+    monkeypatch.setattr(Partner, "add", added)
+    on_waiting(monkeypatch, lambda what: optimizers[0].resume() if optimizers else None)
+    try:
+        ours = trained("optimizer.k=0", "train.cpu_parts=3")
+    finally:
+        optimizers[0].resume()
+    optimizers.clear()
+    assert differing(ours, trained("optimizer.k=0")) == []
 
 
 def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
