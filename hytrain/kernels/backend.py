@@ -86,7 +86,7 @@ class Backend(Protocol):
 def check_dtypes(weights_dtype: str, grads_dtype: str, remainder: int, state_dtype: str = "float32") -> None:
     """Raise ValueError unless the planes fit together."""
     if state_dtype not in STATE_DTYPES:
-        raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
+        raise ValueError(f"moments are {', '.join(STATE_DTYPES)}, not {state_dtype}")
     if (weights_dtype, grads_dtype) not in DTYPES:
         raise ValueError(f"no update for {weights_dtype} weights with {grads_dtype} gradients")
     if weights_dtype != "bfloat16" and (remainder != 0) != (weights_dtype == "float16"):

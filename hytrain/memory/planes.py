@@ -29,7 +29,14 @@ from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handl
 from protocol.messages import Segment
 from protocol.rules import MOMENTS
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
+#: float8 is codes, which only `kernels.float8` reads as numbers.
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int16": torch.int16,
+    "float8": torch.uint8,
+}
 #: For each rule, where its moments are among `STATE_PLANES`.
 _MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
 
