@@ -1,14 +1,15 @@
 """Whether HyTrain learns as torch.optim.AdamW does: the same recipe with several seeds, losses in one picture.
 
-    python -m benchmarks.curves DIR [--seeds 1 2 3] [--set a.b=v …] [--picture OUT.png]
+    python -m benchmarks.curves DIR [--recipe F.yaml] [--seeds 1 2 3] [--set a.b=v …] [--picture OUT.png]
 
-    torch        the recipe's loop in one process, fp32, clip_grad_norm_ and torch.optim.AdamW(fused=True)
+    torch        the recipe's loop in one process, clip_grad_norm_ and torch.optim.AdamW(fused=True)
     HyTrain      the same through three processes
     HyTrain bf16 the same with bf16 weights over fp32 masters
     … moments    the same with bf16 or float8 moments, too, which is not exact
         └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ a table, a picture
 
-The recipe is examples/demo.yaml; `--set` changes it.
+The recipe is examples/demo.yaml unless told otherwise; `--set` changes it. If its weights are in bf16, torch has fp32
+masters of them beside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +67,7 @@ SMOOTHING: Final = 50
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="F.yaml")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=v")
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
     arguments = parser.parse_args(argv)
     if arguments.plain:
-        recipe, folder = config.load(RECIPE, arguments.overrides), arguments.folder
+        recipe, folder = config.load(arguments.recipe, arguments.overrides), arguments.folder
         loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
         return
     found: dict[str, dict[int, History]] = {system: {} for system in arguments.systems}
@@ -80,25 +83,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         for system in arguments.systems:
             overrides = [*arguments.overrides, *SYSTEMS[system], f"run.seed={seed}"]
             folder = arguments.folder / re.sub(r"\W+", "-", f"{system}-{seed}")
-            found[system][seed] = run(system, overrides, folder)
+            found[system][seed] = run(system, overrides, folder, arguments.recipe.resolve())
     print(table(found))
     if arguments.picture is not None:
         draw(found, arguments.picture)
 
 
-def run(system: str, overrides: list[str], folder: Path) -> History:
+def run(system: str, overrides: list[str], folder: Path, path: Path = RECIPE) -> History:
     """One run, unless the folder has it by now: what was interrupted goes on. `CalledProcessError` if it fails."""
-    recipe, metrics = config.load(RECIPE, overrides), folder / "metrics.jsonl"
+    recipe, metrics = config.load(path, overrides), folder / "metrics.jsonl"
     before, own = History.read(metrics, recipe.train.steps), folder / "recipe.yaml"
     if before.validation and before.validation[-1][0] == recipe.train.steps:
         if own.exists() and own.read_text() == config.dump(recipe):
             return before
     sets = [word for override in overrides for word in ("--set", override)]
     if system == PLAIN:
-        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", *sets]
+        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", "--recipe", str(path), *sets]
     else:
         launcher = str(ROOT / "bin" / "hytrain-cluster")
-        command = [sys.executable, launcher, str(RECIPE), "--run-dir", str(folder), *sets]
+        command = [sys.executable, launcher, str(path), "--run-dir", str(folder), *sets]
     print(f"{system}: {' '.join(overrides)} …", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as output:
@@ -110,28 +113,47 @@ def run(system: str, overrides: list[str], folder: Path) -> History:
 
 
 class Plain(torch.optim.AdamW):
-    """What the recipe's loop needs of an optimizer, by torch alone."""
+    """What the recipe's loop needs of an optimizer, by torch alone. 16-bit weights have fp32 masters."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, folder: Path) -> None:
-        train = recipe.train
-        super().__init__(
-            decay_groups(model, train.weight_decay), lr=train.lr, betas=train.betas, eps=train.eps, fused=True
-        )
-        self._parameters, self._max_norm = list(model.parameters()), train.max_grad_norm
+        train, groups = recipe.train, decay_groups(model, recipe.train.weight_decay)
+        self._weights: list[Tensor] = [weight for group in groups for weight in group["params"]]
+        masters = {id(weight): weight.detach().float() for weight in self._weights if weight.dtype != torch.float32}
+        for group in groups:
+            group["params"] = [masters.get(id(weight), weight) for weight in group["params"]]
+        self._masters: list[Tensor] = [master for group in groups for master in group["params"]]
+        super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+        self._max_norm = train.max_grad_norm
         self.grad_norm: Tensor | None = None
         self.loss_scale: Tensor | None = None
-        self._file = (folder / "metrics.jsonl").open("w", buffering=1)
+        self._metrics = folder / "metrics.jsonl"
+        self._metrics.write_text("")
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        rounded = [
+            (weight, master)
+            for weight, master in zip(self._weights, self._masters, strict=True)
+            if weight is not master
+        ]
+        for weight, master in rounded:
+            master.grad = None if weight.grad is None else weight.grad.float()
         if self._max_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_(self._masters, self._max_norm)
         super().step()
+        with torch.no_grad():
+            for weight, master in rounded:
+                weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in (*self._weights, *self._masters):
+            weight.grad = None
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
     def log(self, step: int, **numbers: float) -> None:
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        with self._metrics.open("a") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
 
     def statistics(self) -> Statistics:
         return Statistics()
@@ -139,9 +161,12 @@ class Plain(torch.optim.AdamW):
     def synchronize(self) -> None:
         """Nothing is under way."""
 
-    def save(self, folder: Path) -> None:
+    def async_save(self, folder: Path) -> Future[None]:
         folder.mkdir()
         torch.save(self.state_dict(), folder / "state.pt")
+        saved = Future[None]()
+        saved.set_result(None)
+        return saved
 
     def load(self, folder: Path) -> None:
         self.load_state_dict(torch.load(folder / "state.pt"))

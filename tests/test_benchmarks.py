@@ -181,6 +181,25 @@ def test_curves_that_are_there_are_not_run_again(tmp_path: Path, monkeypatch: py
     assert ran == ["run"]
 
 
+def test_the_plain_side_of_curves_has_masters_and_saves(tmp_path: Path) -> None:
+    """Of 16-bit weights: single steps are too small for them, and yet they move. Saves are futures."""
+    recipe = config.load(curves.RECIPE, ["train.lr=1e-3", "train.weight_decay=0.0"])
+    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
+    optimizer = curves.Plain(model, recipe, tmp_path)
+    seen = []
+    for _ in range(8):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+        seen.append(model.weight[0, 0].item())
+    assert seen[0] == 1.0 and seen[-1] == pytest.approx(1 - 8e-3, abs=2**-8)
+    optimizer.async_save(tmp_path / "optimizer").result(timeout=10)
+    state = torch.load(tmp_path / "optimizer" / "state.pt")["state"]
+    assert [entry["exp_avg"].dtype for entry in state.values()] == [torch.float32]
+
+
 # ---------------------------------------------------------------- host
 
 
