@@ -344,11 +344,11 @@ class Optimizer(torch.optim.Optimizer):
 
         A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
         Each entry counts the parameter's updates in `step`, also where torch does not. Moments are views of the planes,
-        not copies; float8 ones are copies in bfloat16. If the GPU owns some layers and the host others, those of the
-        GPU are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the moments: weights and
-        remainder together are the master. The `remainder` of float16 parameters is the master itself (float32).
-        Remainders are copies. The loss scale's state is in the first group, and the step's number and the moments'
-        dtype are beside the groups, under keys that torch ignores.
+        not copies; float8 ones are copies, in bfloat16 and in host memory. If the GPU owns some layers and the host
+        others, those of the GPU are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the
+        moments: weights and remainder together are the master. The `remainder` of float16 parameters is the master
+        itself (float32). Remainders are copies. The loss scale's state is in the first group, and the step's number
+        beside the groups, under keys that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

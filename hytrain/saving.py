@@ -21,7 +21,7 @@ from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.step.scaling import LossScale
-from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
+from hytrain.tensors import distributed, flat, is_distributed, laid_out, local, local_like, part_of, shaped, version
 from protocol.handles import DTYPE_BYTES, STATE_PLANES, Precision
 from protocol.rules import MOMENT_PLANES, MOMENTS
 
@@ -75,11 +75,7 @@ def state_dict(
                 for plane, part in parts.items()
             }
         state[index[id(parameter)]] = {"step": _step(count), **parts}
-    return {
-        "state": dict(sorted(state.items())),
-        "param_groups": packed,
-        "state_dtype": resting.precision.state_dtype,
-    }
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
 def load_state_dict(
@@ -111,7 +107,7 @@ def load_state_dict(
         name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
         _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm)
     found = {
-        loaded.get("state_dtype", dtype_name(moment.dtype))
+        _saved_as(moment, plane, resting.precision)
         for entry in entries.values()
         for plane in MOMENT_PLANES
         if (moment := _tensor(entry, plane)) is not None
@@ -140,6 +136,14 @@ def load_state_dict(
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _saved_as(moment: Tensor, plane: str, own: Precision) -> str:
+    """The `state_dtype` that a loaded moment had. float8's numbers are in bfloat16."""
+    if own.state_dtype == "float8" and moment.dtype is torch.bfloat16:
+        if float8.are_numbers(local(moment).flatten().cpu(), plane):
+            return "float8"
+    return dtype_name(moment.dtype)
 
 
 def tell_of_conversion(source: str, moments: set[str], has_masters: bool, own: Precision) -> None:

@@ -37,13 +37,18 @@ def test_every_code_has_a_number(moment: int) -> None:
 
 
 @both
-def test_what_is_saved_is_read_as_the_same_codes(moment: int) -> None:
+def test_what_is_saved_is_read_as_the_same_codes(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several pieces."""
+    monkeypatch.setattr(float8, "_CHUNK", 100)
     plane = ("exp_avg", "exp_avg_sq")[moment]
     codes = torch.cat([codes_of(moment), torch.tensor([[127, 255][moment]], dtype=torch.uint8)])
     saved = float8.from_plane(codes, plane)
     assert saved.dtype is torch.bfloat16
     assert float8.to_plane(saved, plane).tolist() == codes.tolist()
     assert float8.to_plane(saved.float(), plane).tolist() == codes.tolist()
+    numbers = saved[:-1]  # without NaN
+    assert float8.are_numbers(numbers, plane)
+    assert not float8.are_numbers(torch.cat([numbers, numbers[-1:] * 0.97]), plane)
 
 
 def test_every_plane_of_moments_has_a_format() -> None:

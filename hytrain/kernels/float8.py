@@ -26,6 +26,8 @@ from torch import Tensor
 
 #: Of a float32's bits, all but two of the mantissa's are cut off.
 _CUT: Final = 21
+#: So many elements are converted at a time, as that takes several times their memory.
+_CHUNK: Final = 1 << 22
 #: The random bits that round to nearest.
 _NEAREST: Final = 1 << 15
 
@@ -72,11 +74,25 @@ def rounded(exact: Tensor, random: Tensor, moment: int) -> Tensor:
 
 
 def to_plane(values: Tensor, plane: str) -> Tensor:
-    """What a plane of moments has of `values`, rounded to nearest: uint8."""
-    exact = values.float()
-    return rounded(exact, torch.full_like(exact, _NEAREST, dtype=torch.int32), _INDEX[plane])
+    """What a plane of moments has of `values`, rounded to nearest: uint8. Both have shape (numel,), in host memory."""
+    codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
+    for into, part in zip(codes.split(_CHUNK), values.split(_CHUNK), strict=True):
+        exact = part.float()
+        into.copy_(rounded(exact, torch.full_like(exact, _NEAREST, dtype=torch.int32), _INDEX[plane]))
+    return codes
 
 
 def from_plane(codes: Tensor, plane: str) -> Tensor:
-    """The numbers of a plane's codes in bfloat16, from which `to_plane` makes the same codes."""
-    return widened(codes, _INDEX[plane]).bfloat16()
+    """The numbers of a plane's codes, from which `to_plane` makes the same codes: bfloat16, shape (numel,).
+
+    They are in host memory. A GPU that is full of state has no room for them.
+    """
+    numbers = torch.empty(codes.shape, dtype=torch.bfloat16, device="cpu")
+    for into, part in zip(numbers.split(_CHUNK), codes.split(_CHUNK), strict=True):
+        into.copy_(widened(part.cpu(), _INDEX[plane]))
+    return numbers
+
+
+def are_numbers(values: Tensor, plane: str) -> bool:
+    """Whether nothing of `values`, of shape (numel,) in host memory, is lost in this plane."""
+    return all(torch.equal(from_plane(to_plane(part, plane), plane), part) for part in values.split(_CHUNK))

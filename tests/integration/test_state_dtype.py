@@ -129,8 +129,11 @@ def test_a_state_is_read_in_another_dtype_with_a_sentence(
         assert differing(state(opt), theirs | converted) == []
         train(model, opt, range(5, 8))
     said = [message for message in caplog.messages if message.startswith("the moments in ")]
-    assert len(said) == 1 and f"are {saved}: they become {own}" in said[0]
-    assert ("rounded to nearest" in said[0]) is (STATE_DTYPES.index(own) > STATE_DTYPES.index(saved))
+    if form == "dictionary" and saved == "float8":
+        saved = "bfloat16"  # which its numbers are in there
+    assert len(said) == (own != saved) and all(f"are {saved}: they become {own}" in each for each in said)
+    narrower = STATE_DTYPES.index(own) > STATE_DTYPES.index(saved)
+    assert all(("rounded to nearest" in each) is narrower for each in said)
 
 
 def as_read(name: str, saved: Tensor, own: str) -> Tensor:
