@@ -16,7 +16,7 @@ import gc
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -42,6 +42,7 @@ from hytrain.checks import (
     read_groups,
 )
 from hytrain.config import ClusterConfig
+from hytrain.cotraining.partner import Partner
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
@@ -436,6 +437,23 @@ class Optimizer(torch.optim.Optimizer):
         Like `DistributedDataParallel.no_sync`, for loops that know which micro-batch is the last.
         """
         return self._session.accumulation.held()
+
+    def cotrain(
+        self, model: Mapping[str, Any], *, slots: int, input_bytes: int, cores: Sequence[int], threads: int
+    ) -> Partner:
+        """A CPU trainer for the parameters of this optimizer, which recipes use for `train.cpu_parts`. Close it first.
+
+        Args:
+            model: What the process needs to build the model, as JSON.
+            slots: The most parts of a batch that it computes in a step.
+            input_bytes: The most bytes that the inputs of one part take.
+            cores: The cores that it may use.
+            threads: Threads of torch there.
+
+        Raises:
+            ClusterError: It does not start.
+        """
+        return self._session.cotrain(model, slots=slots, input_bytes=input_bytes, cores=cores, threads=threads)
 
     def synchronize(self) -> None:
         """Return when every update has arrived in the parameters.

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from hytrain import saving
 from hytrain.checks import Options, check_free, check_model
 from hytrain.config import ClusterConfig
+from hytrain.cotraining.partner import ADDRESS, Partner
 from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
@@ -420,6 +421,23 @@ class Session:
         """The state of a run after `steps` steps was loaded: go on with its count."""
         self.engine.steps = steps
         self._numbers.restored(steps)
+
+    def cotrain(
+        self, model: Mapping[str, Any], *, slots: int, input_bytes: int, cores: Sequence[int], threads: int
+    ) -> Partner:
+        """Start a CPU trainer for this session's parameters, which must not change from then on."""
+        return Partner(
+            model,
+            dict(self._model.named_buffers(remove_duplicate=False)),
+            self.parameters,
+            engine=self.engine,
+            slots=slots,
+            input_bytes=input_bytes,
+            cores=cores,
+            threads=threads,
+            log=self.run_dir / "logs" / f"{ADDRESS}.log",
+            answer_timeout_s=self._cluster.hang_timeout_s,
+        )
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self._cluster.optimizer_pids[self._place.rank]

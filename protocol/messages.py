@@ -8,6 +8,7 @@
     monitors    StatusRequest -> Status, HistoryRequest -> History, Command -> CommandReply
     timeline    TraceNext -> TraceSteps -> Traced
     checkpoints SaveCheckpoint
+    co-training LendMemory, WeightsAt, TakeBack, Compute -> Computed
     liveness    Ping -> Pong
     machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
@@ -824,6 +825,72 @@ class NodeStatus(Message):
     """Another machine's coordinator to the first one's, in each step: the ranks of its machine."""
 
     ranks: tuple[RankStatus, ...]
+
+
+# ---------------------------------------------------------------- co-training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendMemory(Message):
+    """Trainer to CPU trainer, with a descriptor (SCM_RIGHTS): map so many bytes of it, and call it `memory`."""
+
+    memory: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _require(self.memory >= 0 and self.nbytes > 0, "memory needs a number and a size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsAt(Message):
+    """Trainer to CPU trainer: the weights of `parameters` begin at `offsets`, in bytes, of this memory."""
+
+    memory: int
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(len(self.parameters) == len(self.offsets), "each parameter needs an offset")
+        _require(min((self.memory, *self.parameters, *self.offsets)) >= 0, "memory, parameters, offsets count from 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBack(Message):
+    """Trainer to CPU trainer: no parameter's weights are in this memory any more. Unmap it."""
+
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(Message):
+    """Trainer to CPU trainer: run forward and backward of one part of a batch, with the loss divided by `divisor`.
+
+    The part's inputs, named `fields`, are one after the other in the memory for inputs, from byte `at` on: int64, shape
+    (rows, length) each. The gradients go to slot `slot`. `seed` is torch's for this part. `job` numbers the orders.
+    """
+
+    job: int
+    slot: int
+    fields: tuple[str, ...]
+    at: int
+    rows: int
+    length: int
+    divisor: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        _require(min(self.job, self.slot, self.at, self.seed) >= 0, "job, slot, place and seed count from 0")
+        _require(self.rows > 0 and self.length > 0 and self.divisor > 0.0, "a part has tokens, and a share of the loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed(Message):
+    """CPU trainer to trainer: the part's loss, which parameters have a gradient in its slot, and how long it took."""
+
+    job: int
+    loss: float
+    has_gradient: tuple[bool, ...]
+    seconds: float
 
 
 # ---------------------------------------------------------------- the end

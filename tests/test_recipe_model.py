@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from hytrain.errors import ConfigError
 from hytrain.memory.visits import ring_bytes
 from hytrain.model.deferred import Piece, recording, replay
+from hytrain.readable import gib
 from hytrain.recipe import config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.fused import Conv1DGelu
@@ -333,6 +334,9 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     page = result.render()
     for word in ("remainder", "exp_avg_sq", "trainer (GPU)", "0.25", "Free now", f"{result.trainable:,}"):
         assert word in page
+    assert "part that the CPU trains" not in page
+    beside = estimate(config.load(path, ["data.batch_size=4", "train.grad_accumulation=4", "train.cpu_parts=auto"]))
+    assert f"Each part that the CPU trains: {gib(2 * result.trainable)} of host memory." in beside.render()
 
 
 def test_estimate_says_what_fits(tmp_path: Path) -> None:

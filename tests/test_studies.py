@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hytrain.recipe import report
+
 pytest.importorskip("sklearn")
 
-from examples.studies import decoder, digits
+from examples.studies import cotraining, decoder, digits
 
 ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 
@@ -46,6 +48,18 @@ def test_the_table_of_digits_has_a_row_for_each_way(capsys: pytest.CaptureFixtur
     found = rows(digits.main, capsys)
     assert len(found) == (3 if torch.cuda.is_available() else 2)
     assert len({tuple(row[1:3]) for row in found if "CPU" in row[0]}) == 1, "the same losses"
+
+
+@pytest.mark.spawns
+def test_the_table_of_co_training_has_a_row_for_each_number_of_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
+    found = rows(cotraining.main, capsys)
+    assert [row[0][:1] for row in found] == ["0", "1"]
+    assert sum("chosen by auto" in row[0] for row in found) == 1
+    assert min(float(row[2]) for row in found) == 1.0
+    assert float(found[1][3]) > 0.0 and float(found[1][4]) > 0.0, "both have computed parts"
 
 
 def test_the_decoder_writes_one_token_after_another(

@@ -215,11 +215,16 @@ def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
     needs the others to save what it has trained.
     """
     arguments = parser.parse_args()
+    settle()
+    return arguments
+
+
+def settle() -> None:
+    """Set up logging, and leave signals to the trainer."""
     worker_logging()
     faulthandler.enable()  # the stack of a process that crashes, or is ended since it does not answer, is in its log
     for number in (*ENDINGS, *FOR_PROGRAMS):
         signal.signal(number, signal.SIG_IGN)
-    return arguments
 
 
 def worker_logging() -> None:

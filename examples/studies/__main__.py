@@ -1,10 +1,12 @@
-"""Both tables of the thesis, one after the other: python -m examples.studies [--small]."""
+"""All tables of the studies, one after the other: python -m examples.studies [--small]."""
 
 from __future__ import annotations
 
-from examples.studies import decoder, digits
+from examples.studies import cotraining, decoder, digits
 
 if __name__ == "__main__":
     digits.main()
     print()
     decoder.main()
+    print()
+    cotraining.main()

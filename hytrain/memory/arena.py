@@ -92,33 +92,41 @@ def allow_descriptors(layers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class HostArena:
+class SharedMemory:
+    """Memory of this process that others map, once they have its descriptor. A page comes with its first use."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        """Create and map memory of zeros. Raises `OSError` if there is no address space for it."""
+        self.descriptor = os.memfd_create(f"hytrain-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, nbytes)
+            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
+            self.mapping = Mapping(self.descriptor, nbytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        del self.mapping
+
+
+class HostArena(SharedMemory):
     """A layer's arena in the optimizer process, which owns the memory."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         """Create and map an arena of zeros. Raises `OSError` if there is no memory for it."""
         self.layout = layout
-        self.descriptor = os.memfd_create(f"hytrain-{layout.lid}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, layout.nbytes)
-            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
-            self._mapping = Mapping(self.descriptor, layout.nbytes)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+        super().__init__(str(layout.lid), layout.nbytes)
 
     @property
     def address(self) -> int:
-        return self._mapping.address
+        return self.mapping.address
 
     def address_of(self, handle: TensorHandle) -> int:
         """The address of the handle's first element. Raises `HandleError` if the handle is not of this arena."""
         check_handle(handle, self.layout)
-        return self._mapping.address + handle.offset
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        del self._mapping
+        return self.mapping.address + handle.offset
 
 
 class ArenaFile:
@@ -134,12 +142,16 @@ class ArenaFile:
         return Mapping(self.descriptor, self.layout.nbytes)
 
     def free(self, start: int, nbytes: int) -> None:
-        """Free the pages of these bytes, in all processes, where the kernel can. Their next user finds zeros."""
-        how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _libc.fallocate(self.descriptor, how, ctypes.c_long(start), ctypes.c_long(nbytes))
+        free_pages(self.descriptor, start, nbytes)
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+def free_pages(descriptor: int, start: int, nbytes: int) -> None:
+    """Free the pages of these bytes of a file, in all processes, where the kernel can. Their next user finds zeros."""
+    how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    _libc.fallocate(descriptor, how, ctypes.c_long(start), ctypes.c_long(nbytes))
 
 
 def arena_socket(socket_dir: str, rank: int) -> str:

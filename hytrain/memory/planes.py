@@ -71,6 +71,17 @@ class ArenaPlanes:
     def weights(self) -> list[Tensor]:
         return [self._weights[bank][index] for index, bank in enumerate(self.banks)]
 
+    @property
+    def file(self) -> ArenaFile:
+        """The arena's file, whose first `layout.shared_nbytes` have the weights."""
+        return self._file
+
+    def weights_offset(self, index: int) -> int:
+        """Where the current weights of segment `index` begin in the file, in bytes."""
+        handle = self._file.layout.handles[bank_plane("weights", self.banks[index])][index]
+        assert handle is not None, "each segment has weights"
+        return handle.offset
+
     def state(self, plane: str) -> list[Tensor | None]:
         """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
         whole, handles = self._whole(), self._file.layout.handles

@@ -84,6 +84,7 @@ class Estimate:
     free_device: int | None
     flops_per_step: float
     peak_tflops: float | None
+    slot_bytes: int | None  # of each part that the CPU trains; None: it trains none
 
     def render(self) -> str:
         trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
@@ -113,6 +114,7 @@ class Estimate:
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
+            *([f"Each part that the CPU trains: {gib(self.slot_bytes)} of host memory."] if self.slot_bytes else []),
             *(
                 [f"At most {self.most:,.1f} B parameters of this dtype fit into that, with visits."]
                 if ranks == 1
@@ -187,6 +189,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
+        slot_bytes=sum(p.nbytes for p in parameters) if recipe.train.cpu_parts != 0 else None,
     )
 
 

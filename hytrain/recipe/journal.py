@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -81,14 +82,22 @@ class Journal:
         self._trackers = trackers
         self._clock = clock
         self._readout = Readout(task.device)
-        self._entry: tuple[int, float, Speed, int] | None = None  # step, learning rate, speed, tokens
+        self._entry: tuple[int, dict[str, float], Speed, int] | None = None  # step, numbers, speed, tokens
         self._began = self._since = clock()
         self._noted = 0  # steps
 
-    def note(self, step: int, loss: Tensor, lr: float, tokens: int, wishes: Tensor | None = None) -> None:
+    def note(
+        self,
+        step: int,
+        loss: Tensor,
+        lr: float,
+        tokens: int,
+        wishes: Tensor | None = None,
+        numbers: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Step number `step` (from 1) is done, with `tokens` tokens. Writes the entry of the step before.
 
-        `wishes` is how many ranks wished to end, and to save; None on a single rank.
+        `wishes` is how many ranks wished to end, and to save; None on a single rank. `numbers` are others to record.
         """
         opt = self._opt
         end, save = (None, None) if wishes is None else wishes
@@ -97,7 +106,7 @@ class Journal:
         if previous is not None:
             self._write(previous)
         self._noted += 1
-        self._entry = step, lr, self._speed(tokens), tokens
+        self._entry = step, {"lr": lr, **numbers}, self._speed(tokens), tokens
 
     def validated(self, validation: Validation | None) -> None:
         """Writes the last step's entry together with its validation."""
@@ -132,10 +141,10 @@ class Journal:
 
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
         assert self._entry is not None, "a loss arrived for which no step was noted"
-        step, lr, speed, tokens = self._entry
+        step, noted, speed, tokens = self._entry
         self.wishes_end |= read.pop("end", 0.0) > 0
         self.wishes_save |= read.pop("save", 0.0) > 0
-        numbers = {**read, "lr": lr, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
+        numbers = {**read, **noted, "tokens_per_s": speed.tokens_per_s, "tflops": speed.tflops}
         if speed.mfu is not None:
             numbers["mfu"] = speed.mfu
         if validation is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,9 @@ import torch
 from hytrain.config import joined_cluster
 from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
+from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
+from hytrain.recipe.cotraining import CoTraining, beside
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimizer
@@ -66,8 +69,11 @@ def train(
         Trackers(names, run_dir, recipe.run.name, told) as trackers,
     ):
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), trackers)
-        with ending.after_a_step(), closing(Saver()) as saver:
-            validation, saved = run_steps(task, opt, journal, progress, run_dir, range(start, end), ending, saver)
+        alone = partial(train_part, task, opt)
+        with ending.after_a_step(), closing(Saver()) as saver, beside(task, opt, alone, progress) as cotraining:
+            steps = range(start, end)
+            validation, saved = run_steps(task, opt, journal, progress, run_dir, steps, ending, saver, cotraining)
+            processes = [*opt.processes(), *([] if cotraining is None else [cotraining.process])]
     cost, curve = task.cost, run_dir / "loss.png"
     if job.speaks:
         report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
@@ -84,7 +90,7 @@ def train(
         k=k,
         checkpoint=saved,
         curve=curve,
-        processes=tuple(opt.processes()),
+        processes=tuple(processes),
         sample=report.continue_text(task, recipe.sample) if recipe.sample and saved is not None else None,
     )
 
@@ -98,6 +104,7 @@ def run_steps(
     steps: range,
     ending: Ending,
     saver: Saver,
+    cotraining: CoTraining | None = None,
 ) -> tuple[Validation | None, Path | None]:
     """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
 
@@ -112,18 +119,19 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
-        loss = torch.zeros((), device=task.device)
-        for part, divisor in batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks):
-            with task.autocast():
-                share = model(**part.inputs(task.device)).loss / divisor
-            opt.scale(share).backward()
-            loss += share.detach()
+        if cotraining is None:
+            loss = torch.zeros((), device=task.device)
+            for part, divisor in batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks):
+                loss += train_part(task, opt, part, divisor)
+        else:
+            loss = cotraining.step(step, batch)
         opt.step()
         opt.zero_grad()
         schedule.step()
         asked = opt.checkpoint_requested()
         loss, wishes = job.mean(loss, bool(ending.number), asked)
-        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes)
+        numbers = {} if cotraining is None else cotraining.numbers
+        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes, numbers)
 
         last = step + 1 == steps.stop
         ends = not last and (bool(ending.number) if wishes is None else journal.wishes_end)
@@ -162,6 +170,14 @@ def run_steps(
             raise Ended(max(job.ranks.gather(ending.number)), f"ended after step {step + 1}, {result}")
         journal.restart_clock()
     return validation, saved
+
+
+def train_part(task: Task, opt: TrainingOptimizer, part: Batch, divisor: float) -> torch.Tensor:
+    """Forward and backward of a part of a batch. Returns its mean loss over the divisor, shape ()."""
+    with task.autocast():
+        share = task.model(**part.inputs(task.device)).loss / divisor
+    opt.scale(share).backward()
+    return cast(torch.Tensor, share.detach())
 
 
 def due(every: int | None, step: int, steps: range) -> bool:

@@ -59,7 +59,7 @@ class PrivateCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(),
+            env=workers_environment(),
             start_new_session=True,
         )
         try:
@@ -196,7 +196,7 @@ def has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def _environment() -> dict[str, str]:
+def workers_environment() -> dict[str, str]:
     """This process's environment, with HyTrain's packages importable from where this process imported them."""
     environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
     home = str(Path(__file__).resolve().parents[2])

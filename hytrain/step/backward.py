@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -264,6 +264,22 @@ class Backward:
                 self.on_gradient(parameter)
             else:
                 self._accumulation.add(parameter)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take another process's gradients, one for each parameter or None, as those of a backward that only sums."""
+        life = self._health.life
+        self._health.check()
+        with self._accumulation.held():
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                if gradient is None:
+                    continue
+                # A copy, because a sum in float32 begins with the first gradient itself.
+                parameter.parameter.grad = own = gradient.to(parameter.own.device, copy=True)
+                if life.state not in IN_BACKWARD:
+                    self._begin(parameter, own)
+                parameter.backward = life.backward
+                self._accumulation.add(parameter)
+        self.end_outside()
 
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""

@@ -227,6 +227,14 @@ class Engine:
                     "call opt.zero_grad() after each opt.step()"
                 )
 
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were computed elsewhere to the step's sums, as a backward that is not the last one.
+
+        One for each parameter, in its shape, in any memory; None where it has none. Raises `UsageError` as a backward
+        does.
+        """
+        self.backward.add(gradients)
+
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
         if self._health.failure is None and self._health.on(Event.DROP) is State.IDLE:

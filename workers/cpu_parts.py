@@ -1,0 +1,106 @@
+"""What the CPU trainer does once its cores are pinned: it keeps the model, and computes the parts that it is sent.
+
+p.data ─ a view of the memory where the trainer says that the weights are
+p.grad ─ copied into the job's slot as soon as it is complete, and freed
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.cotraining.lending import BUFFERS, COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, view
+from hytrain.memory import arena
+from hytrain.recipe import cotraining
+from protocol.address import Address
+from protocol.codec import decode, encode
+from protocol.messages import Compute, Computed, LendMemory, Message, Ready, TakeBack, WeightsAt
+
+_log = logging.getLogger("cpu_trainer")
+
+
+class CpuParts:
+    """The model, and the memory that the trainer has lent."""
+
+    def __init__(self, settings: Mapping[str, Any], trainer: socket.socket, address: Address) -> None:
+        """Build the model, and tell the trainer that it is ready. Raises `ConfigError` if it cannot be built."""
+        torch.set_num_threads(settings["threads"])
+        self._trainer, self._address, self._token, self._seq = trainer, address, settings["token"], 0
+        self._memories: dict[int, arena.Mapping] = {}
+        numbers = (COPIES, GRADIENTS, INPUTS, BUFFERS)
+        for number, (descriptor, nbytes) in zip(numbers, settings["memories"], strict=True):
+            self._map(number, descriptor, nbytes)
+        parameters = self._tensors(settings["parameters"], COPIES)
+        buffers = self._tensors(settings["buffers"], BUFFERS)
+        self._work = cotraining.Work.of(settings["model"], parameters, buffers)
+        made = dict(self._work.model.named_parameters())
+        self._parameters = [made[name] for name in parameters]
+        self._offsets, self._slot_bytes = [at for _, at, _, _ in settings["parameters"]], settings["slot_bytes"]
+        self._slot, self._has_gradient = 0, [False] * len(self._parameters)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
+        self._send(Ready(detail=f"{torch.get_num_threads()} threads"))
+
+    def serve(self) -> None:
+        """Do as the trainer says, until it is gone."""
+        while True:
+            frame, descriptors, _, _ = socket.recv_fds(self._trainer, MAX_DATAGRAM_BYTES, 1)
+            if not frame:
+                return
+            message = decode(frame, token=self._token).message
+            match message:
+                case LendMemory():
+                    [descriptor] = descriptors
+                    self._map(message.memory, descriptor, message.nbytes)
+                case WeightsAt():
+                    mapping = self._memories[message.memory]
+                    for index, at in zip(message.parameters, message.offsets, strict=True):
+                        parameter = self._parameters[index]
+                        parameter.data = view(mapping, at, parameter.dtype, parameter.shape)
+                case TakeBack():
+                    del self._memories[message.memory]
+                case Compute():
+                    self._compute(message)
+                case _:
+                    raise ValueError(f"a CPU trainer has no use for {type(message).__name__}")
+
+    def _tensors(self, described: list[tuple[str, int, str, list[int]]], memory: int) -> dict[str, Tensor]:
+        mapping = self._memories[memory]
+        return {name: view(mapping, at, getattr(torch, dtype), shape) for name, at, dtype, shape in described}
+
+    def _map(self, number: int, descriptor: int, nbytes: int) -> None:
+        self._memories[number] = arena.Mapping(descriptor, nbytes)
+        os.close(descriptor)
+
+    def _compute(self, job: Compute) -> None:
+        began_s = time.monotonic()
+        self._slot, self._has_gradient = job.slot, [False] * len(self._parameters)
+        shape = (job.rows, job.length)
+        starts = range(job.at, job.at + 8 * job.rows * job.length * len(job.fields), 8 * job.rows * job.length)
+        inputs = {
+            name: view(self._memories[INPUTS], at, torch.int64, shape)
+            for name, at in zip(job.fields, starts, strict=True)
+        }
+        torch.manual_seed(job.seed)
+        loss = self._work.backward(inputs, job.divisor)
+        seconds = time.monotonic() - began_s
+        self._send(Computed(job=job.job, loss=loss, has_gradient=tuple(self._has_gradient), seconds=seconds))
+
+    def _take_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None, "autograd has just made it"
+        at = self._slot * self._slot_bytes + self._offsets[index]
+        view(self._memories[GRADIENTS], at, parameter.dtype, parameter.shape).copy_(parameter.grad)
+        parameter.grad = None
+        self._has_gradient[index] = True
+
+    def _send(self, message: Message) -> None:
+        self._seq += 1
+        self._trainer.send(encode(message, token=self._token, sender=self._address, seq=self._seq))

@@ -1,0 +1,56 @@
+"""The CPU trainer: forward and backward of some parts of each batch, on the weights that the trainer lends it.
+
+    settings on stdin ─▶ pin cores ─▶ the model, without weights of its own ─▶ Ready
+    LendMemory, WeightsAt, TakeBack ─▶ the parameters become views of that memory
+    Compute ─▶ forward, backward ─▶ each gradient into its slot ─▶ Computed
+
+The trainer starts it (`hytrain/cotraining/partner.py`), is the only one that it talks to, and takes it along when it
+ends. Torch is imported once the cores are pinned, since OpenMP reads the affinity mask when it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from protocol.address import Address
+from protocol.codec import encode
+from protocol.messages import Failure
+from workers.process import end_with_parent, settle
+
+ADDRESS = Address("cpu_trainer", 0)
+
+_log = logging.getLogger("cpu_trainer")
+
+
+def main() -> int:
+    """Compute until the trainer is gone; return the exit status."""
+    end_with_parent(signal.SIGKILL)
+    settle()
+    settings: dict[str, Any] = json.load(sys.stdin)
+    os.sched_setaffinity(0, settings["cores"])
+    with socket.socket(fileno=settings["socket"]) as trainer:
+        try:
+            from workers.cpu_parts import CpuParts
+
+            CpuParts(settings, trainer, ADDRESS).serve()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except Exception as error:
+            _log.exception("cannot go on")
+            said = f"{type(error).__name__}: {error}"
+            failure = Failure(step=None, lid=None, error=said, traceback=traceback.format_exc())
+            trainer.send(encode(failure, token=settings["token"], sender=ADDRESS, seq=0))
+            return 1
+    _log.info("the trainer is gone, exiting")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
