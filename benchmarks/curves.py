@@ -5,7 +5,7 @@
     torch        the recipe's loop in one process, clip_grad_norm_ and torch.optim.AdamW(fused=True)
     HyTrain      the same through three processes
     HyTrain bf16 the same with bf16 weights over fp32 masters
-    … moments    the same with bf16 moments, too, which is not exact
+    … moments    the same with bf16 or float8 moments, too, which is not exact
         └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ a table, a picture
 
 The recipe is examples/demo.yaml unless told otherwise; `--set` changes it. If its weights are in bf16, torch has fp32
@@ -46,6 +46,7 @@ SYSTEMS: Final[dict[str, list[str]]] = {
     "HyTrain": [],
     "HyTrain bf16": BF16,
     "HyTrain bf16, bf16 moments": [*BF16, "optimizer.state_dtype=bfloat16"],
+    "HyTrain bf16, float8 moments": [*BF16, "optimizer.state_dtype=float8"],
     "HyTrain bf16, bf16 moments, no masters": [
         *BF16,
         "optimizer.state_dtype=bfloat16",
@@ -56,7 +57,7 @@ SYSTEMS: Final[dict[str, list[str]]] = {
 STYLES: Final = dict(
     zip(
         SYSTEMS,
-        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", "-"), ("#e0a458", "-."), ("#8f6593", ":")),
+        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", "-"), ("#e0a458", "-."), ("#3a6ea5", "--"), ("#8f6593", ":")),
         strict=True,
     )
 )

@@ -130,7 +130,7 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
         ("state_dtype", o.state_dtype, STATE_DTYPES),
         ("master_dtype", o.master_dtype, MASTER_DTYPES),
     ):
-        yield given not in offered, f"{name} is {given}: choose {' or '.join(offered)}"
+        yield given not in offered, f"{name} is {given}: choose one of {', '.join(offered)}"
     yield not count_fits, f"grad_accumulation is {backwards!r}: a whole number of backwards, from 1 on"
     either = f'accumulate_on is {o.accumulate_on!r}: "device", "host", or "auto" for either'
     yield o.accumulate_on not in ("auto", "device", "host"), either

@@ -136,8 +136,9 @@ class Optimizer(torch.optim.Optimizer):
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
         backend: Implementation of the CPU's update: "auto", "native", "torch" or "deepspeed".
         gradient_dtype: The dtype in which gradients of float32 parameters are copied. By default their own.
-        state_dtype: The dtype of both moments. "float32" is exact. "bfloat16" is not: moments take half the memory and
-            are rounded stochastically, with the same bits wherever they are updated; see docs/memory.md.
+        state_dtype: The dtype of the moments. "float32" is exact. "bfloat16" and "float8" are not: moments take two
+            bytes or one in place of four, and are rounded stochastically, with the same bits wherever they are updated;
+            see docs/memory.md.
         master_dtype: The dtype of the masters of bfloat16 weights. "float32" is exact. "bfloat16" is not: the weights
             are their own masters, rounded stochastically, and take two bytes less. Others keep their masters.
         overlap: False makes `step()` do every update, layer by layer: the same bits, for comparisons and debugging.
@@ -349,10 +350,11 @@ class Optimizer(torch.optim.Optimizer):
 
         A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
         Each entry counts the parameter's updates in `step`, also where torch does not. Moments are views of the planes,
-        not copies. If the GPU owns some layers and the host others, those of the GPU are copied to the host. bfloat16
-        parameters have a `remainder` (int16) next to the moments: weights and remainder together are the master. The
-        `remainder` of float16 parameters is the master itself (float32). Remainders are copies. The loss scale's state
-        is in the first group, and the step's number beside the groups, under keys that torch ignores.
+        not copies; float8 ones are copies, in bfloat16 and in host memory. If the GPU owns some layers and the host
+        others, those of the GPU are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the
+        moments: weights and remainder together are the master. The `remainder` of float16 parameters is the master
+        itself (float32). Remainders are copies. The loss scale's state is in the first group, and the step's number
+        beside the groups, under keys that torch ignores.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from hytrain.algorithms import Algorithm
 from hytrain.errors import ConfigError
+from hytrain.kernels import float8
 from hytrain.kernels.split import REMAINDERS, clear_remainder, fit_remainder
-from hytrain.memory.planes import DTYPES
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.step.scaling import LossScale
-from hytrain.tensors import distributed, flat, is_distributed, laid_out, local_like, part_of, shaped, version
-from protocol.handles import STATE_PLANES, Precision
+from hytrain.tensors import distributed, flat, is_distributed, laid_out, local, local_like, part_of, shaped, version
+from protocol.handles import DTYPE_BYTES, STATE_PLANES, Precision
 from protocol.rules import MOMENT_PLANES, MOMENTS
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def load_state_dict(
             name, entry = names.get(id(parameter), "a parameter"), entries[id(parameter)]
             _check_entry(name, parameter, entry, MOMENTS[rules[id(parameter)]], algorithm.of(group))
     found = {
-        moment.dtype
+        _saved_as(moment, plane, resting.precision)
         for entry in entries.values()
         for plane in MOMENT_PLANES
         if (moment := _tensor(entry, plane)) is not None
@@ -135,11 +135,23 @@ def load_state_dict(
         loss_scale.load(theirs[0].get("loss_scale"))
 
 
-def tell_of_conversion(source: str, moments: set[torch.dtype], has_masters: bool, own: Precision) -> None:
-    """Log that moments are read in another dtype than they were saved in, or that masters are left out."""
-    wanted = DTYPES[own.state_dtype]
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _saved_as(moment: Tensor, plane: str, own: Precision) -> str:
+    """The `state_dtype` that a loaded moment had. float8's numbers are in bfloat16."""
+    if own.state_dtype == "float8" and moment.dtype is torch.bfloat16:
+        if float8.are_numbers(local(moment).flatten().cpu(), plane):
+            return "float8"
+    return dtype_name(moment.dtype)
+
+
+def tell_of_conversion(source: str, moments: set[str], has_masters: bool, own: Precision) -> None:
+    """Log that moments become another dtype than they had where they were saved, or that masters are left out."""
+    wanted = own.state_dtype
     for dtype in moments - {wanted}:
-        narrower = ", rounded to nearest" if wanted.itemsize < dtype.itemsize else ""
+        narrower = ", rounded to nearest" if DTYPE_BYTES[wanted] < DTYPE_BYTES[dtype] else ""
         _log.warning("the moments in %s are %s: they become %s%s", source, dtype, wanted, narrower)
     if has_masters and own.master_dtype == "bfloat16":
         _log.warning("the float32 masters in %s are left out: bfloat16 weights are their own masters here", source)
@@ -213,8 +225,12 @@ class Resting:
 
 
 def gather(known: TrainedParameter, plane: str) -> Tensor:
-    """This rank's part of a parameter's state in one plane, in its shape: a view, or a copy of several pieces."""
-    parts = [part for layer, index in known.places if (part := layer.state(plane)[index]) is not None]
+    """This rank's part of a parameter's state in one plane, in its shape: a view, or a copy of pieces or of codes."""
+    parts = [
+        float8.from_plane(part, plane) if part.dtype is torch.uint8 else part
+        for layer, index in known.places
+        if (part := layer.state(plane)[index]) is not None
+    ]
     if not parts:  # other ranks have all of it
         return torch.empty_like(known.own, dtype=known.plane_dtypes[plane])
     return shaped(parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts]), known.own)
@@ -236,7 +252,8 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
         elif value is None:
             part.zero_()
         else:
-            part.copy_(value[segment.start : segment.start + segment.spec.numel])
+            values = value[segment.start : segment.start + segment.spec.numel]
+            part.copy_(float8.to_plane(values, plane) if part.dtype is torch.uint8 else values)
 
 
 def _tensor(entry: dict[str, Any], plane: str) -> Tensor | None:

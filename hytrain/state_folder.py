@@ -37,19 +37,18 @@ from torch.distributed.checkpoint.planner import ReadItem
 from hytrain import manifest
 from hytrain.algorithms import Algorithm
 from hytrain.errors import ClusterError, ConfigError, SavingError
-from hytrain.memory import planes
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.loan import Loan, borrow
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, check_groups, gather, hyper, rules_of, scatter, tell_of_conversion
+from hytrain.saving import Resting, check_groups, dtype_name, gather, hyper, rules_of, scatter, tell_of_conversion
 from hytrain.shard_writer import ShardWriter
 from hytrain.step.scaling import LossScale
 from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
-from protocol.handles import STATE_PLANES
-from protocol.messages import STATE_DTYPES
+from protocol.handles import STATE_PLANES, Precision
+from protocol.rules import MOMENT_PLANES
 
 INDEX: Final = "index.json"
 FORMAT: Final = 3
@@ -58,8 +57,8 @@ FORMAT_OF_ONE_RANK: Final = 2
 SLOTS: Final = ("state-a", "state-b")
 #: By their names in safetensors, in `FORMAT_OF_ONE_RANK`.
 DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}
-#: The dtypes of moments, which are read as each other.
-MOMENTS: Final = {planes.DTYPES[name] for name in STATE_DTYPES}
+#: The dtypes of moments in files, which are read as each other.
+MOMENTS: Final = {torch.float32, torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def save(
     with ranks.together(), manifest.writing(folder):
         slots = _prepared(folder) if ranks.rank == 0 else None
     current, free = ranks.gather(slots)[0]
-    arrays = _trained(parameters) | _rested(resting)
+    arrays = _trained(parameters, resting.precision) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     await_devices(array.like for array in arrays.values())
     loan = None if memory is None else _copy(arrays, memory, ranks)
@@ -127,7 +126,7 @@ def save(
         "step_of": step_of,
         "resting": rested,
         "loss_scale": None if loss_scale is None else loss_scale.state(),
-        "master_dtype": resting.precision.master_dtype,
+        **resting.precision._asdict(),
     }
 
     def written() -> Iterator[Path]:
@@ -205,7 +204,7 @@ def load(
     except ConfigError as error:
         raise ConfigError(f"no optimizer state in {folder}: {error}") from None
     found = {clean(name): parameter for name, parameter in named.items()}
-    arrays, entries, converted = _trained(parameters), dict[str, dict[str, Any]](), set[torch.dtype]()
+    arrays, entries, moments = _trained(parameters, resting.precision), dict[str, dict[str, Any]](), set[str]()
     everyones = ranks.gather(({clean(known.name) for known in parameters}, set(found)))
     names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
 
@@ -242,9 +241,9 @@ def load(
             theirs = saved.dtype(name, array.like)
             if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
                 raise ConfigError(f"{name} in {slot} is missing or of another shape")
-            if theirs != array.dtype:
-                converted.add(theirs)
-    tell_of_conversion(str(folder), converted, has_masters, resting.precision)
+            if name.partition(".")[0] in MOMENT_PLANES:
+                moments.add(index.get("state_dtype", dtype_name(theirs)))
+    tell_of_conversion(str(folder), moments, has_masters, resting.precision)
     when_checked()
     for known in lone:
         scatter(known, "remainder", None)
@@ -362,13 +361,14 @@ def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
         raise own from None
 
 
-def _trained(parameters: list[TrainedParameter]) -> Arrays:
+def _trained(parameters: list[TrainedParameter], precision: Precision) -> Arrays:
     arrays = Arrays()
     for known in (known for known in parameters if known.places):
         like = distributed(known.own, known.parameter)
         for plane, dtype in known.plane_dtypes.items():
             array = Array(like, dtype, partial(gather, known, plane))
-            if len(known.places) > 1:  # `gather` copies
+            is_coded = precision.state_dtype == "float8" and plane in MOMENT_PLANES
+            if len(known.places) > 1 or is_coded:  # `gather` copies
                 array = replace(array, write=partial(scatter, known, plane))
             arrays[f"{plane}.{clean(known.name)}"] = array
     return arrays

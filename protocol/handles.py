@@ -35,7 +35,7 @@ PLANES: Final = ("grads", "weights", *STATE_PLANES)
 BANKED_PLANES: Final = PLANES[1:]
 #: The planes that the trainer uses in every step, in all banks. They come first.
 SHARED_PLANES: Final = ("grads", "weights")
-DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2}
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "float8": 1}
 #: The dtype of a segment's `remainder` for each dtype of its weights. For bfloat16 weights, it has the part of the
 #: float32 master that they lack; for float16 weights, the whole master, since a float16 is not part of a float32.
 #: Weights that are their own masters have none.

@@ -31,8 +31,8 @@ from protocol.rules import MOMENTS, ON_DEVICE, Hyper
 
 #: The dtypes of weights, each with the dtypes that their gradients may have.
 GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": ("float32", "bfloat16")}
-#: The dtypes of the moments. With another one than float32 the update is not exact.
-STATE_DTYPES = ("float32", "bfloat16")
+#: The dtypes of the moments; kernels/float8.py describes float8. With another one than float32 the update is not exact.
+STATE_DTYPES = ("float32", "bfloat16", "float8")
 #: The dtypes of the masters of bfloat16 weights. With bfloat16 these weights are masters themselves, and not exact.
 MASTER_DTYPES = ("float32", "bfloat16")
 #: So many records are in an answer at most.

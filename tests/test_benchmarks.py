@@ -740,6 +740,7 @@ def test_a_host_measures_nothing_twice_and_rounds_are_repeats(tmp_path: Path, wa
 def test_hytrain_is_not_told_to_be_exact_with_smaller_moments() -> None:
     named = ("hytrain:auto", "hytrain:auto,state_dtype=float32", "hytrain:0,state_dtype=bfloat16,visit=1")
     assert [parts.about(system).exact for system in named] == ["yes", "yes", "no: bfloat16 moments"]
+    assert parts.about("hytrain:auto,state_dtype=float8").exact == "no: float8 moments"
     alone, both = (f"hytrain:0,{more}master_dtype=bfloat16" for more in ("", "state_dtype=bfloat16,"))
     assert [parts.about(one).exact for one in (alone, both)] == ["no: no masters", "no: bfloat16 moments, no masters"]
     options = systems.parse_options("auto,visit=auto,state_dtype=bfloat16,host_memory_limit=58000000000")

@@ -84,8 +84,9 @@ def train(
         *((dtype, {}) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
         (torch.bfloat16, {"state_dtype": "bfloat16"}),
         (torch.bfloat16, {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}),
+        (torch.bfloat16, {"state_dtype": "float8"}),
     ],
-    ids=["bfloat16", "float16", "float32", "bfloat16 moments", "no masters"],
+    ids=["bfloat16", "float16", "float32", "bfloat16 moments", "no masters", "float8 moments"],
 )
 def test_the_result_does_not_depend_on_who_owns_a_layer(
     dtype: torch.dtype, state: dict[str, Any], tmp_path: Path

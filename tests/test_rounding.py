@@ -1,5 +1,5 @@
-"""Moments in bfloat16, and weights without masters: every backend against torch's AdamW, whose moments and weights are
-rounded here, bit for bit.
+"""Moments in bfloat16 or 8 bits, and weights without masters: every backend against torch's AdamW, whose moments and
+weights are rounded here, bit for bit.
 
 The random bits are computed a second time, with NumPy's unsigned integers.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+import minifloats
 import numpy as np
 import pytest
 import torch
@@ -21,11 +22,14 @@ from hytrain.kernels import choice, torch_backend
 from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
 from hytrain.kernels.rounding import key_of, more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars, scalars
+from protocol.messages import STATE_DTYPES
 from protocol.rules import AdamWHyper
 
 #: Dtypes of weights, gradients and moments; "lone" are bfloat16 weights without masters.
-LONE = [("lone", "bfloat16", "bfloat16"), ("lone", "bfloat16", "float32")]
-KINDS = pytest.mark.parametrize("kind", [*((*pair, "bfloat16") for pair in DTYPES), *LONE], ids="-".join)
+LONE = [("lone", "bfloat16", state) for state in STATE_DTYPES]
+KINDS = pytest.mark.parametrize(
+    "kind", [*((*pair, state) for pair in DTYPES for state in ("bfloat16", "float8")), *LONE], ids="-".join
+)
 NAMES = pytest.mark.parametrize("name", ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
 KEY = key_of("model.layers.0.weight")
 
@@ -48,8 +52,12 @@ def opened(name: str, key: int = KEY) -> Update:
 
 def arguments(planes: Planes, grads: Tensor, step: Scalars) -> dict[str, Any]:
     dtypes = {"weights": planes.weights, "grads": grads, "state": planes.exp_avg}
-    names = {f"{name}_dtype": str(plane.dtype).removeprefix("torch.") for name, plane in dtypes.items()}
+    names = {f"{name}_dtype": name_of(plane.dtype) for name, plane in dtypes.items()}
     return {**planes.addresses(), "grads": grads.data_ptr(), "numel": grads.numel(), **names, "scalars": step}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return "float8" if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
 
 
 def on_device(key: int) -> Update:
@@ -65,7 +73,8 @@ def on_device(key: int) -> Update:
 
 def of(master: Tensor, dtype: str, moments: str = "bfloat16") -> Planes:
     planes = Planes.of(master, "bfloat16" if dtype == "lone" else dtype)
-    state = {name: getattr(planes, name).to(getattr(torch, moments)) for name in ("exp_avg", "exp_avg_sq")}
+    kept = torch.uint8 if moments == "float8" else getattr(torch, moments)
+    state = {name: getattr(planes, name).to(kept) for name in ("exp_avg", "exp_avg_sq")}  # of zeros
     if dtype == "lone":
         state["remainder"] = None
     return dataclasses.replace(planes, **state)
@@ -85,14 +94,17 @@ class Rounding(Reference):
     def __init__(self, planes: Planes) -> None:
         super().__init__(planes.master().float(), HYPER)
         self.is_lone = planes.remainder is None and planes.weights.dtype is torch.bfloat16
-        self.rounds_moments = planes.exp_avg.dtype is torch.bfloat16
+        self.state = planes.exp_avg.dtype
 
     def round(self, step: int, first: int = 0) -> None:
         state = self.optimizer.state[self.parameter]
         random = bits_again(first, self.numel, step)
-        if self.rounds_moments:
-            self._round(state["exp_avg"], random % 65536)
-            self._round(state["exp_avg_sq"], random // 65536)
+        moments = [(state["exp_avg"], random % 65536), (state["exp_avg_sq"], random // 65536)]
+        for index, (values, bits) in enumerate(moments):
+            if self.state is torch.bfloat16:
+                self._round(values, bits)
+            elif self.state is torch.uint8:
+                values[: self.numel] = minifloats.rounded(values[: self.numel], bits, index)
         if self.is_lone:
             self._round(self.parameter.detach(), random * 0x9E3779B1 % 2**32 // 65536)
 
@@ -103,9 +115,14 @@ class Rounding(Reference):
         values.copy_(torch.from_numpy((upper << np.uint32(16)).view(np.float32)))
 
 
+def numbers(planes: Planes, name: str) -> Tensor:
+    plane: Tensor = getattr(planes, name)
+    return minifloats.as_numbers(plane, name == "exp_avg_sq") if plane.dtype is torch.uint8 else plane
+
+
 def assert_same(ours: Planes, reference: Planes, case: str = "") -> None:
     for name in ("master", "exp_avg", "exp_avg_sq"):
-        a, b = ((p.master() if name == "master" else getattr(p, name)).float() for p in (ours, reference))
+        a, b = ((p.master() if name == "master" else numbers(p, name)).float() for p in (ours, reference))
         assert torch.equal(a.nan_to_num(7.0, 8.0, 9.0), b.nan_to_num(7.0, 8.0, 9.0)), f"{name} {case}"
 
 
@@ -126,13 +143,17 @@ def test_matches_torch_with_rounded_state(name: str, kind: tuple[str, str, str])
             assert_same(planes, reference.planes(), f"of {numel} in step {step}")
 
 
-@pytest.mark.parametrize("kind", [("float32", "float32"), ("lone", "bfloat16")], ids=["float32", "lone"])
+@pytest.mark.parametrize(
+    "kind",
+    [("float32", "float32", "bfloat16"), ("lone", "bfloat16", "bfloat16"), ("float32", "float32", "float8")],
+    ids=["float32", "lone", "float8"],
+)
 @NAMES
-def test_special_values(name: str, kind: tuple[str, str]) -> None:
-    """Infinities stay what they are, and all NaNs become one."""
+def test_special_values(name: str, kind: tuple[str, str, str]) -> None:
+    """Infinities stay what they are in bfloat16, and all NaNs become one."""
     update = opened(name)
     master = SPECIAL.repeat_interleave(SPECIAL.numel())
-    planes = of(master, kind[0])
+    planes = of(master, kind[0], kind[2])
     reference = Rounding(planes)
     for step, grads in enumerate((SPECIAL.repeat(SPECIAL.numel()), torch.zeros_like(master)), 1):
         grads = grads.to(getattr(torch, kind[1]))
@@ -140,7 +161,10 @@ def test_special_values(name: str, kind: tuple[str, str]) -> None:
         reference.step(grads)
         reference.round(step)
         assert_same(planes, reference.planes(), f"step {step}")
-        assert step > 1 or planes.exp_avg.isinf().any()
+        assert step > 1 or planes.exp_avg.isinf().any() or kind[2] == "float8"
+    if kind[2] == "float8":
+        assert (planes.exp_avg == 0x7F).any() and not (planes.exp_avg == 0xFF).any()
+        return
     for plane in (planes.exp_avg, *([planes.weights] if kind[0] == "lone" else [])):
         assert set(plane.view(torch.int16)[plane.isnan()].tolist()) == {0x7FC0}
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import minifloats
 import pytest
 import torch
 from lion import Lion
 from test_kernels import BLOCK, SPECIAL, shifted, some_grads
-from test_rounding import bits_again
+from test_rounding import bits_again, name_of
 from torch import Tensor
 
-from hytrain.kernels import choice
+from hytrain.kernels import choice, float8
 from hytrain.kernels.backend import DTYPES, Elements, Into
 from hytrain.kernels.scalars import TYPICAL, Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
@@ -50,7 +51,7 @@ EVERY_RULE = [HYPERS[name] for name in ("sgd", "momentum", "lion")]
 KINDS = (*DTYPES, ("lone", "bfloat16"))
 NAMES = pytest.mark.parametrize("name", ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)])
 of_kind = pytest.mark.parametrize("kind", KINDS, ids="-".join)
-of_state = pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+of_state = pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.uint8], ids=name_of)
 of_rule = pytest.mark.parametrize("hyper", EVERY_RULE, ids=lambda hyper: hyper.rule)
 
 
@@ -105,7 +106,7 @@ def opened(name: str) -> Update:
         dtypes = {"weights": planes.weights.dtype, "grads": grads.dtype, "state": state}
         backend.update(
             **planes.addresses(),
-            **{f"{plane}_dtype": str(dtype).removeprefix("torch.") for plane, dtype in dtypes.items()},
+            **{f"{plane}_dtype": name_of(dtype) for plane, dtype in dtypes.items()},
             grads=grads.data_ptr(),
             numel=grads.numel(),
             scalars=step,
@@ -133,15 +134,18 @@ class Reference:
         self.optimizer = of_hyper(hyper, self.parameter)
         self.names, self.count = MOMENTS[hyper.rule], 0
         self.is_lone = planes.remainder is None and planes.weights.dtype is torch.bfloat16
-        self.rounds = any(moment.dtype is torch.bfloat16 for moment in planes.moments)
+        self.state = planes.moments[0].dtype if planes.moments else torch.float32
 
     def step(self, grads: Tensor, first: int = 0) -> None:
         self.count += 1
         self.parameter.grad = grads.float()
         self.optimizer.step()
         random = bits_again(first, grads.numel(), self.count, KEY)
-        for moment in self.moments() if self.rounds else ():
-            moment.copy_(rounded(moment, random % 65536))
+        for moment in self.moments():
+            if self.state is torch.bfloat16:
+                moment.copy_(rounded(moment, random % 65536))
+            elif self.state is torch.uint8:
+                moment.copy_(minifloats.rounded(moment, random % 65536, 0))
         if self.is_lone:
             self.parameter.data.copy_(rounded(self.parameter.detach(), random * 0x9E3779B1 % 2**32 // 65536))
 
@@ -164,7 +168,8 @@ def rounded(values: Tensor, random: Tensor) -> Tensor:
 def assert_same(planes: Planes, reference: Reference, case: str = "") -> None:
     """Equal in every bit, zeros' signs too; NaNs aside."""
     expected = [reference.parameter.detach(), *reference.moments()]
-    for index, (ours, theirs) in enumerate(zip([planes.master(), *planes.moments], expected, strict=True)):
+    found = [minifloats.as_numbers(it, 0) if it.dtype is torch.uint8 else it for it in planes.moments]
+    for index, (ours, theirs) in enumerate(zip([planes.master(), *found], expected, strict=True)):
         differ = (ours.float().view(torch.int32) != theirs.view(torch.int32)) & ~(ours.isnan() & theirs.isnan())
         where = differ.nonzero().flatten()[:5].tolist()
         assert not where, f"{case}: plane {index} differs at {where}: {ours[where]}, not {theirs[where]}"
@@ -222,7 +227,8 @@ def test_into_other_planes_as_in_place(name: str, hyper: Hyper, kind: tuple[str,
         grads = some_grads(numel, generator).to(getattr(torch, kind[1]))
         before = Planes.of(torch.randn(numel, generator=generator), kind[0], hyper, state)
         for moment in before.moments:
-            moment.copy_(torch.randn(numel, generator=generator))
+            random = torch.randn(numel, generator=generator)
+            moment.copy_(float8.to_plane(random, "exp_avg") if state is torch.uint8 else random)
         in_place, read, written = before.map(Tensor.clone), before.map(Tensor.clone), before.map(torch.zeros_like)
         update(in_place, grads, scalars(hyper, 3, 0.5), state)
         update(read, grads, scalars(hyper, 3, 0.5), state, into=written)

@@ -32,8 +32,9 @@ from workers import affinity
 #: What is forecast, by the name that a page has for it.
 PRECISIONS: Final = {
     "exact": EXACT,
-    "moments in bf16": Precision("bfloat16"),
-    "and no masters": Precision("bfloat16", "bfloat16"),
+    "bf16 moments": Precision("bfloat16"),
+    "float8 moments": Precision("float8"),
+    "float8, no masters": Precision("float8", "bfloat16"),
 }
 NUMEL: Final = 1 << 26
 PRODUCT: Final = 8192

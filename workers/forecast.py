@@ -30,7 +30,7 @@ LAYER_NUMEL: Final = 300_000_000
 #: The loss is taken of so many parts of the sequences, one after the other.
 LOSS_CHUNKS: Final = 8
 #: What a forecast is made for: exact state, and ever smaller ones.
-PRECISIONS: Final = (EXACT, Precision("bfloat16"), Precision("bfloat16", "bfloat16"))
+PRECISIONS: Final = (EXACT, Precision("bfloat16"), Precision("float8"), Precision("float8", "bfloat16"))
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def check_dtypes(
 ) -> None:
     """Raise ValueError unless the planes fit together and this kernel takes them."""
     if state_dtype not in STATE_DTYPES:
-        raise ValueError(f"moments are {' or '.join(STATE_DTYPES)}, not {state_dtype}")
+        raise ValueError(f"moments are {', '.join(STATE_DTYPES)}, not {state_dtype}")
     if (weights_dtype, grads_dtype) not in PASS_DTYPES.get(kernel, DTYPES):
         raise ValueError(f"no update for {weights_dtype} weights with {grads_dtype} gradients")
     if weights_dtype != "bfloat16" and (remainder != 0) != (weights_dtype == "float16"):

@@ -53,8 +53,8 @@ def update(
 
     All tensors are contiguous and have one shape, [numel]. `remainder` is int16 for bfloat16 weights, or None if they
     are their own masters; the float32 master for float16 weights. `moments` are those of the rule of `scalars`, in
-    float32 or bfloat16. `verdict` is a float32 scalar on the device: the gradient is multiplied by it, and nothing is
-    updated if it is below 0.
+    float32, bfloat16 or, as float8.py's codes, uint8. `verdict` is a float32 scalar on the device: the gradient is
+    multiplied by it, and nothing is updated if it is below 0.
     Raises ValueError for planes that do not fit together, BackendUnavailable without Triton.
     """
     kernel = scalars.kernel
@@ -99,6 +99,7 @@ def _takes_all_arguments() -> bool:
 @cache
 def _check_dtypes(weights: torch.dtype, grads: torch.dtype, remainder: bool, state: torch.dtype, kernel: str) -> None:
     weights_dtype, grads_dtype, state_dtype = (str(dtype).removeprefix("torch.") for dtype in (weights, grads, state))
+    state_dtype = "float8" if state is torch.uint8 else state_dtype
     check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype, kernel)
 
 

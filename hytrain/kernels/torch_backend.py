@@ -1,6 +1,6 @@
 """The updates with torch's own operators, for machines without a C++ compiler.
 
-They compute in fp32, so bf16 planes go through fp32 copies, in chunks that stay in the cache; the master of
+They compute in fp32, so narrower planes go through fp32 copies, in chunks that stay in the cache; the master of
 fp16 weights is fp32 already. torch's fused AdamW computes the last elements of an odd size in another order. Ranges are
 therefore padded to `WIDTH`, and the results are the native backend's, however a segment is divided.
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hytrain.kernels import float8
 from hytrain.kernels.backend import FIRST, Elements, Into, check_dtypes
 from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
@@ -29,7 +30,7 @@ from protocol.rules import AdamWHyper, LionHyper, MuonHyper, SGDHyper
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": torch.uint8}
 
 
 class TorchBackend:
@@ -109,9 +110,9 @@ class TorchBackend:
         grads = grads.float()
         if scalars.scale != 1.0:
             grads = grads * scalars.scale
-        exact = [moment.float() for moment in kept]  # the planes themselves, if they are float32
+        exact = [_exact(moment, index) for index, moment in enumerate(kept)]  # the planes themselves, if float32
         lone = remainder is None and weights.dtype is torch.bfloat16
-        narrow = any(moment.dtype is torch.bfloat16 for moment in kept)
+        narrow = any(moment.dtype is not torch.float32 for moment in kept)
         random = random_bits(elements, weights.numel(), scalars.step) if lone or narrow else None
         if remainder is None:
             master = weights.float()  # the plane itself, if it is float32
@@ -129,7 +130,9 @@ class TorchBackend:
             remainder.copy_(lower)
         if narrow and random is not None:
             for index, (moment, values) in enumerate(zip(kept, exact, strict=True)):
-                moment.copy_(rounded(values, (random >> 16 * index) & 0xFFFF))
+                bits = (random >> 16 * index) & 0xFFFF
+                coded = moment.dtype is torch.uint8
+                moment.copy_(float8.rounded(values, bits, index) if coded else rounded(values, bits))
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`."""
@@ -189,6 +192,10 @@ _STEPS: Final[dict[str, Callable[..., None]]] = {
     "muon": _muon,
     "muon_step": _muon_step,
 }
+
+
+def _exact(moment: Tensor, index: int) -> Tensor:
+    return float8.widened(moment, index) if moment.dtype is torch.uint8 else moment.float()
 
 
 def _from(elements: Elements, begin: int) -> Elements:

@@ -1,10 +1,10 @@
 """The updates in Triton, with the same operations as update.cpp. Only gpu.py imports it.
 
-bf16 planes are passed as int16 bit patterns. Moments in bf16, and weights without masters (`LONE`), are rounded as
-rounding.py says. fp16 planes are passed as they are: the device widens them exactly and rounds to nearest even, also
-subnormals. The caller turns contraction off. Square root and division are correctly rounded, and only explicit fma
-operations are fused. Full blocks are loaded without a mask, because masked loads are vectorised only if the compiler
-knows a divisor of the length.
+bf16 planes are passed as int16 bit patterns. Moments in bf16 or 8 bits, and weights without masters (`LONE`), are
+rounded as rounding.py and float8.py say. fp16 planes are passed as they are: the device widens them exactly and rounds
+to nearest even, also subnormals. The caller turns contraction off. Square root and division are correctly rounded, and
+only explicit fma operations are fused. Full blocks are loaded without a mask, because masked loads are vectorised only
+if the compiler knows a divisor of the length.
 """
 
 # Triton's functions have types of its own.
@@ -65,9 +65,42 @@ def _store_rounded(pointer, x, random, mask):
 
 
 @triton.jit
-def _store_moment(pointer, x, random, mask):
+def _load_moment(pointer, mask, SECOND: tl.constexpr):
+    if pointer.dtype.element_ty == tl.uint8:
+        code = tl.load(pointer, mask=mask).to(tl.int32)
+        magnitude = code if SECOND else code & 0x7F
+        added = _added(SECOND)
+        exact = ((magnitude << 21) + added).to(tl.float32, bitcast=True) - added.to(tl.float32, bitcast=True)
+        u = tl.where(magnitude == (0xFF if SECOND else 0x7F), 0x7FC00000, exact.to(tl.int32, bitcast=True))
+        return (u | ((code ^ magnitude) << 24)).to(tl.float32, bitcast=True)
+    else:
+        return _load_wide(pointer, mask)
+
+
+@triton.jit
+def _added(SECOND: tl.constexpr):
+    """The bits of 2^-28 or 2^-56."""
+    return tl.full([], (127 - 56) << 23 if SECOND else (127 - 28) << 23, tl.int32)
+
+
+@triton.jit
+def _store_moment(pointer, x, random, mask, SECOND: tl.constexpr):
+    bits = ((random >> 16) if SECOND else (random & 0xFFFF)).to(tl.int32)
     if pointer.dtype.element_ty == tl.int16:
-        _store_rounded(pointer, x, random & 0xFFFF, mask)
+        _store_rounded(pointer, x, bits, mask)
+    elif pointer.dtype.element_ty == tl.uint8:
+        u = x.to(tl.int32, bitcast=True)
+        magnitude = u & 0x7FFFFFFF
+        added = _added(SECOND)
+        exact = magnitude.to(tl.float32, bitcast=True) + added.to(tl.float32, bitcast=True)
+        code = (exact.to(tl.int32, bitcast=True) - added + (bits << 5) + 16) >> 21
+        code = tl.minimum(code, 0xFE if SECOND else 0x7E)
+        if SECOND:
+            code = tl.where((code == 0) & (magnitude != 0), 1, code)
+        else:
+            code |= (u >> 24) & 0x80
+        code = tl.where(magnitude < 0x7F800000, code, 0xFF if SECOND else 0x7F)
+        tl.store(pointer, code.to(tl.uint8), mask=mask)
     else:
         _store(pointer, x, mask)
 
@@ -144,22 +177,22 @@ def _update(
     p = _load_master(weights, remainder, mask, LONE)
     random = _random_bits(index, before, within)  # left out by the compiler where nothing is rounded
     if RULE == "adamw":
-        m_old = _load_wide(moment0, mask)
-        v_old = _load_wide(moment1, mask)
+        m_old = _load_moment(moment0, mask, False)
+        v_old = _load_moment(moment1, mask, True)
         p, m, v = _adamw(p, g, m_old, v_old, s1, s2, s3, s4, s5, s6, s7)
-        _store_moment(moment0, m, random, mask)
-        _store_moment(moment1, v, random >> 16, mask)
+        _store_moment(moment0, m, random, mask, False)
+        _store_moment(moment1, v, random, mask, True)
     elif RULE == "sgd":
         p = _sgd(p, g, s1, s2)
     elif RULE == "sgd_momentum":
-        p, b = _sgd_momentum(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5)
-        _store_moment(moment0, b, random, mask)
+        p, b = _sgd_momentum(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5)
+        _store_moment(moment0, b, random, mask, False)
     elif RULE == "lion":
-        p, m = _lion(p, g, _load_wide(moment0, mask), s1, s2, s3, s4, s5, s6)
-        _store_moment(moment0, m, random, mask)
+        p, m = _lion(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5, s6)
+        _store_moment(moment0, m, random, mask, False)
     elif RULE == "muon":
-        p, b = _muon(g, _load_wide(moment0, mask), s1, s2)
-        _store_moment(moment0, b, random, mask)
+        p, b = _muon(g, _load_moment(moment0, mask, False), s1, s2)
+        _store_moment(moment0, b, random, mask, False)
     elif RULE == "muon_step":
         p = tl.fma(s2, g, p * s1)
     else:

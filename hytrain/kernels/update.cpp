@@ -8,11 +8,12 @@
 //             itself, rounded stochastically; fp32: the master itself;
 //             fp16: the master rounded half to even, only written: the whole master is in `remainder`
 //   grads     bf16, fp16 or fp32, only read
-//   moments   what the rule keeps from step to step: fp32, or bf16, to which they are rounded stochastically
+//   moments   what the rule keeps from step to step: fp32; or bf16, or 8-bit floats, to which they are rounded
+//             stochastically
 //
 // Rounding to the nearest bf16 would lose small changes: at beta2 = 0.999 the second moment would stand still, and so
 // would a weight that changes by less than 1/512 of itself. So sixteen random bits are added below the bits that are
-// kept, as rounding.py says.
+// kept, as rounding.py says. float8.py describes the 8-bit floats.
 //
 // All NaNs are written as the same bit pattern. The payload that survives an operation depends on the processor and on
 // the compiler's operand order, and would be the only difference between two devices.
@@ -55,6 +56,7 @@ namespace {
 enum bf16 : uint16_t {};
 enum lone_bf16 : uint16_t {};  // of weights that have no remainder
 enum fp16 : uint16_t {};
+enum float8 : uint8_t {};
 
 inline uint32_t bits(float x) {
     uint32_t u;
@@ -68,7 +70,9 @@ inline float real(uint32_t u) {
     return x;
 }
 
-inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u; }
+constexpr uint32_t infinity = 0x7f800000u, one_nan = 0x7fc00000u;
+
+inline uint32_t canonical(uint32_t u) { return (u & 0x7fffffffu) > infinity ? one_nan : u; }
 
 inline float wide(float x) { return x; }
 inline float wide(bf16 x) { return real(static_cast<uint32_t>(x) << 16); }
@@ -94,6 +98,37 @@ inline uint32_t more_random_bits(uint32_t random) { return (random * 0x9e3779b1u
 template <class T>
 inline T rounded(float x, uint32_t random) {
     return static_cast<T>((bits(x) + random) >> 16);
+}
+
+constexpr int most_moments = 2;
+
+// The 8-bit floats of a rule's moments: the number that is added to the magnitude, the largest code, the sign's bit.
+struct Format {
+    float added;
+    uint32_t largest, sign;
+};
+constexpr Format formats[most_moments] = {{0x1p-28f, 0x7e, 0x80}, {0x1p-56f, 0xfe, 0}};
+
+constexpr int cut = 21;  // of a float's bits, all but two of the mantissa's
+
+HYTRAIN_INLINE float widened(bf16 x, int) { return wide(x); }
+HYTRAIN_INLINE float widened(float8 code, int moment) {
+    const Format format = formats[moment];
+    const uint32_t sign = code & format.sign, magnitude = code ^ sign;
+    const float exact = real(bits(format.added) + (magnitude << cut)) - format.added;
+    return real(sign << 24 | (magnitude > format.largest ? one_nan : bits(exact)));
+}
+
+// `random` has sixteen bits: the upper ones of the 21 that are added. The lower ones are their mean.
+HYTRAIN_INLINE void round_moment(float x, uint32_t random, int, bf16 &to) { to = rounded<bf16>(x, random); }
+HYTRAIN_INLINE void round_moment(float x, uint32_t random, int moment, float8 &to) {
+    const Format format = formats[moment];
+    const uint32_t magnitude = bits(x) & 0x7fffffffu, sign = bits(x) >> 24 & format.sign;
+    const uint32_t kept = bits(real(magnitude) + format.added) - bits(format.added);
+    uint32_t code = (kept + (random << 5 | 1u << 4)) >> cut;
+    code = code < format.largest ? code : format.largest;
+    if (!format.sign) code = code == 0 && magnitude != 0 ? 1 : code;
+    to = static_cast<float8>(magnitude < infinity ? sign | code : format.largest + 1);
 }
 
 // The type of `remainder` for each type of weights.
@@ -193,8 +228,6 @@ struct State {
     State<Rule, float, Moment> master() const { return {remainder, nullptr, moments}; }  // of fp16 weights
 };
 
-constexpr int most_moments = 2;
-
 struct Planes {  // a State as passed through the C interface, in the order of native.py's _Planes
     void *weights, *remainder, *moments[most_moments];
 
@@ -283,16 +316,17 @@ HYTRAIN_INLINE void update_strip(State<Rule, lone_bf16, float> from, const Grad 
         to.weights[i] = rounded<lone_bf16>(master[i], more_random_bits(random_bits(elements, i)));
 }
 
-// Updates at most one strip with bf16 moments, which are in fp32 in the L1 cache meanwhile.
-template <class Rule, class Weight, class Grad>
-HYTRAIN_INLINE void update_strip(State<Rule, Weight, bf16> from, const Grad *grads, State<Rule, Weight, bf16> to,
-                                 int64_t numel, Rule rule, Elements elements) {
+// Updates at most one strip with moments that are rounded, which are in fp32 in the L1 cache meanwhile.
+template <class Rule, class Weight, class Moment, class Grad>
+HYTRAIN_INLINE std::enable_if_t<!std::is_same<Moment, float>::value> update_strip(
+    State<Rule, Weight, Moment> from, const Grad *grads, State<Rule, Weight, Moment> to, int64_t numel, Rule rule,
+    Elements elements) {
     alignas(64) float exact[Rule::moments][strip];
     Moments<Rule, float> moments;
     for (int j = 0; j < Rule::moments; ++j) {
         moments[j] = exact[j];
 #pragma omp simd
-        for (int64_t i = 0; i < numel; ++i) exact[j][i] = wide(from.moments[j][i]);
+        for (int64_t i = 0; i < numel; ++i) exact[j][i] = widened(from.moments[j][i], j);
     }
     const State<Rule, Weight, float> read{from.weights, from.remainder, moments};
     const State<Rule, Weight, float> written{to.weights, to.remainder, moments};
@@ -301,7 +335,7 @@ HYTRAIN_INLINE void update_strip(State<Rule, Weight, bf16> from, const Grad *gra
     for (int64_t i = 0; i < numel; ++i) {
         const uint32_t random = random_bits(elements, i);
         for (int j = 0; j < Rule::moments; ++j)
-            to.moments[j][i] = rounded<bf16>(exact[j][i], random >> 16 * j & 0xffffu);
+            round_moment(exact[j][i], random >> 16 * j & 0xffffu, j, to.moments[j][i]);
     }
 }
 
@@ -414,7 +448,8 @@ extern "C" {
     }
 #define HYTRAIN_STATES(name, Rule, Weight, Grad)                    \
     HYTRAIN_UPDATE(name##_float32, Rule, Weight, Grad, float)       \
-    HYTRAIN_UPDATE(name##_bfloat16, Rule, Weight, Grad, bf16)
+    HYTRAIN_UPDATE(name##_bfloat16, Rule, Weight, Grad, bf16)       \
+    HYTRAIN_UPDATE(name##_float8, Rule, Weight, Grad, float8)
 #define HYTRAIN_RULE(name, Rule)                                            \
     HYTRAIN_STATES(name##_bfloat16_bfloat16, Rule, bf16, bf16)              \
     HYTRAIN_STATES(name##_lone_bfloat16_bfloat16, Rule, lone_bf16, bf16)    \

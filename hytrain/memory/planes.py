@@ -27,7 +27,14 @@ from hytrain.tensors import count_write
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int16": torch.int16}
+#: float8 is codes, which only `kernels.float8` reads as numbers.
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int16": torch.int16,
+    "float8": torch.uint8,
+}
 
 
 class ArenaPlanes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,14 @@ from protocol.handles import EXACT, ArenaLayout, Precision, layout
 from protocol.messages import Layer, Segment
 from protocol.placement import GPU, VISIT
 
+#: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
+_OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
+
 
 def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> dict[str, torch.dtype]:
-    """The planes that a parameter's state has under this rule, with their dtypes."""
+    """The planes that a parameter's state has under this rule, with the dtypes that others see."""
     planes = precision.planes(str(parameter.dtype).removeprefix("torch."), rule)
-    return {plane: DTYPES[dtype] for plane, dtype in planes.items()}
+    return {plane: _OUTSIDE[dtype] for plane, dtype in planes.items()}
 
 
 class TrainedParameter:

@@ -293,7 +293,7 @@ class Optimizer(Section):
     speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: decided by speed
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"
     gradient_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # as sent to the CPU; auto: the parameter's
-    state_dtype: Literal["float32", "bfloat16"] = "float32"  # of the moments; bfloat16 halves them, and is not exact
+    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"  # of the moments; only float32 is exact
     master_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: bfloat16 weights without masters; not exact
 
     @model_validator(mode="after")

@@ -94,8 +94,9 @@ def test_every_placement_gives_the_references_bits(
         (torch.bfloat16, {"master_dtype": "bfloat16"}),
         (torch.bfloat16, {"state_dtype": "bfloat16", "max_grad_norm": 0.1}),
         (torch.float32, {"state_dtype": "bfloat16", "grad_accumulation": 2}),
+        (torch.bfloat16, {"state_dtype": "float8"}),
     ],
-    ids=["float16", "lone", "bfloat16", "float32"],
+    ids=["float16", "lone", "bfloat16", "float32", "float8"],
 )
 @of_case
 def test_the_bits_do_not_depend_on_the_placement(

@@ -54,7 +54,12 @@ class InPieces(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks, float32": Decoder,
     "pieces, bfloat16": lambda: InPieces().to(torch.bfloat16),
+    "pieces, float8 moments": lambda: InPieces().to(torch.bfloat16),
 }
+
+
+def precision(name: str) -> dict[str, Any]:
+    return {"state_dtype": "float8"} if "float8" in name else {}
 
 
 def sharded(name: str, *shape: int) -> nn.Module:
@@ -118,7 +123,7 @@ class Late(DefaultSavePlanner):
 def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
     """Train, save in every way, and train on. What is saved asynchronously is the state before that, too."""
     model = sharded(name, *shape)
-    with adamw(model, **for_this_rank(K)) as opt:
+    with adamw(model, **for_this_rank(K), **precision(name)) as opt:
         train(model, opt, range(3))
         saved = whole(model, opt)
         saving = []
@@ -150,7 +155,7 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
 def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The state that every way loads, and the one two steps later."""
     model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
-    with adamw(model, lr=0.5, **for_this_rank(K)) as opt:
+    with adamw(model, lr=0.5, **for_this_rank(K), **precision(name)) as opt:
         for way in ("sharded", "full", "async", "staged by the writer", "own", "copied", "old"):
             if way in ("own", "copied", "old"):
                 opt.load(folder / way)
@@ -204,7 +209,7 @@ def save_as_before(folder: Path, saved: dict[str, Tensor]) -> None:
     for name in names:
         for plane in {"remainder", "exp_avg", "exp_avg_sq"} & {key.removeprefix(f"{name}.") for key in saved}:
             values = saved[f"{name}.{plane}"].flatten()
-            values = values.to(torch.int16) if plane == "remainder" else values
+            values = values.to(torch.int16) if plane == "remainder" else values.float()
             if len(values) > 100:
                 files[0][f"{plane}.{name}[0]"], files[1][f"{plane}.{name}[90]"] = values[:90], values[90:]
             else:
@@ -228,7 +233,7 @@ def test_saved_on_four_and_loaded_on_two_and_one(
         assert differing(four_ranks.run(load_from_torch, (2, 2), tmp_path)[0], trained) == []
     model = MODELS[name]()
     model.load_state_dict({name: value for name, value in saved.items() if name in dict(model.named_parameters())})
-    with adamw(model, k=0.5) as opt:
+    with adamw(model, k=0.5, **precision(name)) as opt:
         for way in ("own", "old"):
             opt.load(tmp_path / way)
             assert differing(whole(model, opt), saved) == []

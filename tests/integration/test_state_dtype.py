@@ -1,14 +1,16 @@
-"""Moments in bfloat16, and weights without masters: the same bits wherever they are updated and after a resume, and
-read in either dtype.
+"""Moments in bfloat16 or float8, and weights without masters: the same bits wherever they are updated and after a
+resume, and read in each dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import minifloats
 import pytest
 import torch
 from helpers import adamw, differing, keep, saved_and_loaded, state, train, weights
@@ -22,9 +24,17 @@ from hytrain.checks import check_options, check_same
 from hytrain.errors import ConfigError
 from hytrain.memory import visits
 from hytrain.step import streaming
+from protocol.messages import STATE_DTYPES
 
 LONE: dict[str, Any] = {"master_dtype": "bfloat16"}
-MAKES = [(gpt2, torch.float32, {}), (llama, torch.bfloat16, {}), (llama, torch.bfloat16, LONE)]
+SMALL: dict[str, Any] = {"state_dtype": "float8"}
+MAKES = [
+    (gpt2, torch.float32, {}),
+    (llama, torch.bfloat16, {}),
+    (llama, torch.bfloat16, LONE),
+    (gpt2, torch.float32, SMALL),
+    (llama, torch.bfloat16, SMALL | LONE),
+]
 STEPS = 24
 #: All placements, fixed and moving; with a second bank; with other threads; and without overlap.
 CHOICES: list[dict[str, Any]] = [
@@ -34,7 +44,7 @@ CHOICES: list[dict[str, Any]] = [
     {"policy": "random", "stream": "auto"},
     {"k": 0.0, "overlap": False, "backend": "torch"},
 ]
-IDS = ["gpt2-float32", "llama-bfloat16", "llama-lone"]
+IDS = ["gpt2-float32", "llama-bfloat16", "llama-lone", "gpt2-float8", "llama-float8-lone"]
 
 
 def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -47,8 +57,10 @@ def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
         (InPieces, torch.float32, square_loss, {}),
         (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5}),
         (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **LONE}),
+        (InPieces, torch.float32, square_loss, SMALL),
+        (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **SMALL, **LONE}),
     ],
-    ids=["in pieces", "llama-bfloat16-clipped", "llama-lone-clipped"],
+    ids=["in pieces", "llama-bfloat16-clipped", "llama-lone-clipped", "in pieces, float8", "llama-float8-lone-clipped"],
 )
 def test_the_bits_do_not_depend_on_where_layers_are_updated(
     make: Callable[..., nn.Module],
@@ -63,7 +75,7 @@ def test_the_bits_do_not_depend_on_where_layers_are_updated(
     found = []
     for options in ({"k": 0.0}, *CHOICES):
         model = make(dtype)
-        with adamw(model, state_dtype=torch.bfloat16, **options, **more) as opt:
+        with adamw(model, **{"state_dtype": torch.bfloat16} | options | more) as opt:
             train_and_prepare(model, opt, STEPS, loss_of)
             found.append(state(opt) | weights(model))
     assert {tensor.dtype for tensor in moments(found[0]).values()} == {torch.bfloat16}
@@ -71,7 +83,7 @@ def test_the_bits_do_not_depend_on_where_layers_are_updated(
     assert any(name.startswith("remainder") for name in found[0]) is has_masters
     for options, other in zip(CHOICES, found[1:], strict=True):
         assert differing(other, found[0]) == [], options
-    with adamw(model := make(dtype), k=0.0, **more | {"master_dtype": "float32"}) as opt:
+    with adamw(model := make(dtype), k=0.0, **more | {"state_dtype": "float32", "master_dtype": "float32"}) as opt:
         train(model, opt, range(STEPS), loss_of)
         exact = weights(model)
     assert differing(exact, {name: found[0][name] for name in exact}), "it is not exact"
@@ -82,15 +94,16 @@ def test_saved_and_resumed(
     make: Callable[..., nn.Module], dtype: torch.dtype, more: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, first, second = (make(dtype) for _ in range(3))
-    with adamw(whole, k=0.3, state_dtype="bfloat16", **more) as opt:
+    more = {"state_dtype": "bfloat16"} | more
+    with adamw(whole, k=0.3, **more) as opt:
         train(whole, opt, range(STEPS))
         expected = state(opt)
-    with adamw(first, k=0.0, state_dtype="bfloat16", **more) as opt:
+    with adamw(first, k=0.0, **more) as opt:
         train(first, opt, range(STEPS // 2))
         opt.save(tmp_path)
         kept = opt.state_dict()
     second.load_state_dict(first.state_dict())
-    with adamw(second, k=0.7, state_dtype="bfloat16", **more) as opt:
+    with adamw(second, k=0.7, **more) as opt:
         opt.load_state_dict(kept)
         opt.load(tmp_path)
         train(second, opt, range(STEPS // 2, STEPS))
@@ -98,7 +111,7 @@ def test_saved_and_resumed(
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
-@pytest.mark.parametrize(("saved", "own"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("saved", "own"), list(permutations(STATE_DTYPES, 2)))
 def test_a_state_is_read_in_another_dtype_with_a_sentence(
     saved: str, own: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,12 +125,42 @@ def test_a_state_is_read_in_another_dtype_with_a_sentence(
             opt.load(tmp_path)
         else:
             opt.load_state_dict(kept)
-        converted = {name: tensor.to(getattr(torch, own)) for name, tensor in moments(theirs).items()}
+        converted = {name: as_read(name, tensor, own) for name, tensor in moments(theirs).items()}
         assert differing(state(opt), theirs | converted) == []
         train(model, opt, range(5, 8))
     said = [message for message in caplog.messages if message.startswith("the moments in ")]
-    assert len(said) == 1 and f"torch.{saved}: they become torch.{own}" in said[0]
-    assert ("rounded to nearest" in said[0]) is (own == "bfloat16")
+    if form == "dictionary" and saved == "float8":
+        saved = "bfloat16"  # which its numbers are in there
+    assert len(said) == (own != saved) and all(f"are {saved}: they become {own}" in each for each in said)
+    narrower = STATE_DTYPES.index(own) > STATE_DTYPES.index(saved)
+    assert all(("rounded to nearest" in each) is narrower for each in said)
+
+
+def as_read(name: str, saved: Tensor, own: str) -> Tensor:
+    """What the state has of a moment after loading: float8 as numbers in bfloat16."""
+    if own != "float8":
+        return saved.to(getattr(torch, own))
+    index = int(name.startswith("exp_avg_sq"))
+    nearest = torch.full(saved.shape, 1 << 15)
+    return minifloats.rounded(saved.bfloat16().float(), nearest, index).bfloat16()
+
+
+def test_torch_reads_8_bit_state_as_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """And HyTrain reads it again without a change, and without a sentence."""
+    model = gpt2(torch.float32)
+    with adamw(model, k=0.5, **SMALL) as opt:
+        train(model, opt, range(5))
+        kept = opt.state_dict()
+        plain = torch.optim.AdamW(model.parameters())
+        plain.load_state_dict(kept)
+        theirs = {index: entry["exp_avg_sq"] for index, entry in plain.state_dict()["state"].items()}
+        expected = {index: entry["exp_avg_sq"].float() for index, entry in kept["state"].items()}
+        assert theirs.keys() == expected.keys()
+        assert all(torch.equal(theirs[index], expected[index]) for index in theirs)
+        before = state(opt)
+        opt.load_state_dict(kept)
+        assert differing(state(opt), before) == []
+    assert not [message for message in caplog.messages if message.startswith("the moments in ")]
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
