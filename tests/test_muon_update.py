@@ -138,7 +138,7 @@ def visited(spec: Segment, weights: Tensor, state: list[Tensor | None], grads: T
 
 @DEVICES
 @of_kind
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float8"])
 def test_pieces_give_the_bits_of_the_whole(
     kind: str, state_dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
