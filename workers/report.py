@@ -442,7 +442,7 @@ def timelines(name: str, of_ranks: Mapping[int, Timeline]) -> str:
 
 def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
     """What each rank waited for in the steps of the timeline, in the order of cost."""
-    head = "".join(f'<th scope="col">{head}</th>' for head in ("", "per step", "share", "mostly", "what helps"))
+    head = "".join(f'<th scope="col">{head}</th>' for head in ("part", "per step", "share", "mostly", "what helps"))
     for rank, one in of_ranks.items():
         found = timeline.shares(one)
         work = ", ".join(f"{share.key} {view.seconds(share.ms / 1e3)}" for share in found.work)
