@@ -43,6 +43,8 @@ METRICS: Final = (
     Metric("gpu_layers", "", "layers that the GPU owns", "hytrain_gpu_layers"),
     Metric("visiting_layers", "", "layers whose state visits the GPU", "hytrain_visiting_layers"),
     Metric("streamed_layers", "", "layers whose weights rest in host memory", "hytrain_streamed_layers"),
+    Metric("to_device_bytes", "byte", "copied in the step to the trainer's device", "hytrain_to_device_bytes"),
+    Metric("to_host_bytes", "byte", "copied in the step to host memory", "hytrain_to_host_bytes"),
     Metric("moved", "", "layers that have moved since training began", "hytrain_moved_layers_total"),
     Metric("reason", "", "why the plan was made that takes effect in this step; other steps have none"),
     Metric("policy", "", "how the planner decides"),

@@ -37,7 +37,7 @@ from hytrain.errors import ClusterError
 from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena
 from hytrain.memory.clock import HostClock
-from hytrain.memory.transfer import Copy, Transfer
+from hytrain.memory.transfer import Copy, Traffic, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Draft
 from hytrain.run.ownership import PlanBook, PlanLedger
@@ -65,6 +65,7 @@ class Streams:
         """`streamed`: weights are, on a stream of their own."""
         numbers = count()
         self.clock: Any = HostClock()
+        self.traffic = Traffic()
         self.clock.mark = lambda stream=None: 1e-3 * next(numbers)
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause

@@ -211,6 +211,8 @@ STEP |= {
     "gpu_needed_bytes": None,
     "host_free_bytes": None,
     "waited_bytes": 0,
+    "to_device_bytes": 3 << 20,
+    "to_host_bytes": 2 << 20,
 }
 REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
 

@@ -425,6 +425,10 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     power = {"gpu_watts": 612.4, "gpu_utilization": 0.98, "gpu_used_bytes": 17.25 * 2**30}
     powered = view.as_text(replace(shown, status=status(record=json.dumps({**RECORD, **power}))))
     assert "hardware  GPU 612 W   in use 98%   17.2 GiB of its memory\n" in powered and "hardware" not in text
+    traffic = {"to_device_bytes": 5 << 30, "to_host_bytes": 1 << 20}
+    copied = view.as_text(replace(shown, status=status(record=json.dumps({**RECORD, **traffic}))))
+    amounts = "5.00 GiB to the trainer's device, 2.50 GiB/s   1.0 MiB to host memory, 0.5 MiB/s"
+    assert f"copies    {amounts}\n" in copied and "copies" not in text
     assert "gone" in optimizer and "200.0 ms 10%" in optimizer and "on cores 2" in optimizer
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))

@@ -222,6 +222,13 @@ def _gauges(record: dict[str, Any]) -> list[str]:
     return [text.format(record[name] * factor) for name, text, factor in shown if record.get(name) is not None]
 
 
+def _copied(record: dict[str, Any]) -> str:
+    """What the step has copied between host memory and the trainer's device; nothing without any."""
+    ways = (("to_device_bytes", "to the trainer's device"), ("to_host_bytes", "to host memory"))
+    found = [(number, way) for name, way in ways if (number := record.get(name))]
+    return "   ".join(f"{gib(number)} {way}, {gib(round(number / record['step_s']))}/s" for number, way in found)
+
+
 def seconds(duration_s: float) -> str:
     """A duration in seconds or milliseconds."""
     return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
@@ -333,6 +340,8 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         facts.add_row("time", "   ".join(_timing(record)))
         if used := _gauges(record):
             facts.add_row("hardware", "   ".join(used))
+        if copied := _copied(record):
+            facts.add_row("copies", copied)
         facts.add_row(
             "k", Text(f"{record['k']:.3f}   {status.policy or record['policy']}: {status.reason}".rstrip(": "))
         )

@@ -699,6 +699,8 @@ class Planning:
             "gpu_layers": len(_gpu_lids(report.placements)),
             "visiting_layers": report.placements.count(VISIT.name),
             "streamed_layers": len(report.streamed),
+            "to_device_bytes": report.to_device_bytes,
+            "to_host_bytes": report.to_host_bytes,
             "moved": self.moved,
             **news,
             "policy": self.policy,

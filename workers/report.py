@@ -75,6 +75,7 @@ CHARTS: Final = (
     Chart("Learning rate", "", (("lr", "learning rate"),)),
     Chart("Norm of the gradients", "", (("grad_norm", "norm"),), cuts=True),
     Chart("GPU memory", "GiB", (("gpu_peak_bytes", "peak"), ("predicted_gpu_bytes", "planned")), 1 / GIB),
+    Chart("Copies per step", "GiB", (("to_device_bytes", "to the GPU"), ("to_host_bytes", "to the host")), 1 / GIB),
     Chart("Power", "W", (("gpu_watts", "GPU"), ("host_watts", "host"))),
     Chart("Time in which the GPU ran something", "", (("gpu_utilization", "share"),)),
     Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes and processes"),), 1 / GIB),

@@ -10,6 +10,7 @@ makes the caller's stream wait for exactly one transfer.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,11 +52,39 @@ class Transfer:
             self.done.synchronize()
 
 
+class Traffic:
+    """How many bytes are copied to the device and to host memory. Several threads copy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._to_device = self._to_host = 0
+
+    def to_device(self, copies: Iterable[Copy]) -> None:
+        with self._lock:
+            self._to_device += _nbytes(copies)
+
+    def to_host(self, copies: Iterable[Copy]) -> None:
+        with self._lock:
+            self._to_host += _nbytes(copies)
+
+    def take(self) -> tuple[int, int]:
+        """Bytes to the device and to host memory since the last call."""
+        with self._lock:
+            taken = self._to_device, self._to_host
+            self._to_device = self._to_host = 0
+        return taken
+
+
+def _nbytes(copies: Iterable[Copy]) -> int:
+    """Gradients may be converted on their way, so what arrives counts."""
+    return sum(destination.nbytes for destination, _ in copies)
+
+
 class HostTransfers:
     """Copies for device "cpu", between parameters and planes in one machine's memory."""
 
     def __init__(self) -> None:
-        self.clock = HostClock()
+        self.clock, self.traffic = HostClock(), Traffic()
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
         """Nothing to pin: no DMA engine reads host memory here."""
@@ -70,13 +99,14 @@ class HostTransfers:
         """There are no streams."""
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
+        self.traffic.to_host(copies)
         began = self.clock.mark()
         for destination, source in copies:
             destination.copy_(source)
         return Transfer(None, (began, self.clock.mark()))
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
-        transfer = self._move(copies)
+        transfer = self._in(copies)
         for destination, _ in copies:
             count_write(destination)
         return transfer
@@ -87,7 +117,7 @@ class HostTransfers:
     def land(self, transfer: Transfer, stream: Stream = None) -> None:
         """The copies have already finished."""
 
-    def _move(self, copies: Sequence[Copy], fence: Fence = None, *, after: Transfer | None = None) -> Transfer:
+    def _move(self, copies: Sequence[Copy]) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
         for destination, source in copies:
@@ -95,13 +125,22 @@ class HostTransfers:
             ctypes.memmove(address(destination), address(source), destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
-    weights_out = state_out = state_in = sums_in = send_back = _move
+    def _in(self, copies: Sequence[Copy], fence: Fence = None, *, after: Transfer | None = None) -> Transfer:
+        self.traffic.to_device(copies)
+        return self._move(copies)
+
+    def _out(self, copies: Sequence[Copy]) -> Transfer:
+        self.traffic.to_host(copies)
+        return self._move(copies)
+
+    state_in = sums_in = _in
+    weights_out = state_out = send_back = _out
 
     def visit(self, made: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         return nullcontext()
 
     def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
-        return self._move(copies)
+        return self._in(copies)
 
     def so_far(self) -> Transfer:
         now = self.clock.mark()
@@ -109,7 +148,7 @@ class HostTransfers:
 
     def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
         _allocate(tensors)
-        return self._move(copies)
+        return self._in(copies)
 
     def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
         for tensor in tensors:
@@ -134,7 +173,7 @@ class CudaTransfers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = CudaClock(device)
+        self.clock, self.traffic = CudaClock(device), Traffic()
         self._device = device
         self._out, self._state, self._visiting, self._streaming = (torch.cuda.Stream(device) for _ in range(4))
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
@@ -178,6 +217,7 @@ class CudaTransfers:
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy gradients, ready on the current stream, into pinned planes."""
+        self.traffic.to_host(copies)
         # The current stream, which made the gradients, also converts them (for example float32 to bfloat16).
         sources = [source.to(destination.dtype) for destination, source in copies]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -189,6 +229,7 @@ class CudaTransfers:
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""
+        self.traffic.to_device(copies)
         made = [self._copy(_next(self._in), turn) for turn in turns(copies)] or [self._copy(self._in[0], ())]
         (began, _), (_, ended) = made[0].span, made[-1].span
         for earlier, later in pairwise(made):
@@ -200,12 +241,14 @@ class CudaTransfers:
 
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy weights and state, ready on the current stream, into pinned planes."""
+        self.traffic.to_host(copies)
         self._state.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._state, copies, keep=[source for _, source in copies])
 
     def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
         """Copy pinned memory, which `after` has written, into device memory allocated before `fence`."""
         assert fence is not None and after.done is not None, "made by fence() and gradients_out()"
+        self.traffic.to_device(copies)
         stream = self._in[0]
         stream.wait_event(fence)
         stream.wait_event(after.done)
@@ -223,6 +266,7 @@ class CudaTransfers:
     def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
         """Copy pinned planes into device memory allocated before `fence`."""
         assert fence is not None, "made by fence()"
+        self.traffic.to_device(copies)
         self._state.wait_event(fence)
         for stream in self._in:  # the planes are closed after this copy, so earlier copies must end first
             self._state.wait_stream(stream)
@@ -238,6 +282,7 @@ class CudaTransfers:
 
     def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
         """Copy pinned state into a slot, `after` others have used both, and after the last fetch."""
+        self.traffic.to_device(copies)
         stream = _next(self._fetching)
         for other in after:
             if other.done is not None:
@@ -246,6 +291,7 @@ class CudaTransfers:
 
     def send_back(self, copies: Sequence[Copy]) -> Transfer:
         """Copy a slot's state, ready on the current stream, into pinned planes."""
+        self.traffic.to_host(copies)
         stream = _next(self._returning)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(stream, copies)
@@ -263,6 +309,7 @@ class CudaTransfers:
         `after`: whoever uses memory that is still there, and is written again. Raises `torch.OutOfMemoryError`; then
         all of `tensors` are freed.
         """
+        self.traffic.to_device(copies)
         with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
             _allocate(tensors)
         self._stream_after(after)

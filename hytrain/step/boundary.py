@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hytrain.memory.capacity import Room
+from hytrain.memory.transfer import Traffic
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Link
@@ -40,12 +41,13 @@ class Boundary:
         host_free: Callable[[], int | None],
         skipped: Callable[[], int],
         visits: Visits,
+        traffic: Traffic,
         is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
-        self._is_stage, self._host_free, self._skipped = is_stage, host_free, skipped
+        self._is_stage, self._host_free, self._skipped, self._traffic = is_stage, host_free, skipped, traffic
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -76,6 +78,7 @@ class Boundary:
         has_drawn = self._meter.draws
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
         now_s, placements, room = time.monotonic(), self.placements, self._gpu_room()
+        to_device_bytes, to_host_bytes = self._traffic.take()
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
@@ -110,6 +113,8 @@ class Boundary:
                 gpu_needed_bytes=None if room is None else room.needed,
                 host_free_bytes=None if step % HOST_EVERY else self._host_free(),
                 waited_bytes=self._visits.end_step(),
+                to_device_bytes=to_device_bytes,
+                to_host_bytes=to_host_bytes,
                 layers=times,
                 saves=self.loop_saves,
             ),

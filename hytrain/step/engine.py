@@ -124,6 +124,7 @@ class Engine:
             host_free=host_free,
             skipped=self._verdicts.skipped_by_now,
             visits=self._visits,
+            traffic=transfers.traffic,
             is_stage=is_stage,
         )
         self.backward = Backward(

@@ -7,6 +7,7 @@ takes, and moves what it should, is shown here for whoever has none.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 
 import hytrain
 from hytrain.memory.clock import HostClock
-from hytrain.memory.transfer import CudaTransfers
+from hytrain.memory.transfer import CudaTransfers, HostTransfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer
 from hytrain.run.link import Link
 from hytrain.step.backward import Backward
@@ -96,6 +97,33 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.session.transfers_for", OverHostMemory)
     return current
+
+
+@pytest.mark.parametrize("transfers", [OverHostMemory, lambda device: HostTransfers()], ids=["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("options", "to_device", "to_host"),
+    [
+        ({"k": 0.0}, 2, 2),  # weights, gradients
+        ({"k": 0.0, "visit": 1.0}, 10, 10),  # remainder and moments, both ways
+        ({"k": 1.0}, 0, 0),
+    ],
+    ids=str,
+)
+def test_copies_are_counted(
+    options: dict[str, Any], to_device: int, to_host: int, transfers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes per bf16 parameter and step. The first step also brings all weights to the host, and later ones samples."""
+    monkeypatch.setattr("hytrain.session.transfers_for", transfers)
+    model = perceptron(dtype=torch.bfloat16)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with adamw(model, **options) as opt:
+        train(model, opt, range(9), square_loss)
+        run_dir = opt.run_dir
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    there, back = (sum(record[name] for record in records[1:]) for name in ("to_device_bytes", "to_host_bytes"))
+    assert len(records) == 9
+    assert 8 * to_host * numel <= back <= 8 * (to_host * numel + 1000)
+    assert abs(there - 8 * to_device * numel) <= 2 * numel, "weights may come after their step's record"
 
 
 @pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 0.0), (torch.bfloat16, 0.5), (torch.float16, 1.0)], ids=str)
