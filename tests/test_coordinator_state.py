@@ -23,8 +23,9 @@ from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
-from workers.effects import Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS, LATE_S
+from workers.heartbeats import Heartbeats
 from workers.plane_bytes import PlaneBytes
 from workers.planning import (
     BESIDE_TRAINING,
@@ -955,6 +956,14 @@ def test_numbers_that_json_does_not_have_are_null(driver: Driver) -> None:
     assert "loss 2.5000" in shown and "norm" not in shown
     driver.handle(m.Log(step=1, numbers={"loss": math.nan}))
     assert driver.commands == [Amend(1, {"loss": None}, 0)]
+
+
+def test_who_hangs_is_ended_before_that_is_news(driver: Driver) -> None:
+    """A reader of the news may resume a process that somebody has stopped; then it is no stopped one any more."""
+    driver.start()
+    driver.state.heartbeats = Heartbeats(limit_s=0.0)  # as soon as they are called silent
+    found = [[type(command) for command in driver.state.beat()] for _ in range(6)]
+    assert [kinds for kinds in found if Abort in kinds] == [[Abort, Abort, Note, Note, Send, Send]]
 
 
 @pytest.mark.parametrize("trainer_first", [True, False])

@@ -103,7 +103,8 @@ class CoordinatorState:
         news, hung = self.heartbeats.beat(asked)
         ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]
         pings = [Send(address, m.Ping(recorded_s=self.fleet.seat(address.rank).recorded_s)) for address in asked]
-        return [*map(Note, news), *ends, *pings]
+        # Ends first: who reads the news may resume a stopped process, which must not be taken for one that hangs.
+        return [*ends, *map(Note, news), *pings]
 
     def hear(self, message: m.Message, sender: Address) -> None:
         """The coordinator of another machine of the job has sent the status of its ranks."""
