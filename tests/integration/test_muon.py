@@ -58,6 +58,23 @@ def test_two_hundred_steps(dtype: torch.dtype) -> None:
             assert differing(weights(ours), expected) == [], placement
 
 
+@pytest.mark.parametrize(
+    "rounded", [{"state_dtype": "float8"}, {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}], ids=str
+)
+def test_rounded_state_is_the_same_everywhere(rounded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
+    found = []
+    for options in ({}, *({**rounded, **placement} for placement in PLACEMENTS)):
+        model = perceptron(dtype=torch.bfloat16)
+        with opened(hytrain.Muon, model, **NUMBERS, **options) as opt:
+            train(model, opt, range(20), square_loss)
+            opt.synchronize()
+            found.append(weights(model))
+    exact, first, *others = found
+    assert differing(exact, first) != []
+    assert [differing(first, other) for other in others] == [[] for _ in others]
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_matrices_keep_their_shape(placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if they are larger than a layer, come in pieces, or lie by columns."""
