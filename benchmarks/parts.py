@@ -55,9 +55,10 @@ SHAPES: Final = {
     "10b": Shape(5120, 13824, 30, 40, 32000),
     "20b": Shape(5120, 13824, 63, 40, 32000),
     "41b": Shape(8192, 22016, 50, 64, 32000),
-    # 10.4 B parameters, of which a token meets 2.9 B; the next one's states fit into 128 GiB also with other systems
+    # 10.4 B parameters, of which a token meets 2.9 B. In 128 GiB, FSDP2 trains 5.3 B, and ZeRO-2 4.1 B
     "10b-experts": Shape(2560, 8960, 18, 20, 32000, 4, experts=8, chosen=2),
     "5b-experts": Shape(2560, 8960, 9, 20, 32000, 4, experts=8, chosen=2),
+    "4b-experts": Shape(2560, 8960, 7, 20, 32000, 4, experts=8, chosen=2),
     "tiny-experts": Shape(64, 128, 3, 4, 256, 2, experts=8, chosen=2),
     "gpt2-tiny": Shape(64, 256, 2, 4, 2048),
     "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
@@ -82,6 +83,8 @@ SAVING: Final = "saving"
 POWER: Final = "power"
 EXPERTS: Final = "experts"
 EAGER, COMPILED = "eager", "compiled blocks"
+#: Blocks whose activations are not recomputed.
+KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
@@ -126,8 +129,8 @@ class Job:
 
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
     a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
-    take so much of the GPU's memory, and the model is in host memory when the system gets it. `compiled`: torch.compile
-    has compiled each block.
+    take so much of the GPU's memory, and the model is in host memory when the system gets it. `blocks` says how blocks
+    are called: eagerly, compiled by torch.compile, or as CUDA graphs of the first segment's batch.
     """
 
     system: str = ""
@@ -143,7 +146,7 @@ class Job:
     tensor: int = 1
     schedule: str = ""
     cap_gib: float = 0.0
-    compiled: bool = False
+    blocks: str = EAGER
     start_s: float = 15.0
     step_s: float = 0.6
 
@@ -329,14 +332,15 @@ def threads(template: Job) -> list[Job]:
 
 
 def launches(template: Job) -> list[Job]:
-    """What a step's launches cost at small and large batches: eager, and with compiled blocks."""
+    """What a step's launches cost at small and large batches: eager, with compiled blocks, and with CUDA graphs."""
     found = []
-    for label, compiled in ((EAGER, False), (COMPILED, True)):
-        few = [Segment(batch=batch, label=label, settle=4, measure=5, launches=True) for batch in (16, 4, 1)]
+    for blocks in (EAGER, COMPILED, KEPT, GRAPHED):
+        sizes = (16, 4, 1) if blocks in (EAGER, COMPILED) else (1,)
+        few = [Segment(batch=batch, label=blocks, settle=4, measure=5, launches=True) for batch in sizes]
         settled = [replace(steps, settle=8 + 40 // steps.batch, patience=20) for steps in few]
         for system, steps in (("no-offload", few), (AUTO, settled)):
-            made = job(replace(template, compiled=compiled), system, *steps)
-            found.append(replace(made, start_s=made.start_s + 30 * compiled))
+            made = job(replace(template, blocks=blocks), system, *steps)
+            found.append(replace(made, start_s=made.start_s + 30 * (blocks == COMPILED)))
     return found
 
 

@@ -31,10 +31,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks import idle, ranks, saving, text
+from benchmarks import graphs, idle, ranks, saving, text
 from benchmarks.host import used_bytes
 from benchmarks.monitors import Monitors
-from benchmarks.parts import ON_META, SHAPES, Job, Segment
+from benchmarks.parts import COMPILED, GRAPHED, KEPT, ON_META, SHAPES, Job, Segment
 from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
@@ -119,7 +119,7 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
 
 
 def build_model(job: Job, dtype: str) -> nn.Module:
-    """A Llama or Mixtral with random weights on the job's device, checkpointing activations on a GPU; or a GPT-2."""
+    """A Llama or Mixtral with random weights on the job's device, recomputing activations on a GPU; or a GPT-2."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
     shape = SHAPES[job.shape]
@@ -161,21 +161,23 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(getattr(torch, dtype))
     model = deferred_init(make) if is_deferred(job) else make()
     torch.set_default_dtype(torch.float32)
-    if job.device == "cuda" and not job.reads_text:
+    if job.device == "cuda" and not job.reads_text and job.blocks not in (KEPT, GRAPHED):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if shape.loss_chunks > 1:
         from hytrain.recipe.loss import in_chunks
 
         in_chunks(model, shape.loss_chunks)
-    if job.compiled:
+    if job.blocks == COMPILED:
         for block in find_blocks(model):
             block.compile(dynamic=False)  # kernels of each batch size
+    if job.blocks == GRAPHED:
+        graphs.capture(model, job.segments[0].batch, job.sequence)
     return model
 
 
 def is_deferred(job: Job) -> bool:
     """Whether the model is built without memory, which HyTrain's AdamW alone gives it later: the same values."""
-    return job.system.startswith("hytrain") and not job.ranks and not job.reads_text
+    return job.system.startswith("hytrain") and not job.ranks and not job.reads_text and job.blocks != GRAPHED
 
 
 def below_cap(model: nn.Module, job: Job) -> nn.Module:

@@ -41,7 +41,7 @@ from benchmarks import (
 )
 from benchmarks.columns import NOTHING
 from benchmarks.goals import Goal, Verdict
-from benchmarks.parts import Job, Segment
+from benchmarks.parts import COMPILED, EAGER, Job, Segment
 from benchmarks.report import GOALS
 from benchmarks.rows import Rows
 from hytrain.recipe import config
@@ -634,8 +634,8 @@ def test_compiled_blocks_are_compiled_once_for_all_blocks(tmp_path: Path, monkey
     steps = Segment(batch=2, settle=1, measure=2, launches=True)
     job = Job(system="torch", shape="tiny", sequence=32, device="cpu", dtype="float32", segments=(steps,))
     losses = []
-    for compiled, graphs in ((False, 0), (True, 1)):
-        [found] = step.rows(replace(job, compiled=compiled), str(tmp_path))
+    for blocks, graphs in ((EAGER, 0), (COMPILED, 1)):
+        [found] = step.rows(replace(job, blocks=blocks), str(tmp_path))
         assert found["call_s"] > 0 and "idle" not in found and counter.frame_count == graphs
         losses.append(found["loss"])
     assert losses[0] == losses[1]
