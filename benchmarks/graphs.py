@@ -26,8 +26,8 @@ class Positional(nn.Module):
 
     def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Hidden states, shape (batch, length, hidden), and what turns queries and keys, (1, length, head)."""
-        result = self._forward(hidden, position_embeddings=(cosine, sine), attention_mask=None, use_cache=False)
-        return result[0] if isinstance(result, tuple) else result
+        result: Tensor = self._forward(hidden, position_embeddings=(cosine, sine), attention_mask=None, use_cache=False)
+        return result
 
 
 def capture(model: Any, batch: int, length: int) -> None:
@@ -40,7 +40,7 @@ def capture(model: Any, batch: int, length: int) -> None:
         positional, tuple((like(batch, length, config.hidden_size, requires_grad=True), *turns) for _ in blocks)
     )
     for block, graphed in zip(blocks, positional, strict=True):
-        block.forward = _called_as_before(graphed)  # type: ignore[assignment]
+        block.forward = _called_as_before(graphed)
 
 
 def _called_as_before(graphed: nn.Module) -> Callable[..., Tensor]:

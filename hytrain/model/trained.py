@@ -20,7 +20,7 @@ from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Fence, Transfer
-from hytrain.model import fsdp
+from hytrain.model import fsdp, graphs
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
@@ -124,6 +124,8 @@ class TrainedParameter:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
         assert self.parameter.grad is not None
         gradient = local_like(self.parameter.grad, self.parameter)
+        if graphs.will_be_written(gradient):
+            gradient = gradient.clone()
         if gradient.is_contiguous() and self.own.is_contiguous():
             return gradient.view(-1)
         return flat(laid_out(gradient, self.own))
@@ -302,10 +304,11 @@ class StreamedBlock:
     `is_to_stream`: the plan wants its weights to rest in host memory. `streams`: they do; not while the GPU owns one of
     its layers. `is_present`: its parameters have memory on the GPU. `is_stale`: an update on the host has begun since
     they came. `is_busy`: its forward runs, or its backward, up to its last gradient. `is_used`: somebody else has used
-    a parameter. `users`: how many operations outside of its forward are using one right now. `is_held`: a graph of this
-    step may need it. `is_kept`: it stays, as it is read where nobody sees it. `is_pooled`: its memory is of the pool of
-    fetched weights, not where the user has allocated it. `is_touched`: this step has used it. `arrival`: the copy that
-    brought it; `measured`: the last such copy that the meter got, and `measured_in`: in which step; `leaving`: copies
+    a parameter. `is_known`: it has been seen to be no CUDA graph. `users`: how many operations outside of its forward
+    are using one right now. `is_held`: a graph of this step may need it. `is_kept`: it stays, as it is read where
+    nobody sees it. `is_pooled`: its memory is of the pool of fetched weights, not where the user has allocated it.
+    `is_touched`: this step has used it. `arrival`: the copy that brought it; `measured`: the last such copy that the
+    meter got, and `measured_in`: in which step; `leaving`: copies
     out of it; `computed`: where computations with it ended, on each stream.
     """
 
@@ -317,6 +320,7 @@ class StreamedBlock:
     is_stale: bool = False
     is_busy: bool = False
     is_used: bool = False
+    is_known: bool = False
     users: int = 0
     is_held: bool = False
     is_kept: bool = False

@@ -77,7 +77,11 @@ class Accumulation:
         if not self.has_sums:
             self._sums, self.has_sums = self._choose(), True
         total = self._sums.take(parameter)
-        self._sums.put(parameter, gradient.float() if total is None else total.add_(gradient))
+        if total is None:  # a copy: a replayed CUDA graph writes each gradient where the one before was
+            total = gradient.to(torch.float32, copy=True)
+        else:
+            total.add_(gradient)
+        self._sums.put(parameter, total)
 
     def take(self, parameter: TrainedParameter) -> Tensor:
         """The step's gradient, shape (numel,) in storage order: the sum plus the last backward's, if both exist."""

@@ -27,6 +27,7 @@ from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
+from hytrain.model import graphs
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
@@ -53,6 +54,10 @@ _MODIFIED: Final = (
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
     "opt.synchronize() before forward"
+)
+_REPLAYED: Final = (
+    "the block of {} is a CUDA graph, which reads weights where they were when it was made, so that they cannot be "
+    "streamed: leave out stream="
 )
 _NOT_GATHERED: Final = (
     "{} has a gradient, but its shards were not read after their last update: call its module, and with FSDP2 let a "
@@ -170,6 +175,10 @@ class Reads:
             return
         if saving := self._saving.get(gate):
             saving.pop().__exit__()
+        if block.streams and not block.is_known and torch.is_grad_enabled():
+            if graphs.replays(_tensors_in(output), [known.parameter for known in gate.parameters]):
+                raise UsageError(_REPLAYED.format(gate.parameters[0].name))
+            block.is_known = True
         if not block.streams or in_backward():
             return
         if torch.is_grad_enabled():
@@ -232,6 +241,8 @@ class Reads:
             return
         if not self._may_use(known):
             return
+        if known.awaited and in_backward() and graphs.is_captured(tensor):
+            return  # forward has waited, and does so before each replay
         for layer, _ in known.places:
             self.wait_for(layer)
             self._streaming.use(layer)

@@ -1,0 +1,43 @@
+"""What HyTrain has to know of CUDA graphs that the user has made of parts of the model: a replay runs no hook inside.
+
+torch.cuda.make_graphed_callables       of modules, before the optimizer is made: hooks of the module itself still
+                                        run. A graph reads weights where they were, so they cannot be streamed
+torch.compile(mode="reduce-overhead")   graphs of compiled code, one for each forward and backward, which write
+                                        gradients into memory that later graphs use again
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a graph that `make_graphed_callables` has made with one of `parameters` is among what made `outputs`."""
+    own = {id(parameter) for parameter in parameters}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen = set[Any]()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        before = [other for other, _ in function.next_functions]
+        if function.name() == "GraphedBackward" and any(id(getattr(leaf, "variable", None)) in own for leaf in before):
+            return True
+        waiting += before
+    return False
+
+
+def will_be_written(gradient: Tensor) -> bool:
+    """Whether a replay may write this memory while the gradient is still read, as the compiler's graphs do."""
+    return gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a graph is being made of what the current stream of a tensor's device does."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
