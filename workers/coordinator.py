@@ -236,6 +236,8 @@ class Coordinator:
         patience_s = LAST_WORDS_S if trains else LAST_REPORT_S
         while (incoming := self._inbox.receive(patience_s)) is not None:
             self._handle(incoming)
+        for name, trainer in list(self._trainers.items()):  # whose Goodbye is late: their records are whole without it
+            self._lose(trainer, name)
         self._trace.close()
 
     def _handle(self, incoming: Incoming) -> None:

@@ -27,6 +27,7 @@ import hytrain
 from hytrain.monitoring import Client
 from hytrain.run.link import LOOK_S, SILENCE_S, Link
 from protocol.channel import Inbox, Incoming
+from protocol.messages import Goodbye
 from workers.heartbeats import BEAT_S
 from workers.supervisor import COORDINATORS
 
@@ -124,7 +125,7 @@ def test_what_a_monitor_has_ordered_stays() -> None:
     model = perceptron()
     with adamw(model, k=0.0) as opt, Client(str(opt.run_dir)) as client:
         training = Training(opt, model)
-        client.command("trace", "1000")
+        client.command("trace", "1000000")
         for k in ("0.5", "1.0"):
             assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", k).returncode == 0
         training.until(lambda: opt.statistics().k == 1.0)
@@ -273,3 +274,14 @@ def test_a_trainer_between_two_steps_is_known_at_once() -> None:
         log = opt.run_dir / "logs" / "coordinator-0.log"
         assert "has not answered" not in log.read_text()
         training.until(lambda: training.steps == 10)
+
+
+def test_the_records_are_whole_without_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, it may come after the coordinator has stopped waiting for it."""
+    model, post = perceptron(), Link.post
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(9), square_loss)
+        lost = lambda link, to, what, **after: isinstance(what, Goodbye) or post(link, to, what, **after)  # noqa: E731
+        monkeypatch.setattr(Link, "post", lost)
+        metrics = opt.run_dir / "metrics.jsonl"
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 10))
