@@ -6,6 +6,7 @@
     HyTrain      the same through three processes
     HyTrain bf16 the same with bf16 weights over fp32 masters
     … moments    the same with bf16 or float8 moments, too, which is not exact
+    bitsandbytes the recipe's loop in one process with AdamW8bit over bf16 weights, on a GPU
         └─▶ DIR/SYSTEM-SEED/metrics.jsonl ─▶ a table, a picture
 
 The recipe is examples/demo.yaml unless told otherwise; `--set` changes it. If its weights are in bf16, torch has fp32
@@ -21,10 +22,10 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from hytrain.statistics import Statistics
 ROOT: Final = Path(__file__).resolve().parent.parent
 RECIPE: Final = ROOT / "examples" / "demo.yaml"
 PLAIN: Final = "torch"
+EIGHT_BIT: Final = "bitsandbytes, 8-bit moments, no masters"
 #: System -> what it changes in the recipe.
 BF16: Final = ["model.dtype=bfloat16"]
 SYSTEMS: Final[dict[str, list[str]]] = {
@@ -52,12 +54,16 @@ SYSTEMS: Final[dict[str, list[str]]] = {
         "optimizer.state_dtype=bfloat16",
         "optimizer.master_dtype=bfloat16",
     ],
+    EIGHT_BIT: BF16,
 }
 #: Colour and style of its lines.
 STYLES: Final = dict(
     zip(
         SYSTEMS,
-        (("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", "-"), ("#e0a458", "-."), ("#3a6ea5", "--"), ("#8f6593", ":")),
+        (
+            *(("#2b2d42", "-"), ("#c8553d", "--"), ("#588b8b", "-"), ("#e0a458", "-."), ("#3a6ea5", "--")),
+            *(("#8f6593", ":"), ("#7d8597", "--")),
+        ),
         strict=True,
     )
 )
@@ -68,15 +74,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="F.yaml")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=[name for name in SYSTEMS if name != EIGHT_BIT]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=v")
     parser.add_argument("--picture", type=Path, metavar="OUT.png")
-    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)  # one run, in this process
+    parser.add_argument("--alone", choices=ALONE, help=argparse.SUPPRESS)  # one run, in this process
     arguments = parser.parse_args(argv)
-    if arguments.plain:
+    if arguments.alone:
         recipe, folder = config.load(arguments.recipe, arguments.overrides), arguments.folder
-        loop.train(recipe, folder, lambda model, recipe: Plain(model, recipe, folder), terminal=False)
+        loop.train(recipe, folder, lambda model, recipe: ALONE[arguments.alone](model, recipe, folder), terminal=False)
         return
     found: dict[str, dict[int, History]] = {system: {} for system in arguments.systems}
     for seed in arguments.seeds:
@@ -97,8 +105,9 @@ def run(system: str, overrides: list[str], folder: Path, path: Path = RECIPE) ->
         if own.exists() and own.read_text() == config.dump(recipe):
             return before
     sets = [word for override in overrides for word in ("--set", override)]
-    if system == PLAIN:
-        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--plain", "--recipe", str(path), *sets]
+    if system in ALONE:
+        command = [sys.executable, "-m", "benchmarks.curves", str(folder), "--alone", system, "--recipe", str(path)]
+        command += sets
     else:
         launcher = str(ROOT / "bin" / "hytrain-cluster")
         command = [sys.executable, launcher, str(path), "--run-dir", str(folder), *sets]
@@ -109,20 +118,15 @@ def run(system: str, overrides: list[str], folder: Path, path: Path = RECIPE) ->
     return History.read(metrics, recipe.train.steps)
 
 
-# ---------------------------------------------------------------- torch's side
+# ---------------------------------------------------------------- without HyTrain
 
 
-class Plain(torch.optim.AdamW):
-    """What the recipe's loop needs of an optimizer, by torch alone. 16-bit weights have fp32 masters."""
+class InOneProcess(torch.optim.Optimizer):
+    """What the recipe's loop needs of an optimizer besides its update, which the other base makes."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, folder: Path) -> None:
-        train, groups = recipe.train, decay_groups(model, recipe.train.weight_decay)
-        self._weights: list[Tensor] = [weight for group in groups for weight in group["params"]]
-        masters = {id(weight): weight.detach().float() for weight in self._weights if weight.dtype != torch.float32}
-        for group in groups:
-            group["params"] = [masters.get(id(weight), weight) for weight in group["params"]]
-        self._masters: list[Tensor] = [master for group in groups for master in group["params"]]
-        super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+    def __init__(self, recipe: Recipe, folder: Path, groups: list[dict[str, Any]], **options: Any) -> None:
+        train = recipe.train
+        super().__init__(groups, lr=train.lr, betas=train.betas, eps=train.eps, **options)  # type: ignore[call-arg]
         self._max_norm = train.max_grad_norm
         self.grad_norm: Tensor | None = None
         self.loss_scale: Tensor | None = None
@@ -130,23 +134,10 @@ class Plain(torch.optim.AdamW):
         self._metrics.write_text("")
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        rounded = [
-            (weight, master)
-            for weight, master in zip(self._weights, self._masters, strict=True)
-            if weight is not master
-        ]
-        for weight, master in rounded:
-            master.grad = None if weight.grad is None else weight.grad.float()
         if self._max_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(self._masters, self._max_norm)
+            weights = [weight for group in self.param_groups for weight in group["params"]]
+            self.grad_norm = nn.utils.clip_grad_norm_(weights, self._max_norm)
         super().step()
-        with torch.no_grad():
-            for weight, master in rounded:
-                weight.copy_(master)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for weight in (*self._weights, *self._masters):
-            weight.grad = None
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss
@@ -176,6 +167,49 @@ class Plain(torch.optim.AdamW):
 
     def processes(self) -> list[tuple[str, int, Sequence[int]]]:
         return [("trainer", os.getpid(), sorted(os.sched_getaffinity(0)))]
+
+
+class Plain(InOneProcess, torch.optim.AdamW):
+    """AdamW of torch alone. 16-bit weights have fp32 masters."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, folder: Path) -> None:
+        groups = decay_groups(model, recipe.train.weight_decay)
+        self._weights: list[Tensor] = [weight for group in groups for weight in group["params"]]
+        masters = {id(weight): weight.detach().float() for weight in self._weights if weight.dtype != torch.float32}
+        for group in groups:
+            group["params"] = [masters.get(id(weight), weight) for weight in group["params"]]
+        self._masters: list[Tensor] = [master for group in groups for master in group["params"]]
+        super().__init__(recipe, folder, groups, fused=True)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        rounded = [
+            (weight, master)
+            for weight, master in zip(self._weights, self._masters, strict=True)
+            if weight is not master
+        ]
+        for weight, master in rounded:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        super().step()
+        with torch.no_grad():
+            for weight, master in rounded:
+                weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in (*self._weights, *self._masters):
+            weight.grad = None
+
+
+def eight_bit(model: nn.Module, recipe: Recipe, folder: Path) -> InOneProcess:
+    """bitsandbytes' AdamW with 8-bit moments over the model's own weights, without masters."""
+    from bitsandbytes.optim import AdamW8bit
+
+    kind = type("EightBit", (InOneProcess, AdamW8bit), {})
+    made: InOneProcess = kind(recipe, folder, decay_groups(model, recipe.train.weight_decay))
+    return made
+
+
+#: What trains in one process, and how its optimizer is made.
+ALONE: Final[dict[str, Callable[[nn.Module, Recipe, Path], Any]]] = {PLAIN: Plain, EIGHT_BIT: eight_bit}
 
 
 # ---------------------------------------------------------------- what came of it
