@@ -68,6 +68,8 @@ STYLES: Final = dict(
     )
 )
 SMOOTHING: Final = 50
+#: Validation losses are drawn from here on, where systems can be told apart.
+LAST_PART: Final = 0.6
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,6 +117,7 @@ def run(system: str, overrides: list[str], folder: Path, path: Path = RECIPE) ->
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("w") as output:
         subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+    own.write_text(config.dump(recipe))  # as the launcher has done
     return History.read(metrics, recipe.train.steps)
 
 
@@ -234,7 +237,7 @@ def table(found: dict[str, dict[int, History]]) -> str:
 
 
 def draw(found: dict[str, dict[int, History]], path: Path) -> None:
-    """Training losses, smoothed, and validation losses of all runs."""
+    """Training losses, smoothed, and the last validation losses of all runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -247,9 +250,10 @@ def draw(found: dict[str, dict[int, History]], path: Path) -> None:
             name = system if index == 0 else None
             steps, losses = zip(*((step, loss) for step, loss, _ in history.training), strict=True)
             whole.plot(steps, smoothed(losses), linestyle=style, color=colour, label=name)
-            end.plot(*zip(*history.validation, strict=True), linestyle=style, color=colour)
+            last = [each for each in history.validation if each[0] > LAST_PART * history.validation[-1][0]]
+            end.plot(*zip(*last, strict=True), linestyle=style, color=colour)
     whole.set(xlabel="step", ylabel="nats per token", title=f"training loss, mean of {SMOOTHING} steps")
-    end.set(xlabel="step", title="validation loss")
+    end.set(xlabel="step", title="validation loss, at the end")
     whole.legend(frameon=False)
     for axes in (whole, end):
         axes.grid(alpha=0.25)

@@ -128,10 +128,10 @@ def other_work(on_gpu: bool) -> Iterator[None]:
 
 def burden() -> None:
     """Multiply matrices until killed."""
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
     print("busy", flush=True)
     while True:
-        for _ in range(20):
+        for _ in range(4):
             matrix @ matrix
         torch.cuda.synchronize()
 

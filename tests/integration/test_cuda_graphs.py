@@ -98,7 +98,10 @@ def test_a_graph_that_is_streamed_is_refused() -> None:
 
 # ---------------------------------------------------------------- on a GPU
 
-WARNS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+WARNS = pytest.mark.filterwarnings(
+    "ignore:The AccumulateGrad node's stream does not match:UserWarning",
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
+)
 OPTIONS: list[dict[str, Any]] = [
     {"k": 0.0},
     {"k": 1.0},
