@@ -52,9 +52,11 @@ MACHINE = Machine(
 #: the seconds that a step took (docs/benchmarks.md, "Below caps on GPU memory").
 MEASURED = [
     ("3 B", 8, 115, 8192, "float32", 0.79),
+    ("3 B", 12, 115, 8192, "float32", 0.79),
     ("3 B", 24, 115, 8192, "float32", 0.58),
     ("3 B", 48, 115, 8192, "float32", 0.56),
     ("7 B", 8, 115, 8192, "float32", 1.67),
+    ("7 B", 16, 115, 8192, "float32", 1.26),
     ("7 B", 32, 115, 8192, "float32", 1.21),
     ("3 B", 12, 27, 4096, "bfloat16", 0.63),
     ("7 B", 24, 58, 4096, "bfloat16", 1.09),
@@ -76,7 +78,7 @@ def test_forecasts_are_near_what_was_measured(
     )
     bounds = {"gpu_bytes": gpu_gib * GIB, "host_bytes": host_gb * GB}
     found = forecast(shape_of(name), rates, tokens=tokens, precision=Precision(state_dtype), **bounds)
-    assert found.step_s is not None and 0.95 <= measured_s / found.step_s <= 1.55
+    assert found.step_s is not None and abs(found.step_s / measured_s - 1) <= 0.18
 
 
 def test_the_sizes_are_those_of_the_models() -> None:

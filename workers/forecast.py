@@ -24,7 +24,7 @@ from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
-OF_PRODUCT: Final = 0.7
+OF_PRODUCT: Final = 0.65
 #: Layers have no more elements than this: larger parameters are cut.
 LAYER_NUMEL: Final = 300_000_000
 #: The loss is taken of so many parts of the sequences, one after the other.
@@ -115,7 +115,7 @@ def forecast(
             "h2d_s": 2 / rates.from_host,
             "cpu_update_s": BESIDE_TRAINING / rates.cpu_update[precision],
             "gpu_update_s": 1 / rates.gpu_update,
-            "visit_s": _state_bytes(precision) / min(rates.to_host, rates.from_host),
+            "visit_s": BESIDE_TRAINING * _state_bytes(precision) / min(rates.to_host, rates.from_host),
         }
         times: dict[str, Any] = {name: layer.numel * value for name, value in each.items()}
         layers.append(LayerProfile(**asdict(facts(layer, table)), **times))
