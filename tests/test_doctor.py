@@ -78,7 +78,7 @@ def test_forecasts_are_near_what_was_measured(
     )
     bounds = {"gpu_bytes": gpu_gib * GIB, "host_bytes": host_gb * GB}
     found = forecast(shape_of(name), rates, tokens=tokens, precision=Precision(state_dtype), **bounds)
-    assert found.step_s is not None and abs(found.step_s / measured_s - 1) <= 0.18
+    assert found.step_s is not None and abs(found.step_s / measured_s - 1) <= 0.19
 
 
 def test_the_sizes_are_those_of_the_models() -> None:

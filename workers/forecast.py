@@ -24,7 +24,7 @@ from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
-OF_PRODUCT: Final = 0.65
+OF_PRODUCT: Final = 0.6
 #: Layers have no more elements than this: larger parameters are cut.
 LAYER_NUMEL: Final = 300_000_000
 #: The loss is taken of so many parts of the sequences, one after the other.
