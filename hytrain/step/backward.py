@@ -26,7 +26,7 @@ from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.transfer import Transfers
+from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import TrainedLayer, TrainedParameter
@@ -265,21 +265,29 @@ class Backward:
             else:
                 self._accumulation.add(parameter)
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take another process's gradients, one for each parameter or None, as those of a backward that only sums."""
-        life = self._health.life
+    def add(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
+        """Take another process's gradients, one for each parameter or None, as those of a backward that only sums.
+
+        They are in pinned memory. Returns the last copy out of it, which ends after all others.
+        """
+        life, transfers, arrival = self._health.life, self._transfers, None
         self._health.check()
         with self._accumulation.held():
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is None:
                     continue
                 # A copy, because a sum in float32 begins with the first gradient itself.
-                parameter.parameter.grad = own = gradient.to(parameter.own.device, copy=True)
+                own, before = torch.empty_like(gradient, device=parameter.own.device), transfers.so_far()
+                arrival = transfers.fetch([(own.view(-1), gradient.view(-1))], after=[before])
+                transfers.land(arrival)
+                transfers.clock.recycle((before.span[0], *arrival.span))
+                parameter.parameter.grad = own
                 if life.state not in IN_BACKWARD:
                     self._begin(parameter, own)
                 parameter.backward = life.backward
                 self._accumulation.add(parameter)
         self.end_outside()
+        return arrival
 
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
