@@ -74,8 +74,7 @@ class CoTraining:
 
         Raises what `Optimizer.cotrain` raises.
         """
-        _check_counts(parts, cpu_parts)
-        work = {"build": named("build", build), "loss": named("loss", loss), "path": sys.path}
+        work = {**check(build, loss, parts=parts, cpu_parts=cpu_parts), "path": sys.path}
         self.say: Callable[[str], None] | None = None
         self.is_closed = False
         self._model, self._loss, self._parameters = model, loss, parameters
@@ -340,15 +339,18 @@ class _Ended:
     marks: list[Mark]
 
 
-def _check_counts(parts: int, cpu_parts: int | str) -> None:
+def check(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor], *, parts: int, cpu_parts: int | str
+) -> dict[str, Any]:
+    """What the CPU trainer has to import, as JSON. Raises `ConfigError`."""
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ConfigError(f"parts is {parts!r}: the number of micro-batches of a step, at least 1")
-    if cpu_parts == "auto":
-        return
-    if not isinstance(cpu_parts, int) or isinstance(cpu_parts, bool) or not 0 <= cpu_parts < parts:
+    is_number = isinstance(cpu_parts, int) and not isinstance(cpu_parts, bool)
+    if cpu_parts != "auto" and not (is_number and 0 <= int(cpu_parts) < parts):
         raise ConfigError(
             f'cpu_parts is {cpu_parts!r}: "auto", or from 0 to {parts - 1}, since the GPU trains the last of the parts'
         )
+    return {"build": named("build", build), "loss": named("loss", loss)}
 
 
 def _most(parts: int, cpu_parts: int | str, slot_bytes: int, host_bytes: int) -> int:
