@@ -58,7 +58,7 @@ from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.step.streaming import window_bytes
-from hytrain.tensors import flat, has_memory, local
+from hytrain.tensors import flat, has_memory, is_distributed, local
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log, Plan
@@ -476,10 +476,10 @@ class Session:
                 "the CPU trainer has imported a script that trains: move the functions that cotrain() gets into a "
                 "module of their own"
             )
-        if self.ranks.world > 1:
+        if self.ranks.world > 1 or any(is_distributed(known.parameter) for known in self.parameters):
             has = "shards of them" if self._stage is None else "those of one stage"
             raise UnsupportedError(
-                f"cotrain() with several ranks: a CPU trainer needs all weights, and a rank has {has}"
+                f"cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has {has}"
             )
         if isinstance(self._model, Parts):
             raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")

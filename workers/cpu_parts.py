@@ -33,7 +33,6 @@ class CpuParts:
 
     def __init__(self, settings: Mapping[str, Any], trainer: socket.socket, address: Address) -> None:
         """Build the model, and tell the trainer that it is ready. Raises `ConfigError` if it is another one."""
-        torch.set_num_threads(settings["threads"])
         self._trainer, self._address, self._token, self._seq = trainer, address, settings["token"], 0
         self._memories: dict[int, arena.Mapping] = {}
         numbers = (COPIES, GRADIENTS, INPUTS, OTHERS)
@@ -46,6 +45,7 @@ class CpuParts:
         with torch.device("meta"):
             self._model: nn.Module = found(work["build"])()
         self._parameters = [*over(self._model, trained, others).values()]
+        torch.set_num_threads(settings["threads"])  # after the imports, which may have set them
         for name, module in self._model.named_modules():
             module.training = name not in work["evaluated"]
         self._offsets, self._slot_bytes = [at for _, at, _, _ in settings["parameters"]], settings["slot_bytes"]

@@ -51,8 +51,8 @@ class Partner:
     """A CPU trainer for all of `parameters`. Each part of a batch has a slot for its gradients.
 
     `work` is what the process needs to build the model and to compute its loss, as JSON. `others` are the tensors that
-    the model has besides, by name, of which it gets the values. `cores` are those that it may use. `lost` says why the
-    process is lost; "" if it is not.
+    the model has besides, by name: the process gets their values. The attribute `others` are the copies that it has.
+    `cores` are those that it may use. `lost` says why the process is lost; "" if it is not.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Partner:
         self._gradients = SharedMemory("gradients", slots * self._lending.nbytes)
         self._inputs = SharedMemory("inputs", PAGE_BYTES)
         self._others = SharedMemory("others", max(nbytes, 1))
-        for view, other in zip(views(self._others.mapping, starts, others.values()), others.values(), strict=True):
-            view.copy_(other)
+        self.others = dict(zip(others, views(self._others.mapping, starts, others.values()), strict=True))
+        for name, other in others.items():
+            self.others[name].copy_(other.detach())
         self._transfers, self._pinned = transfers, set[int]()  # slots
         self._taken: Transfer | None = None  # the last copy out of a slot
         settings = {
@@ -212,6 +213,7 @@ class Partner:
         os.close(self._pidfd)
         self._socket.close()
         self._lending.close()
+        self.others = {}
         if self._taken is not None:
             self._taken.synchronize()
         for slot in self._pinned:

@@ -27,16 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.cotraining.partner import Partner
+from hytrain.cotraining.told import Told
 from hytrain.cotraining.work import moved, named, seed_of
-from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
+from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory.clock import Mark, Span
 from hytrain.memory.transfer import Transfers
-from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter
 from hytrain.planner.cpu_parts import CpuPartsPlanner, Step
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.engine import Engine
-from hytrain.tensors import version
 from protocol.messages import CoTrained
 
 #: With "auto", the CPU computes a part that is not used, to see how long it takes: after 1, 2, 4, 8, … steps.
@@ -74,7 +73,7 @@ class CoTraining:
 
         Raises what `Optimizer.cotrain` raises.
         """
-        work = {**check(build, loss, parts=parts, cpu_parts=cpu_parts), "path": sys.path}
+        work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
         self.say: Callable[[str], None] | None = None
         self.is_closed = False
         self._model, self._loss, self._parameters = model, loss, parameters
@@ -91,15 +90,13 @@ class CoTraining:
         self._steps, self._next_trial, self._trial = 0, FIRST_TRIAL, _NONE
         self._is_warm = False
         self._partner: Partner | None = None
-        self._known: dict[str, object] = {}
         if most:
-            self._known = self._what_it_knows()
-            others = self._others()
-            work["evaluated"] = [clean(name) for name, module in model.named_modules() if not module.training]
+            self._told = Told(model, parameters)
+            work |= {"evaluated": self._told.evaluated, "path": [each for each in sys.path if isinstance(each, str)]}
             self._partner = Partner(
                 work,
                 parameters,
-                others,
+                self._told.others,
                 engine=engine,
                 transfers=transfers,
                 slots=most,
@@ -233,7 +230,7 @@ class CoTraining:
             self._tell(logging.WARNING, f"{lost}; from here on, all parts are trained without it")
             self._end()
             return
-        self._require_known()
+        self._told.require(self._partner.others, self._device)
         if self._planner is not None:
             self._choose(self._planner, self._partner, part)
 
@@ -275,42 +272,6 @@ class CoTraining:
         )
         self._clock.recycle(ended.marks)
         return step
-
-    def _others(self) -> dict[str, Tensor]:
-        """What the CPU trainer gets besides the trained parameters: buffers and frozen parameters, by their names."""
-        ours = {id(known.parameter) for known in self._parameters}
-        frozen = {clean(name): p for name, p in self._model.named_parameters() if id(p) not in ours}
-        for name, parameter in frozen.items():
-            if parameter.requires_grad:
-                raise UnsupportedError(
-                    f"{name} is trained by somebody else than this optimizer: give it to this one, or freeze it, so "
-                    "that the CPU trainer knows its values"
-                )
-        buffers = self._model.named_buffers(remove_duplicate=False)
-        return {**frozen} | {clean(name): buffer for name, buffer in buffers}
-
-    def _what_it_knows(self) -> dict[str, object]:
-        """What the CPU trainer was told at its start and never again, by what it is called."""
-        parameters = {clean(name): p for name, p in self._model.named_parameters()}
-        known: dict[str, object] = {f"requires_grad of {name}": p.requires_grad for name, p in parameters.items()}
-        known |= {f"the values of {name}": (id(each), version(each)) for name, each in self._others().items()}
-        return known | {f"the mode of {name or 'the model'}": m.training for name, m in self._model.named_modules()}
-
-    def _require_known(self) -> None:
-        """Raises `UsageError` if something else is there than what the CPU trainer was told."""
-        now = self._what_it_knows()
-        changed = [what for what in now.keys() | self._known.keys() if now.get(what) != self._known.get(what)]
-        if changed:
-            raise UsageError(
-                f"{min(changed)} has changed since cotrain() was called, of which the CPU trainer does not hear: close "
-                "what cotrain() returned, and call it again. A model whose forward writes buffers, as BatchNorm does, "
-                "cannot share its batches with the CPU"
-            )
-        if torch.is_autocast_enabled(self._device.type):
-            raise UsageError(
-                "backward() is called under autocast, of which the CPU trainer does not hear: enter it in the function "
-                "that computes the loss"
-            )
 
     def close(self) -> None:
         """End the CPU trainer. From then on `backward` trains all parts without it."""

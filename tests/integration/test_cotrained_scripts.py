@@ -12,6 +12,7 @@ import torch
 from helpers import adamw, differing, opened, state, weights
 from small_models import behind_frozen, micro_batches, perceptron, share_of_loss
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import hytrain
 from hytrain.cotraining import shares
@@ -105,8 +106,20 @@ def test_what_the_cpu_trainer_cannot_know_is_refused_before_it_does_harm() -> No
 
     def refuse(opt: Any, model: nn.Sequential, cotraining: CoTraining) -> None:
         batches, frozen, norm, bias = micro_batches(1, PARTS), model[0], model[1], model[3][0][0].bias
+        mean, hooks = norm.running_mean.clone(), list[RemovableHandle]()
         for sentence, change, undo in (
             ("the mode of 1 has changed since cotrain", norm.train, norm.eval),
+            ("requires_grad of 0.weight has changed", *(partial(frozen.requires_grad_, it) for it in (True, False))),
+            (
+                "the values of 1.running_mean has changed",
+                norm.running_mean.zero_,
+                lambda: norm.running_mean.copy_(mean),
+            ),
+            (
+                "hooks of 3.0.0.bias has changed",
+                lambda: hooks.append(bias.register_hook(print)),
+                lambda: hooks[0].remove(),
+            ),
             ("requires_grad of 3.0.0.bias has changed", *(partial(bias.requires_grad_, it) for it in (False, True))),
         ):
             change()
@@ -114,8 +127,6 @@ def test_what_the_cpu_trainer_cannot_know_is_refused_before_it_does_harm() -> No
                 cotraining.backward(batches)
             undo()
         frozen.requires_grad_(True)
-        with pytest.raises(UnsupportedError, match="0.weight is trained by somebody else than this optimizer"):
-            cotraining.backward(batches)
         with pytest.raises(UsageError, match="other parameters are to be trained, which the CPU trainer does not know"):
             model(batches[0]["x"])
         frozen.requires_grad_(False)
@@ -235,8 +246,17 @@ def test_what_no_cpu_trainer_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
         for stage, has in ((None, "shards of them"), (1, "those of one stage")):
             monkeypatch.setattr(opt._session, "ranks", SimpleNamespace(world=2))
             monkeypatch.setattr(opt._session, "_stage", stage)
-            with pytest.raises(UnsupportedError, match=f"a CPU trainer needs all weights, and a rank has {has}"):
+            with pytest.raises(
+                UnsupportedError, match=f"sharded model: a CPU trainer needs all weights, and a rank has {has}"
+            ):
                 opt.cotrain(perceptron, LOSS, parts=PARTS)
         monkeypatch.undo()
+    model = perceptron()
+    with adamw(model, model[1:].parameters(), k=1.0) as opt:
+        with pytest.raises(UnsupportedError, match="0.0.weight needs gradients, but this optimizer does not train it"):
+            opt.cotrain(perceptron, LOSS, parts=PARTS)
+    model[0][0].weight.register_hook(print)
+    with adamw(model, k=1.0) as opt, pytest.raises(UnsupportedError, match="0.0.weight has a hook"):
+        opt.cotrain(perceptron, LOSS, parts=PARTS)
     with adamw(perceptron(), k=1.0, loss_scale=8.0) as opt, pytest.raises(UnsupportedError, match="with loss_scale"):
         opt.cotrain(perceptron, LOSS, parts=PARTS)
