@@ -142,6 +142,13 @@ def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> Non
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
 
+def test_dropout_goes_on_as_it_would_have(trained: Trainings, tmp_path: Path) -> None:
+    options = "train.cpu_parts=2", "train.checkpoint_every=4"
+    expected = trained(*options, model=GPT2)
+    ours = trained(*options, f"train.resume={tmp_path}/run-0/checkpoints/step-4", model=GPT2)
+    assert differing({**ours, "losses": expected["losses"]}, expected) == []
+
+
 def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Within rounding, of which AdamW makes more where gradients are close to 0."""
     assert ours.keys() == expected.keys()
