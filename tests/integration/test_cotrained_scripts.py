@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +210,27 @@ def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
         ):
             with pytest.raises(ClusterError, match=f"the CPU trainer did not start: ConfigError: .*{sentence}"):
                 opt.cotrain(build, LOSS, parts=PARTS, cpu_parts=1)
+
+
+TRAINS = """
+import hytrain
+from small_models import perceptron
+
+hytrain.AdamW(perceptron(), k=1.0).cotrain(perceptron, perceptron, parts=2)
+"""
+
+
+@pytest.mark.spawns
+def test_a_module_that_trains_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each CPU trainer would start another one."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = ModuleType("trains")
+    module.loss = FunctionType(LOSS.func.__code__, {}, "loss")  # type: ignore[attr-defined]
+    module.loss.__module__, module.loss.__qualname__ = "trains", "loss"
+    monkeypatch.setitem(sys.modules, "trains", module)
+    with adamw(perceptron(), k=1.0) as opt, pytest.raises(ClusterError, match="has imported a script that trains"):
+        opt.cotrain(perceptron, module.loss, parts=PARTS, cpu_parts=1)
 
 
 def of_main(model: nn.Module, batch: Any) -> Tensor:

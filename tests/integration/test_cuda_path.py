@@ -21,6 +21,7 @@ from test_k_invariance import train_and_prepare
 from torch import nn
 
 import hytrain
+from hytrain.errors import CapacityError
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
 from hytrain.model.trained import StreamedBlock, TrainedLayer
@@ -373,6 +374,18 @@ def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -
             opt.zero_grad()
 
 
+def shared(cpu_parts: int) -> tuple[dict[str, torch.Tensor], int | None]:
+    """State and weights after steps of which the CPU trains some parts, and its process at the end."""
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        cotraining = opt.cotrain(perceptron, partial(share_of_loss, parts=4), parts=4, cpu_parts=cpu_parts)
+        for step in range(3):
+            cotraining.backward(micro_batches(step, 4))
+            opt.step()
+            opt.zero_grad()
+        return {**state(opt), **weights(model)}, cotraining.pid
+
+
 def test_the_cpu_trainers_gradients_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slot is pinned as long as it is used, and the bits are those of a step without a CPU trainer."""
     pinned, fetched, fetch = dict[int, int](), list[int](), OverHostMemory.fetch
@@ -391,20 +404,23 @@ def test_the_cpu_trainers_gradients_come_from_pinned_memory(monkeypatch: pytest.
 
     for name, stub in {"pin": pin, "unpin": unpin, "fetch": fetched_from}.items():
         monkeypatch.setattr(OverHostMemory, name, stub)
-
-    def trained(cpu_parts: int) -> dict[str, torch.Tensor]:
-        model = perceptron()
-        with adamw(model, k=0.0) as opt:
-            cotraining = opt.cotrain(perceptron, partial(share_of_loss, parts=4), parts=4, cpu_parts=cpu_parts)
-            for step in range(3):
-                cotraining.backward(micro_batches(step, 4))
-                opt.step()
-                opt.zero_grad()
-            found = {**state(opt), **weights(model)}
-        assert pinned == {}
-        return found
-
-    expected = trained(0)
+    monkeypatch.setattr("hytrain.step.backward.TURN_BYTES", 5000)  # a weight and its bias at a time
+    expected, _ = shared(0)
     assert fetched == []
-    assert differing(trained(3), expected) == []
+    assert differing(shared(3)[0], expected) == []
     assert len(fetched) == 3 * 3 * 8, "each gradient of each part"
+    assert pinned == {}
+
+
+def test_without_memory_that_can_be_pinned_all_parts_are_trained_without_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pin(self: OverHostMemory, start: int, nbytes: int, *, gently: bool = False) -> None:
+        if gently:  # arenas are pinned at the start
+            raise CapacityError("no memory can be locked")
+
+    expected, _ = shared(0)
+    monkeypatch.setattr(OverHostMemory, "pin", pin)
+    ours, pid = shared(2)
+    assert differing(ours, expected) == [] and pid is None
+    assert "is lost: no memory can be locked; from here on, all parts are trained without it" in caplog.text
