@@ -76,7 +76,7 @@ class CoTraining:
         work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
         self.say: Callable[[str], None] | None = None
         self.is_closed = False
-        self._model, self._loss, self._parameters = model, loss, parameters
+        self._model, self._loss = model, loss
         self._engine, self._accumulation, self._clock = engine, accumulation, transfers.clock
         self._device = parameters[0].own.device
         most = _most(parts, cpu_parts, sum(known.own.nbytes for known in parameters), host_bytes)
@@ -110,11 +110,6 @@ class CoTraining:
     def pid(self) -> int | None:
         """The CPU trainer's process ID; None if there is none, or if it is lost."""
         return None if self._partner is None or self._partner.lost else self._partner.pid
-
-    @property
-    def cpu_parts(self) -> int:
-        """How many parts of the next batch the CPU is to train, as far as it is decided."""
-        return self._cpu_parts
 
     def backward(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of all parts of a step's batch: the last part's backward starts the updates.

@@ -95,8 +95,8 @@ class Packed:
         if part is None or isinstance(part, bool | int | float | str):
             return {"value": part}
         raise UnsupportedError(
-            f"{where} is of {type(part).__name__}: tensors, numbers, strings, and dictionaries, lists and tuples of "
-            "them can be sent to the CPU trainer"
+            f"{where} is of {type(part).__name__}: tensors, numbers, strings, and lists, tuples and dictionaries (with "
+            "strings as keys) of them can be sent to the CPU trainer"
         )
 
     def write(self, mapping: arena.Mapping, at: int) -> None:
