@@ -43,7 +43,7 @@ from hytrain.checks import (
     read_groups,
 )
 from hytrain.config import ClusterConfig
-from hytrain.cotraining.partner import Partner
+from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model import fsdp
@@ -444,21 +444,41 @@ class Optimizer(torch.optim.Optimizer):
         return self._session.accumulation.held()
 
     def cotrain(
-        self, model: Mapping[str, Any], *, slots: int, input_bytes: int, cores: Sequence[int], threads: int
-    ) -> Partner:
-        """A CPU trainer for the parameters of this optimizer, which recipes use for `train.cpu_parts`. Close it first.
+        self,
+        build: Callable[[], nn.Module],
+        loss: Callable[[nn.Module, Any], Tensor],
+        *,
+        parts: int,
+        cpu_parts: int | str = "auto",
+    ) -> CoTraining:
+        """Let a process on the CPU train some micro-batches of each step, beside the model's device.
+
+        The gradients are summed in the order of the micro-batches, whoever computed them. The process has the weights
+        where the optimizer process keeps them. It ends with the optimizer.
 
         Args:
-            model: What the process needs to build the model, as JSON.
-            slots: The most parts of a batch that it computes in a step.
-            input_bytes: The most bytes that the inputs of one part take.
-            cores: The cores that it may use.
-            threads: Threads of torch there.
+            build: Makes the model anew, without arguments. The CPU trainer calls it on the meta device, so the model
+                takes no memory there, and gives it the weights, buffers and modes of this one.
+            loss: Gets a model and a micro-batch, and returns what to call `backward()` on, shape (). Divide it by the
+                number of micro-batches yourself.
+            parts: The number of micro-batches of a step.
+            cpu_parts: How many of them the CPU trains: fewer than `parts`, or "auto" for as many as make steps
+                shortest, often none.
+
+        `build` and `loss` are functions of modules that can be imported, or `functools.partial`s of them with numbers,
+        strings, lists and dictionaries; the CPU trainer imports them by name.
+
+        Returns:
+            An object whose `backward(batches)` takes the place of the step's backwards.
 
         Raises:
-            ClusterError: It does not start.
+            ConfigError: A function cannot be imported, or a number does not fit.
+            UnsupportedError: A CPU trainer cannot train this: on several ranks, with `loss_scale`.
+            UsageError: It was called before, and what it returned is not closed.
+            CapacityError: Host memory has no room for the gradients of so many parts.
+            ClusterError: The CPU trainer does not start: `build` makes another model, for example.
         """
-        return self._session.cotrain(model, slots=slots, input_bytes=input_bytes, cores=cores, threads=threads)
+        return self._session.cotrain(build, loss, parts=parts, cpu_parts=cpu_parts)
 
     def synchronize(self) -> None:
         """Return when every update has arrived in the parameters.

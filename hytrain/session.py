@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,8 @@ from torch.distributed import ProcessGroup
 from hytrain import saving
 from hytrain.checks import Options, check_free, check_model
 from hytrain.config import ClusterConfig
-from hytrain.cotraining.partner import ADDRESS, Partner
+from hytrain.cotraining.partner import ADDRESS, WORKER
+from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
@@ -38,6 +40,7 @@ from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp, hooks
 from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import find_blocks, split_layers
+from hytrain.model.parts import Parts
 from hytrain.model.sharing import counted_here
 from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter, build_gates, build_layers
@@ -55,7 +58,7 @@ from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.step.streaming import window_bytes
-from hytrain.tensors import flat, has_memory, local
+from hytrain.tensors import flat, has_memory, is_distributed, local
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.handles import layout
 from protocol.messages import LayerTable, Log, Plan
@@ -114,6 +117,7 @@ class Session:
         self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
+        self._cotraining: CoTraining | None = None
         self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
@@ -255,6 +259,7 @@ class Session:
         if options.backend == "auto" and (reason := choice.why_not_native()):
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         memory, transfers = self.memory, transfers_for(self._device)
+        self._transfers = transfers
         hold_bytes = memory.for_waiting_bytes()
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
@@ -348,6 +353,11 @@ class Session:
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
+        if self._cotraining is not None and not self._cotraining.is_closed:
+            raise UsageError(
+                "other parameters are to be trained, which the CPU trainer does not know: close what cotrain() "
+                "returned, and call it again afterwards"
+            )
         check_model(self._model)
         before.import_written()
         before.restore_weights()
@@ -428,25 +438,63 @@ class Session:
         self._numbers.restored(steps)
 
     def cotrain(
-        self, model: Mapping[str, Any], *, slots: int, input_bytes: int, cores: Sequence[int], threads: int
-    ) -> Partner:
-        """Start a CPU trainer for this session's parameters, which must not change from then on."""
-        return Partner(
-            model,
-            dict(self._model.named_buffers(remove_duplicate=False)),
-            self.parameters,
+        self,
+        build: Callable[[], nn.Module],
+        loss: Callable[[nn.Module, Any], Tensor],
+        *,
+        parts: int,
+        cpu_parts: int | str,
+    ) -> CoTraining:
+        """Begin to share batches with a CPU trainer for this session's parameters, which must not change then."""
+        self._require_shareable()
+        cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+        if self._device.type == "cuda":
+            cores = _cores(self._cluster.optimizer_pids[self._place.rank])
+            threads = len(cores)
+        self._cotraining = CoTraining(
+            build,
+            loss,
+            parts=parts,
+            cpu_parts=cpu_parts,
+            model=self._model,
+            parameters=self.parameters,
             engine=self.engine,
-            slots=slots,
-            input_bytes=input_bytes,
+            transfers=self._transfers,
+            accumulation=self.accumulation,
+            host_bytes=host_bound(None),
             cores=cores,
             threads=threads,
             log=self.run_dir / "logs" / f"{ADDRESS}.log",
             answer_timeout_s=self._cluster.hang_timeout_s,
         )
+        return self._cotraining
+
+    def _require_shareable(self) -> None:
+        """Raises `UnsupportedError` or `UsageError` if no CPU trainer can train this session's parameters."""
+        if getattr(sys.modules["__main__"].__spec__, "name", "") == WORKER:
+            raise UsageError(
+                "the CPU trainer has imported a script that trains: move the functions that cotrain() gets into a "
+                "module of their own"
+            )
+        if self.ranks.world > 1 or any(is_distributed(known.parameter) for known in self.parameters):
+            has = "shards of them" if self._stage is None else "those of one stage"
+            raise UnsupportedError(
+                f"cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has {has}"
+            )
+        if isinstance(self._model, Parts):
+            raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")
+        if self._options.loss_scale is not None:
+            raise UnsupportedError(
+                "cotrain() with loss_scale: the CPU trainer does not know the scale; train in bfloat16, or leave it out"
+            )
+        if self._cotraining is not None and not self._cotraining.is_closed:
+            raise UsageError("cotrain() was called before: close what it returned first")
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self._cluster.optimizer_pids[self._place.rank]
         pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator_pid}
+        if self._cotraining is not None and self._cotraining.pid is not None:
+            pids[ADDRESS.role] = self._cotraining.pid
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property
@@ -474,6 +522,8 @@ class Session:
 
     def _leave(self) -> None:
         """End the engine. The run's processes can then serve another one."""
+        if self._cotraining is not None:
+            self._cotraining.close()
         unhook, self._unhook = self._unhook, lambda: None
         try:
             self.engine.close(self.last_words)

@@ -87,6 +87,13 @@ def address(tensor: Tensor) -> int:
         return local(tensor).data_ptr()
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. From host memory it comes by way of pinned memory, so this waits for no GPU."""
+    if device.type == "cpu" or tensor.device == device:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor.to(device)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor holds its own data, or its rank's part of it: a strided tensor, and no other subclass."""
     return type(local(tensor).data) is Tensor and tensor.layout is torch.strided

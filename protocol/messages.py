@@ -524,6 +524,20 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CoTrained:
+    """How a step's batch was shared with the CPU trainer, process `pid`; None if it is lost.
+
+    `cpu_parts`: how many parts it trained. `gpu_part_s`, `cpu_part_s`: how long a part takes on the trainer's device
+    and on the CPU, in the last step that was read. None where it is not known.
+    """
+
+    pid: int | None
+    cpu_parts: int
+    gpu_part_s: float | None
+    cpu_part_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport(Message):
     """Trainer to coordinator, after each step.
 
@@ -545,6 +559,7 @@ class TrainerReport(Message):
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some
     of the margin is used. None if it was not asked for.
     `saves`: the loop saves checkpoints when it is asked to.
+    `cotrained`: None without co-training.
     """
 
     step: int
@@ -570,6 +585,7 @@ class TrainerReport(Message):
     to_host_bytes: int
     layers: tuple[LayerTimes, ...]
     saves: bool = False
+    cotrained: CoTrained | None = None
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
@@ -878,24 +894,21 @@ class TakeBack(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(Message):
-    """Trainer to CPU trainer: run forward and backward of one part of a batch, with the loss divided by `divisor`.
+    """Trainer to CPU trainer: run forward and backward of one part of a batch, a micro-batch.
 
-    The part's inputs, named `fields`, are one after the other in the memory for inputs, from byte `at` on: int64, shape
-    (rows, length) each. The gradients go to slot `slot`. `seed` is torch's for this part. `job` numbers the orders.
+    The micro-batch begins at byte `at` of the memory for inputs, with `text_bytes` of JSON. The gradients go to slot
+    `slot`. `seed` is torch's for this part. `job` numbers the orders.
     """
 
     job: int
     slot: int
-    fields: tuple[str, ...]
     at: int
-    rows: int
-    length: int
-    divisor: float
+    text_bytes: int
     seed: int
 
     def __post_init__(self) -> None:
         _require(min(self.job, self.slot, self.at, self.seed) >= 0, "job, slot, place and seed count from 0")
-        _require(self.rows > 0 and self.length > 0 and self.divisor > 0.0, "a part has tokens, and a share of the loss")
+        _require(self.text_bytes > 0, "a micro-batch is described")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ METRICS: Final = (
     Metric("loss_scale", "", "scale of the loss", "hytrain_loss_scale"),
     Metric("tokens_per_s", "1/s", "tokens per second", "hytrain_tokens_per_second"),
     Metric("tokens", "", "tokens of the step, on all ranks; of recipes", "hytrain_step_tokens"),
-    Metric("cpu_parts", "", "parts of the batch that the CPU trained; with train.cpu_parts, like the next two"),
+    Metric("cpu_parts", "", "parts of the batch that the CPU trained; with co-training, like the next two"),
     Metric("gpu_part_s", "s", "how long a part took on the trainer's device"),
     Metric("cpu_part_s", "s", "how long a part took on the CPU, in the mean of those of the step"),
     Metric("tflops", "TFLOP/s", "of the model, without what checkpointing computes again"),

@@ -61,8 +61,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LendMemory, "nbytes"): st.integers(1, 2**63),
     (m.WeightsAt, "parameters"): st.just((3, 5)),
     (m.WeightsAt, "offsets"): st.lists(COUNTS, min_size=2, max_size=2).map(tuple),
-    **{(m.Compute, name): st.integers(1, 2**31) for name in ("rows", "length")},
-    (m.Compute, "divisor"): st.floats(1e-3, 1e9),
+    (m.Compute, "text_bytes"): st.integers(1, 2**31),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,8 +40,8 @@ def of_section(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, "required" if field.is_required() else said(field.default)
 
 
-def of(kind: type) -> dict[str, str]:
-    """The optional parameters of a class, without what it hands on to its base class."""
+def of(kind: Callable[..., Any]) -> dict[str, str]:
+    """The optional parameters of a class or a method, without what it hands on to its base class."""
     parameters = inspect.signature(kind).parameters.values()
     defaults = {known.name: known.default for known in parameters if known.default is not inspect.Parameter.empty}
     return {name: said(default) for name, default in defaults.items() if name != "param_groups"}
@@ -51,6 +51,7 @@ def of(kind: type) -> dict[str, str]:
     ("heading", "expected"),
     [
         ("Every optimizer", of(Optimizer)),
+        ("opt.cotrain", {**dict.fromkeys(("build", "loss", "parts"), "required"), **of(Optimizer.cotrain)}),
         ("hytrain.AdamW", of(hytrain.AdamW)),
         ("hytrain.SGD", of(hytrain.SGD)),
         ("hytrain.Lion", of(hytrain.Lion)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hytrain.cotraining.lending import BUFFERS, COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, view
+from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, view
+from hytrain.cotraining.work import found, over, unpacked
 from hytrain.memory import arena
-from hytrain.recipe import cotraining
 from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.messages import Compute, Computed, LendMemory, Message, Ready, TakeBack, WeightsAt
@@ -31,18 +32,22 @@ class CpuParts:
     """The model, and the memory that the trainer has lent."""
 
     def __init__(self, settings: Mapping[str, Any], trainer: socket.socket, address: Address) -> None:
-        """Build the model, and tell the trainer that it is ready. Raises `ConfigError` if it cannot be built."""
-        torch.set_num_threads(settings["threads"])
+        """Build the model, and tell the trainer that it is ready. Raises `ConfigError` if it is another one."""
         self._trainer, self._address, self._token, self._seq = trainer, address, settings["token"], 0
         self._memories: dict[int, arena.Mapping] = {}
-        numbers = (COPIES, GRADIENTS, INPUTS, BUFFERS)
+        numbers = (COPIES, GRADIENTS, INPUTS, OTHERS)
         for number, (descriptor, nbytes) in zip(numbers, settings["memories"], strict=True):
             self._map(number, descriptor, nbytes)
-        parameters = self._tensors(settings["parameters"], COPIES)
-        buffers = self._tensors(settings["buffers"], BUFFERS)
-        self._work = cotraining.Work.of(settings["model"], parameters, buffers)
-        made = dict(self._work.model.named_parameters())
-        self._parameters = [made[name] for name in parameters]
+        trained, others = self._tensors(settings["parameters"], COPIES), self._tensors(settings["others"], OTHERS)
+        work = settings["work"]
+        sys.path += [folder for folder in work["path"] if folder not in sys.path]
+        self._loss = found(work["loss"])
+        with torch.device("meta"):
+            self._model: nn.Module = found(work["build"])()
+        self._parameters = [*over(self._model, trained, others).values()]
+        torch.set_num_threads(settings["threads"])  # after the imports, which may have set them
+        for name, module in self._model.named_modules():
+            module.training = name not in work["evaluated"]
         self._offsets, self._slot_bytes = [at for _, at, _, _ in settings["parameters"]], settings["slot_bytes"]
         self._slot, self._has_gradient = 0, [False] * len(self._parameters)
         for index, parameter in enumerate(self._parameters):
@@ -83,16 +88,14 @@ class CpuParts:
     def _compute(self, job: Compute) -> None:
         began_s = time.monotonic()
         self._slot, self._has_gradient = job.slot, [False] * len(self._parameters)
-        shape = (job.rows, job.length)
-        starts = range(job.at, job.at + 8 * job.rows * job.length * len(job.fields), 8 * job.rows * job.length)
-        inputs = {
-            name: view(self._memories[INPUTS], at, torch.int64, shape)
-            for name, at in zip(job.fields, starts, strict=True)
-        }
+        batch = unpacked(self._memories[INPUTS], job.at, job.text_bytes)
         torch.manual_seed(job.seed)
-        loss = self._work.backward(inputs, job.divisor)
+        loss = self._loss(self._model, batch)
+        loss.backward()
         seconds = time.monotonic() - began_s
-        self._send(Computed(job=job.job, loss=loss, has_gradient=tuple(self._has_gradient), seconds=seconds))
+        self._send(
+            Computed(job=job.job, loss=float(loss.detach()), has_gradient=tuple(self._has_gradient), seconds=seconds)
+        )
 
     def _take_gradient(self, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "autograd has just made it"

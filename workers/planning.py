@@ -709,6 +709,7 @@ class Planning:
             **self._precision._asdict(),
             "predicted_step_s": self.predicted_step_s,
             **({"skipped_steps": self.skipped} if self.table.awaits_verdict else {}),
+            **_shared(report.cotrained),
             "gpu_peak_bytes": report.gpu_needed_bytes,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
             "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),
@@ -772,3 +773,11 @@ def facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
         block=block,
         must_visit=layer.stays_on_device,
     )
+
+
+def _shared(cotrained: m.CoTrained | None) -> dict[str, Any]:
+    """What a record has of how the batch was shared."""
+    if cotrained is None:
+        return {}
+    times = {"gpu_part_s": cotrained.gpu_part_s, "cpu_part_s": cotrained.cpu_part_s}
+    return {"cpu_parts": cotrained.cpu_parts, **{name: value for name, value in times.items() if value is not None}}

@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from benchmarks.columns import markdown, number
+from hytrain.cotraining import shares
 from hytrain.planner.cpu_parts import Step
-from hytrain.recipe import config, cotraining, loop
+from hytrain.recipe import config, loop
 from hytrain.recipe.optimizer import TrainingOptimizer, hytrain_optimizer
 
 #: So many steps have the same number of parts; the first of them does not count.
@@ -99,8 +100,8 @@ def records(shape: Shape, *, in_turn: bool) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         if in_turn:
-            patches.enter_context(patch.object(cotraining, "CpuPartsPlanner", InTurn))
-            patches.enter_context(patch.object(cotraining, "FIRST_TRIAL", 0))  # which is no step
+            patches.enter_context(patch.object(shares, "CpuPartsPlanner", InTurn))
+            patches.enter_context(patch.object(shares, "FIRST_TRIAL", 0))  # which is no step
         try:
             loop.train(shape.recipe, Path(folder), make, terminal=False)
         finally:

@@ -26,8 +26,9 @@ from hytrain.tensors import shaped
 from protocol.handles import PAGE_BYTES
 from protocol.messages import LendMemory, Message, TakeBack, WeightsAt
 
-#: The memories that the CPU trainer is started with. Arenas have further numbers.
-COPIES, GRADIENTS, INPUTS, BUFFERS = range(4)
+#: The memories that the CPU trainer is started with: the last one has buffers and frozen parameters. Arenas have
+#: further numbers.
+COPIES, GRADIENTS, INPUTS, OTHERS = range(4)
 #: More than the kernel takes in one datagram.
 MAX_DATAGRAM_BYTES: Final = 1 << 20
 #: Places are told in messages of at most so many parameters, each of which fits into a datagram.
@@ -49,7 +50,7 @@ class Lending:
         self._views = views(self.copies.mapping, self.offsets, [known.own for known in parameters])
         self._places: list[tuple[int, int]] = [(-1, -1)] * len(parameters)  # what the other process was told last
         self._lent: dict[ArenaPlanes, int] = {}
-        self._next = BUFFERS + 1
+        self._next = OTHERS + 1
 
     def orders(self) -> Iterator[Order]:
         """Once all updates were waited for: what to tell the other process, in order, before it computes."""

@@ -3,7 +3,7 @@
     lend ─ weights ─▶ compute ─ inputs ─▶ …  forward, backward  … ─ gradients ─▶ receive ─▶ add, to the step's sums
 
 It is this process's child, and talks to it alone, over a Unix socket. Whatever happens to it, training goes on: `lost`
-then says why, and `receive` returns None. `recipe.cotraining` calls this.
+then says why, and `receive` returns None. `shares` calls this.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hytrain.cotraining.lending import BUFFERS, COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, Lending, spread, views
-from hytrain.errors import ClusterError
+from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, Lending, spread, views
+from hytrain.cotraining.work import Packed
+from hytrain.errors import CapacityError, ClusterError
 from hytrain.memory.arena import SharedMemory
+from hytrain.memory.transfer import Transfer, Transfers
+from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter
 from hytrain.run.cluster import workers_environment
 from hytrain.step.engine import Engine
 from protocol.address import Address
 from protocol.codec import WireError, decode, encode
-from protocol.messages import Compute, Computed, Failure, Message, Ready
+from protocol.handles import PAGE_BYTES
+from protocol.messages import Compute, Computed, Failure, LendMemory, Message, Ready
 
 ADDRESS: Final = Address("cpu_trainer", 0)
+#: The module that the process runs.
+WORKER: Final = "workers.cpu_trainer"
 _TRAINER: Final = Address("trainer", 0)
 #: It imports torch and Transformers, which takes long on a busy machine.
 START_TIMEOUT_S: Final = 120.0
@@ -42,49 +48,51 @@ END_S: Final = 1.0
 
 
 class Partner:
-    """A CPU trainer for all of `parameters`. Each part of a batch has a slot: for its inputs, and for its gradients.
+    """A CPU trainer for all of `parameters`. Each part of a batch has a slot for its gradients.
 
-    `model` is what the process needs to build the model, as JSON; it gets the values of `buffers`. `cores` are those
-    that it may use. `lost` says why the process is lost; "" if it is not.
+    `work` is what the process needs to build the model and to compute its loss, as JSON. `others` are the tensors that
+    the model has besides, by name: the process gets their values. The attribute `others` are the copies that it has.
+    `cores` are those that it may use. `lost` says why the process is lost; "" if it is not.
     """
 
     def __init__(
         self,
-        model: Mapping[str, Any],
-        buffers: Mapping[str, Tensor],
+        work: Mapping[str, Any],
         parameters: Sequence[TrainedParameter],
+        others: Mapping[str, Tensor],
         *,
         engine: Engine,
+        transfers: Transfers,
         slots: int,
-        input_bytes: int,
         cores: Sequence[int],
         threads: int,
         log: Path,
         answer_timeout_s: float,
     ) -> None:
-        """Return once the process is ready. `input_bytes` is for each slot.
-
-        Raises `ClusterError` if it does not start.
-        """
+        """Return once the process is ready. Raises `ClusterError` if it does not start."""
         self.lost = ""
         self._engine, self._parameters, self._timeout_s = engine, parameters, answer_timeout_s
         self._token, self._seq, self._jobs = secrets.token_hex(16), 0, 0
         self._answers: dict[int, Computed] = {}
-        self._lending, self._input_bytes = Lending(parameters), input_bytes
-        starts, buffer_bytes = spread(buffers.values())
+        self._open = set[int]()
+        self._lending = Lending(parameters)
+        starts, nbytes = spread(others.values())
         self._gradients = SharedMemory("gradients", slots * self._lending.nbytes)
-        self._inputs = SharedMemory("inputs", slots * input_bytes)
-        self._buffers = SharedMemory("buffers", max(buffer_bytes, 1))
-        for view, buffer in zip(views(self._buffers.mapping, starts, buffers.values()), buffers.values(), strict=True):
-            view.copy_(buffer)
+        self._inputs = SharedMemory("inputs", PAGE_BYTES)
+        self._others = SharedMemory("others", max(nbytes, 1))
+        self.others = dict(zip(others, views(self._others.mapping, starts, others.values()), strict=True))
+        for name, other in others.items():
+            self.others[name].copy_(other.detach())
+        self._transfers, self._pinned = transfers, set[int]()  # slots
+        self._taken: Transfer | None = None  # the last copy out of a slot
         settings = {
             "token": self._token,
-            "parameters": _described({known.name: known.own for known in parameters}, self._lending.offsets),
-            "buffers": _described(buffers, starts),
+            "parameters": _described({clean(known.name): known.own for known in parameters}, self._lending.offsets),
+            "others": _described(others, starts),
             "slot_bytes": self._lending.nbytes,
             "cores": list(cores),
             "threads": threads,
-            "model": dict(model),
+            "work": dict(work),
         }
         self._start(settings, log)
         try:
@@ -101,7 +109,7 @@ class Partner:
             COPIES: self._lending.copies,
             GRADIENTS: self._gradients,
             INPUTS: self._inputs,
-            BUFFERS: self._buffers,
+            OTHERS: self._others,
         }
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(self._timeout_s)
@@ -109,7 +117,7 @@ class Partner:
         settings["socket"] = theirs.fileno()
         with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.cpu_trainer"],
+                [sys.executable, "-P", "-m", WORKER],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -129,38 +137,37 @@ class Partner:
     def pid(self) -> int:
         return self._process.pid
 
-    def lend(self) -> None:
-        """Wait for all updates, and tell the CPU trainer where the current weights are."""
+    def hand_over(self, parts: Sequence[tuple[Any, int]]) -> list[int]:
+        """Wait for all updates, and have micro-batches computed, each with its seed of torch. Returns their jobs.
+
+        The gradients of the first one are going to be in slot 0, and so on. Raises `UnsupportedError` if a micro-batch
+        cannot be sent.
+        """
+        packed = [Packed(batch) for batch, _ in parts]
         self._engine.import_written()
+        for job in [*self._open]:  # an exception came before somebody received it
+            self.receive(job)
+        if self._taken is not None:
+            self._taken.synchronize()
         for message, descriptor in self._lending.orders():
             self._send(message, descriptor)
+        self._make_room(sum(each.nbytes for each in packed))
+        at, jobs = 0, []
+        for slot, (each, (_, seed)) in enumerate(zip(packed, parts, strict=True)):
+            each.write(self._inputs.mapping, at)
+            self._jobs += 1
+            jobs.append(self._jobs)
+            self._send(Compute(job=self._jobs, slot=slot, at=at, text_bytes=each.text_bytes, seed=seed))
+            at += each.nbytes
+        self._open.update(jobs)
+        return jobs
 
-    def compute(self, slot: int, inputs: Mapping[str, Tensor], divisor: float, seed: int) -> int:
-        """Have one part of a batch computed, and return the job's number.
-
-        `inputs` are those of the model's forward: int64, shape (rows, length) each. Its loss is divided by `divisor`.
-        `seed` is torch's for this part.
-        """
-        first, *_ = inputs.values()
-        at = slot * self._input_bytes
-        starts = range(0, len(inputs) * first.nbytes, first.nbytes)
-        for view, tensor in zip(views(self._inputs.mapping, starts, inputs.values(), at), inputs.values(), strict=True):
-            view.copy_(tensor)
-        rows, length = first.shape
-        self._jobs += 1
-        self._send(
-            Compute(
-                job=self._jobs,
-                slot=slot,
-                fields=tuple(inputs),
-                at=at,
-                rows=rows,
-                length=length,
-                divisor=divisor,
-                seed=seed,
-            )
-        )
-        return self._jobs
+    def _make_room(self, nbytes: int) -> None:
+        """Lend other memory for inputs, if there is too little. Nobody computes with those before."""
+        if nbytes > self._inputs.mapping.nbytes:
+            self._inputs.close()
+            self._inputs = SharedMemory("inputs", nbytes)
+            self._send(LendMemory(memory=INPUTS, nbytes=nbytes), self._inputs.descriptor)
 
     def receive(self, job: int, *, wait: bool = True) -> Computed | None:
         """The job's answer. None if the process is lost, or if there is no answer yet and it need not `wait`."""
@@ -174,15 +181,30 @@ class Partner:
                 break
             elif not self.lost:
                 self._lose(f"it has not answered for {self._timeout_s:.0f} s")
-        return self._answers.pop(job, None)
+        answer = self._answers.pop(job, None)
+        if answer is not None or self.lost:
+            self._open.discard(job)
+        return answer
 
-    def add(self, slot: int, computed: Computed) -> None:
-        """Add the gradients in `slot` to the step's sums, as a backward that is not the last one does."""
+    def add(self, slot: int, computed: Computed) -> bool:
+        """Add the gradients in `slot` to the step's sums, as a backward that is not the last one does.
+
+        Returns whether they are there. They are not if their memory cannot be pinned: then the process is lost.
+        """
+        at, nbytes = slot * self._lending.nbytes, self._lending.nbytes
+        if slot not in self._pinned:
+            try:
+                self._transfers.pin(self._gradients.mapping.address + at, nbytes, gently=True)
+            except CapacityError as error:
+                self._lose(str(error))
+                return False
+            self._pinned.add(slot)
         like = (known.own for known in self._parameters)
-        gradients = views(self._gradients.mapping, self._lending.offsets, like, slot * self._lending.nbytes)
-        self._engine.add_gradients(
+        gradients = views(self._gradients.mapping, self._lending.offsets, like, at)
+        self._taken = self._engine.add_gradients(
             [gradient if has else None for gradient, has in zip(gradients, computed.has_gradient, strict=True)]
         )
+        return True
 
     def close(self) -> None:
         """End the process, and free the memory."""
@@ -191,7 +213,12 @@ class Partner:
         os.close(self._pidfd)
         self._socket.close()
         self._lending.close()
-        for memory in (self._gradients, self._inputs, self._buffers):
+        self.others = {}
+        if self._taken is not None:
+            self._taken.synchronize()
+        for slot in self._pinned:
+            self._transfers.unpin(self._gradients.mapping.address + slot * self._lending.nbytes, self._lending.nbytes)
+        for memory in (self._gradients, self._inputs, self._others):
             memory.close()
 
     def _send(self, message: Message, descriptor: int | None = None) -> None:

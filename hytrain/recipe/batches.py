@@ -18,6 +18,7 @@ from torch import Tensor
 from hytrain.errors import ConfigError
 from hytrain.recipe.chat import Example
 from hytrain.recipe.packing import pack
+from hytrain.tensors import on_device
 
 IGNORED = -100  # the label of a token that is not learnt, as in torch and Transformers
 
@@ -64,7 +65,7 @@ class Batch:
         """
         named = {"input_ids": self.tokens, "labels": self.labels, "attention_mask": self.mask}
         tensors = {
-            name: _on(tensor, device)
+            name: on_device(tensor, device)
             for name, tensor in (named | {"position_ids": self.positions}).items()
             if tensor is not None
         }
@@ -219,12 +220,6 @@ def _generator(seed: int, step: int) -> np.random.Generator:
 def _windows(tokens: Tensor, starts: NDArray[np.int64], length: int) -> Batch:
     windows = tokens[torch.from_numpy(starts)[:, None] + torch.arange(length)].long()
     return Batch(windows, windows)
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # a pageable copy would wait for the GPU
 
 
 def _refuse_short(tokens: Tensor, length: int, part: str) -> None:

@@ -436,7 +436,10 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
     if ranks > 1 and recipe.lora is not None:
         raise ConfigError(f"lora is for one rank, but this job has {ranks}: start it without --nproc-per-node.")
     if ranks > 1 and recipe.train.cpu_parts != 0:
-        raise ConfigError(f"train.cpu_parts is for one rank, but this job has {ranks}: leave it out.")
+        raise ConfigError(
+            f"train.cpu_parts is for one rank, but this job has {ranks}: leave it out, as a CPU trainer needs all "
+            "weights, and each rank has a part of them."
+        )
     if recipe.data.batch_size % (data * parts):
         raise ConfigError(
             f"data.batch_size is {recipe.data.batch_size}, which {data} ranks cannot share"

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -93,11 +92,10 @@ class Journal:
         lr: float,
         tokens: int,
         wishes: Tensor | None = None,
-        numbers: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Step number `step` (from 1) is done, with `tokens` tokens. Writes the entry of the step before.
 
-        `wishes` is how many ranks wished to end, and to save; None on a single rank. `numbers` are others to record.
+        `wishes` is how many ranks wished to end, and to save; None on a single rank.
         """
         opt = self._opt
         end, save = (None, None) if wishes is None else wishes
@@ -106,7 +104,7 @@ class Journal:
         if previous is not None:
             self._write(previous)
         self._noted += 1
-        self._entry = step, {"lr": lr, **numbers}, self._speed(tokens), tokens
+        self._entry = step, {"lr": lr}, self._speed(tokens), tokens
 
     def validated(self, validation: Validation | None) -> None:
         """Writes the last step's entry together with its validation."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from hytrain.config import joined_cluster
+from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.cotraining import CoTraining, beside
+from hytrain.recipe.cotraining import beside, micro_batch, share
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimizer
@@ -69,11 +69,10 @@ def train(
         Trackers(names, run_dir, recipe.run.name, told) as trackers,
     ):
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), trackers)
-        alone = partial(train_part, task, opt)
-        with ending.after_a_step(), closing(Saver()) as saver, beside(task, opt, alone, progress) as cotraining:
-            steps = range(start, end)
+        with ending.after_a_step(), closing(Saver()) as saver:
+            cotraining, steps = beside(task, opt, progress), range(start, end)
             validation, saved = run_steps(task, opt, journal, progress, run_dir, steps, ending, saver, cotraining)
-            processes = [*opt.processes(), *([] if cotraining is None else [cotraining.process])]
+            processes = opt.processes()
     cost, curve = task.cost, run_dir / "loss.png"
     if job.speaks:
         report.draw_curve(journal.history, curve, f"{recipe.run.name}: {cost.parameters / 1e6:.2f} M parameters")
@@ -119,19 +118,21 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
+        parts, loss = (
+            batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks),
+            torch.zeros((), device=task.device),
+        )
         if cotraining is None:
-            loss = torch.zeros((), device=task.device)
-            for part, divisor in batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks):
+            for part, divisor in parts:
                 loss += train_part(task, opt, part, divisor)
         else:
-            loss = cotraining.step(step, batch)
+            loss = sum(cotraining.backward([micro_batch(*part) for part in parts]), loss)
         opt.step()
         opt.zero_grad()
         schedule.step()
         asked = opt.checkpoint_requested()
         loss, wishes = job.mean(loss, bool(ending.number), asked)
-        numbers = {} if cotraining is None else cotraining.numbers
-        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes, numbers)
+        journal.note(step + 1, loss, lr, batch.tokens.numel() - batch.padding, wishes)
 
         last = step + 1 == steps.stop
         ends = not last and (bool(ending.number) if wishes is None else journal.wishes_end)
@@ -174,10 +175,9 @@ def run_steps(
 
 def train_part(task: Task, opt: TrainingOptimizer, part: Batch, divisor: float) -> torch.Tensor:
     """Forward and backward of a part of a batch. Returns its mean loss over the divisor, shape ()."""
-    with task.autocast():
-        share = task.model(**part.inputs(task.device)).loss / divisor
-    opt.scale(share).backward()
-    return cast(torch.Tensor, share.detach())
+    loss = share(task.model, micro_batch(part, divisor, task.device), autocast=task.recipe.model.autocast)
+    opt.scale(loss).backward()
+    return loss.detach()
 
 
 def due(every: int | None, step: int, steps: range) -> bool:

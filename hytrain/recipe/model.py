@@ -1,12 +1,12 @@
 """The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
 `task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `skeleton`, which needs
-no memory; `cotraining` calls `build_over`.
+no memory; `cotraining` calls `build_empty`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -124,22 +124,9 @@ def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: Devi
     return module
 
 
-def build_over(model: config.Model, hf: Any, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Any:
-    """The model that `build` makes, whose parameters and buffers are these tensors, by their names.
-
-    Raises ConfigError if the model has others.
-    """
-    module = skeleton(hf, model.dtype)
-    names = dict(module.named_parameters()).keys(), dict(module.named_buffers(remove_duplicate=False)).keys()
-    if names != (parameters.keys(), buffers.keys()):
-        raise ConfigError(f"A {hf.model_type} has other parameters or buffers when it is built without memory.")
-    made = {old: nn.Parameter(parameters[name]) for name, old in module.named_parameters()}
-    for owner in module.modules():
-        owner._parameters.update({name: made[old] for name, old in owner._parameters.items() if old is not None})
-    for name, buffer in buffers.items():
-        path, _, leaf = name.rpartition(".")
-        module.get_submodule(path)._buffers[leaf] = buffer
-    return _prepared(module, model)
+def build_empty(model: config.Model, hf: Any) -> Any:
+    """The model that `build` makes, on the meta device."""
+    return _prepared(skeleton(hf, model.dtype), model)
 
 
 def _recorded(model: config.Model, hf: Any, device: torch.device, sequence_length: int) -> tuple[Any, Blueprint]:

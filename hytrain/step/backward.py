@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -26,7 +26,7 @@ from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.transfer import Transfers
+from hytrain.memory.transfer import TURN_BYTES, Transfer, Transfers
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import TrainedLayer, TrainedParameter
@@ -265,21 +265,31 @@ class Backward:
             else:
                 self._accumulation.add(parameter)
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take another process's gradients, one for each parameter or None, as those of a backward that only sums."""
-        life = self._health.life
+    def add(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
+        """Take another process's gradients, one for each parameter or None, as those of a backward that only sums.
+
+        They are in pinned memory. Returns the last copy out of it, which ends after all others.
+        """
+        life, transfers, arrival = self._health.life, self._transfers, None
         self._health.check()
+        given = zip(self._parameters, gradients, strict=True)
         with self._accumulation.held():
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                if gradient is None:
-                    continue
-                # A copy, because a sum in float32 begins with the first gradient itself.
-                parameter.parameter.grad = own = gradient.to(parameter.own.device, copy=True)
-                if life.state not in IN_BACKWARD:
-                    self._begin(parameter, own)
-                parameter.backward = life.backward
-                self._accumulation.add(parameter)
+            for turn in _turns([(parameter, gradient) for parameter, gradient in given if gradient is not None]):
+                # Copies, because a sum in float32 begins with the first gradient itself.
+                own = [torch.empty_like(gradient, device=parameter.own.device) for parameter, gradient in turn]
+                copies = [(copy.view(-1), gradient.view(-1)) for copy, (_, gradient) in zip(own, turn, strict=True)]
+                before = transfers.so_far()
+                arrival = transfers.fetch(copies, after=[before])
+                transfers.land(arrival)
+                transfers.clock.recycle((before.span[0], *arrival.span))
+                for copy, (parameter, _) in zip(own, turn, strict=True):
+                    parameter.parameter.grad = copy
+                    if life.state not in IN_BACKWARD:
+                        self._begin(parameter, copy)
+                    parameter.backward = life.backward
+                    self._accumulation.add(parameter)
         self.end_outside()
+        return arrival
 
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
@@ -396,3 +406,16 @@ def _inside_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+def _turns(given: Iterable[tuple[TrainedParameter, Tensor]]) -> Iterator[list[tuple[TrainedParameter, Tensor]]]:
+    """In the same order, gradients of at most `TURN_BYTES` at a time, or one that is larger."""
+    turn, nbytes = list[tuple[TrainedParameter, Tensor]](), 0
+    for parameter, gradient in given:
+        if turn and nbytes + gradient.nbytes > TURN_BYTES:
+            yield turn
+            turn, nbytes = [], 0
+        turn.append((parameter, gradient))
+        nbytes += gradient.nbytes
+    if turn:
+        yield turn

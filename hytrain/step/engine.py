@@ -23,7 +23,7 @@ from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, Usage
 from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import Transfers
+from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
@@ -43,7 +43,16 @@ from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Verdicts
-from protocol.messages import Message, Plan, PositionsLearned, Reassign, SaveCheckpoint, TraceNext, WeightsReady
+from protocol.messages import (
+    CoTrained,
+    Message,
+    Plan,
+    PositionsLearned,
+    Reassign,
+    SaveCheckpoint,
+    TraceNext,
+    WeightsReady,
+)
 
 FAILURE_GRACE_S: Final = 2.0
 
@@ -228,13 +237,17 @@ class Engine:
                     "call opt.zero_grad() after each opt.step()"
                 )
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
         """Add gradients that were computed elsewhere to the step's sums, as a backward that is not the last one.
 
-        One for each parameter, in its shape, in any memory; None where it has none. Raises `UsageError` as a backward
-        does.
+        One for each parameter, in its shape and contiguous, in pinned host memory; None where it has none. Returns the
+        last copy out of that memory. Raises `UsageError` as a backward does.
         """
-        self.backward.add(gradients)
+        return self.backward.add(gradients)
+
+    def note_cotrained(self, cotrained: CoTrained) -> None:
+        """Report with the step how its batch was shared."""
+        self._boundary.cotrained = cotrained
 
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""

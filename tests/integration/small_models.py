@@ -7,6 +7,7 @@ is imported where it is needed, as that takes as long as many a test.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,3 +161,27 @@ def square_loss(model: nn.Module, step: int) -> Tensor:
     x = vectors(step, dtype=next(model.parameters()).dtype)
     loss: Tensor = (model(x) - x.sin()).float().square().mean()
     return loss
+
+
+def behind_frozen() -> nn.Sequential:
+    """A perceptron behind a layer that is to be frozen, a BatchNorm and a dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), perceptron())
+
+
+def share_of_loss(model: nn.Module, batch: dict[str, Any], *, parts: int) -> Tensor:
+    """The loss of one of `micro_batches`, over their number."""
+    x, (scale, target) = batch["x"], batch["more"]
+    if target["fails"]:
+        raise ValueError("as it was told to")
+    loss: Tensor = scale * (model(x) - target["y"].float()).square().mean() / parts
+    return loss
+
+
+def micro_batches(step: int, count: int) -> list[dict[str, Any]]:
+    """What a script's loop might have: of different sizes, nested, with more than one dtype."""
+    made = []
+    for index in range(count):
+        x = vectors(100 * step + index)[: 4 + index]
+        made.append({"x": x, "more": (0.5 + index, {"y": x.sin().to(torch.bfloat16), "fails": False})})
+    return made

@@ -20,6 +20,8 @@ from helpers import differing, on_waiting, process, state, weights
 from programs import CLUSTER, read_until, roles_below, started
 from torch import Tensor, nn
 
+from hytrain import session
+from hytrain.cotraining import shares
 from hytrain.cotraining.partner import Partner
 from hytrain.errors import CapacityError, ClusterError
 from hytrain.optim import Optimizer
@@ -99,8 +101,8 @@ class Trainings:
             if schedule is not None:
                 overrides = (*overrides, "train.cpu_parts=auto")
                 patch.setattr(Scheduled, "schedule", schedule)
-                patch.setattr(cotraining, "CpuPartsPlanner", Scheduled)
-                patch.setattr(cotraining, "FIRST_TRIAL", 10**9)
+                patch.setattr(shares, "CpuPartsPlanner", Scheduled)
+                patch.setattr(shares, "FIRST_TRIAL", 10**9)
             try:
                 loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
                 [(module, opt)] = made
@@ -140,6 +142,13 @@ def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> Non
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
 
+def test_dropout_goes_on_as_it_would_have(trained: Trainings, tmp_path: Path) -> None:
+    options = "train.cpu_parts=2", "train.checkpoint_every=4"
+    expected = trained(*options, model=GPT2)
+    ours = trained(*options, f"train.resume={tmp_path}/run-0/checkpoints/step-4", model=GPT2)
+    assert differing({**ours, "losses": expected["losses"]}, expected) == []
+
+
 def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Within rounding, of which AdamW makes more where gradients are close to 0."""
     assert ours.keys() == expected.keys()
@@ -170,13 +179,14 @@ def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkey
     """The optimizer process is stopped from before a step's updates until somebody waits for one."""
     optimizers, cotrain, add = list[psutil.Process](), Optimizer.cotrain, Partner.add
 
-    def found(self: Any, *arguments: Any, **options: Any) -> Partner:
+    def found(self: Any, *arguments: Any, **options: Any) -> shares.CoTraining:
         optimizers.append(process(self, "optimizer"))
         return cotrain(self, *arguments, **options)
 
-    def added(self: Partner, slot: int, computed: Computed) -> None:
-        add(self, slot, computed)
+    def added(self: Partner, slot: int, computed: Computed) -> bool:
+        is_added = add(self, slot, computed)
         optimizers[0].suspend()
+        return is_added
 
     monkeypatch.setattr(Optimizer, "cotrain", found)
     monkeypatch.setattr(Partner, "add", added)
@@ -221,7 +231,6 @@ def flood(partner: Partner) -> None:
 
 def confuse(partner: Partner) -> None:
     partner._send(TakeBack(memory=99))
-    partner.compute(0, {"input_ids": torch.zeros((2, 32), dtype=torch.int64)}, 1.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -241,15 +250,15 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the third step, when it should have begun with its parts."""
-    asked, lend = list[None](), Partner.lend
+    asked, hand_over = list[None](), Partner.hand_over
 
-    def lent(self: Partner) -> None:
-        lend(self)
+    def handed_over(self: Partner, batches: Any) -> list[int]:
         asked.append(None)
         if len(asked) == 3:
             hurt(self)
+        return hand_over(self, batches)
 
-    monkeypatch.setattr(Partner, "lend", lent)
+    monkeypatch.setattr(Partner, "hand_over", handed_over)
     ours = trained("train.cpu_parts=2")
     assert trained.cpu_parts == [2, 2, 0, 0, 0, 0, 0, 0]
     assert differing(ours, trained()) == []
@@ -277,11 +286,12 @@ def test_auto_measures_and_says_what_it_decides(trained: Trainings, capsys: pyte
 
 
 def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cotraining, "describe", lambda task: {"config": {}, "model": {}, "loss_chunks": 1})
+    described = {"fields": {"model_type": "llama"}, "model": {}, "loss_chunks": 1}
+    monkeypatch.setattr(cotraining, "describe", lambda task: described)
     with pytest.raises(
         ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log$"
     ):
         trained("train.cpu_parts=1")
-    monkeypatch.setattr(cotraining, "host_bound", lambda limit: 0)
-    with pytest.raises(CapacityError, match="train.cpu_parts: 1 needs 0.00 GB of host memory"):
+    monkeypatch.setattr(session, "host_bound", lambda *arguments: 0)
+    with pytest.raises(CapacityError, match="cpu_parts=1 needs 0.00 GB of host memory"):
         trained("train.cpu_parts=1")

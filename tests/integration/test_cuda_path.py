@@ -9,23 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import adamw, differing, keep, opened, same_as_torch, same_bits, scale_by_hand, state, train, weights
-from small_models import perceptron, square_loss
+from small_models import micro_batches, perceptron, share_of_loss, square_loss
 from test_k_invariance import train_and_prepare
 from torch import nn
 
 import hytrain
+from hytrain.errors import CapacityError
 from hytrain.memory.clock import HostClock
-from hytrain.memory.transfer import CudaTransfers, HostTransfers
+from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
 from hytrain.model.trained import StreamedBlock, TrainedLayer
 from hytrain.run.link import Link
 from hytrain.step.backward import Backward
 from hytrain.step.masters import Masters
+from hytrain.tensors import address
 from protocol.messages import TakeOver
 
 
@@ -369,3 +372,55 @@ def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -
             model[1:](y).square().mean().backward()
             opt.step()
             opt.zero_grad()
+
+
+def shared(cpu_parts: int) -> tuple[dict[str, torch.Tensor], int | None]:
+    """State and weights after steps of which the CPU trains some parts, and its process at the end."""
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        cotraining = opt.cotrain(perceptron, partial(share_of_loss, parts=4), parts=4, cpu_parts=cpu_parts)
+        for step in range(3):
+            cotraining.backward(micro_batches(step, 4))
+            opt.step()
+            opt.zero_grad()
+        return {**state(opt), **weights(model)}, cotraining.pid
+
+
+def test_the_cpu_trainers_gradients_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot is pinned as long as it is used, and the bits are those of a step without a CPU trainer."""
+    pinned, fetched, fetch = dict[int, int](), list[int](), OverHostMemory.fetch
+
+    def pin(self: OverHostMemory, start: int, nbytes: int, *, gently: bool = False) -> None:
+        pinned[start] = nbytes
+
+    def unpin(self: OverHostMemory, start: int, nbytes: int) -> None:
+        assert pinned.pop(start) == nbytes
+
+    def fetched_from(self: OverHostMemory, copies: list[Copy], **options: Any) -> Transfer:
+        for _, source in copies:
+            fetched.append(address(source))
+            assert any(start <= fetched[-1] < start + nbytes for start, nbytes in pinned.items())
+        return fetch(self, copies, **options)
+
+    for name, stub in {"pin": pin, "unpin": unpin, "fetch": fetched_from}.items():
+        monkeypatch.setattr(OverHostMemory, name, stub)
+    monkeypatch.setattr("hytrain.step.backward.TURN_BYTES", 5000)  # a weight and its bias at a time
+    expected, _ = shared(0)
+    assert fetched == []
+    assert differing(shared(3)[0], expected) == []
+    assert len(fetched) == 3 * 3 * 8, "each gradient of each part"
+    assert pinned == {}
+
+
+def test_without_memory_that_can_be_pinned_all_parts_are_trained_without_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pin(self: OverHostMemory, start: int, nbytes: int, *, gently: bool = False) -> None:
+        if gently:  # arenas are pinned at the start
+            raise CapacityError("no memory can be locked")
+
+    expected, _ = shared(0)
+    monkeypatch.setattr(OverHostMemory, "pin", pin)
+    ours, pid = shared(2)
+    assert differing(ours, expected) == [] and pid is None
+    assert "is lost: no memory can be locked; from here on, all parts are trained without it" in caplog.text

@@ -102,8 +102,13 @@ def trls_trainer(folder: Path) -> dict[str, Any]:
 
 def plain(folder: Path) -> dict[str, Any]:
     names = {"AveragedModel": AveragedModel, "get_ema_multi_avg_fn": get_ema_multi_avg_fn, "nullcontext": nullcontext}
-    names |= {"checkpoint": checkpoint, "cross_entropy": cross_entropy}
+    names |= {"checkpoint": checkpoint, "cross_entropy": cross_entropy, "device": "cpu", "split": split}
     return {"model": llama(), "loader": BATCHES, "held_out": BATCHES[0], "losses": [], **names}
+
+
+def split(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Four micro-batches."""
+    return [dict(zip(batch, rows, strict=True)) for rows in zip(*(tensor.chunk(4) for tensor in batch.values()))]
 
 
 WORLDS = {
@@ -182,7 +187,11 @@ def check(section: str, folder: Path, closed: list[Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "From TRL"])
-def test_a_section(section: str, tmp_path: Path, closed: list[Any]) -> None:
+def test_a_section(section: str, tmp_path: Path, closed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for title, code in SECTIONS[section].items():
+        if title.endswith(".py"):  # a module that the others import
+            (tmp_path / title).write_text(code)
+            monkeypatch.syspath_prepend(tmp_path)
     check(section, tmp_path, closed)
 
 

@@ -1,0 +1,324 @@
+"""Co-training: the parts of each batch, some of which the CPU trains beside the GPU. `Optimizer.cotrain` makes one.
+
+    part      0    1    …  n-2-c   n-1-c  …  n-2   n-1
+    who      GPU  GPU   …   GPU     CPU   …  CPU   GPU        c parts for the CPU; the last one starts the updates
+                ▲ all updates have ended: the CPU trainer gets the weights and its parts
+
+The gradients are summed in the order of the parts, whoever computed them, so who did changes no bit that the two of
+them compute alike. Each part has a seed of its own, so dropout does not depend on it either. If the CPU trainer is
+lost, the trainer computes its parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.cotraining.partner import Partner
+from hytrain.cotraining.told import Told
+from hytrain.cotraining.work import moved, named, seed_of
+from hytrain.errors import CapacityError, ConfigError, UsageError
+from hytrain.memory.clock import Mark, Span
+from hytrain.memory.transfer import Transfers
+from hytrain.model.trained import TrainedParameter
+from hytrain.planner.cpu_parts import CpuPartsPlanner, Step
+from hytrain.step.accumulation import Accumulation
+from hytrain.step.engine import Engine
+from protocol.messages import CoTrained
+
+#: With "auto", the CPU computes a part that is not used, to see how long it takes: after 1, 2, 4, 8, … steps.
+FIRST_TRIAL: Final = 1
+_NONE: Final = 0  # no job has this number
+
+_log = logging.getLogger(__name__)
+
+
+class CoTraining:
+    """Trains batches in parts, as many of which on the CPU as was asked for.
+
+    `say` gets a sentence when it decides on a number of parts, and if the CPU trainer is lost; if None, the log does.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        loss: Callable[[nn.Module, Any], Tensor],
+        *,
+        parts: int,
+        cpu_parts: int | str,
+        model: nn.Module,
+        parameters: Sequence[TrainedParameter],
+        engine: Engine,
+        transfers: Transfers,
+        accumulation: Accumulation,
+        host_bytes: int,
+        cores: Sequence[int],
+        threads: int,
+        log: Path,
+        answer_timeout_s: float,
+    ) -> None:
+        """Start the CPU trainer, unless the CPU is to train nothing. `host_bytes` are there for its gradients.
+
+        Raises what `Optimizer.cotrain` raises.
+        """
+        work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
+        self.say: Callable[[str], None] | None = None
+        self.is_closed = False
+        self._model, self._loss = model, loss
+        self._engine, self._accumulation, self._clock = engine, accumulation, transfers.clock
+        self._device = parameters[0].own.device
+        most = _most(parts, cpu_parts, sum(known.own.nbytes for known in parameters), host_bytes)
+        self._parts = parts
+        self._planner = CpuPartsPlanner(parts, most) if cpu_parts == "auto" and most else None
+        self._cpu_parts = 0 if cpu_parts == "auto" else int(cpu_parts)
+        self._ended: _Ended | None = None  # the last step, whose time is known once the next one begins
+        self._unread = deque[tuple[_Ended, float]]()  # steps that may still run on the device, and their seconds
+        self._read: Step | None = None  # the last step that was read
+        self._began_s = 0.0
+        self._steps, self._next_trial, self._trial = 0, FIRST_TRIAL, _NONE
+        self._is_warm = False
+        self._partner: Partner | None = None
+        if most:
+            self._told = Told(model, parameters)
+            work |= {"evaluated": self._told.evaluated, "path": [each for each in sys.path if isinstance(each, str)]}
+            self._partner = Partner(
+                work,
+                parameters,
+                self._told.others,
+                engine=engine,
+                transfers=transfers,
+                slots=most,
+                cores=cores,
+                threads=threads,
+                log=log,
+                answer_timeout_s=answer_timeout_s,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """The CPU trainer's process ID; None if there is none, or if it is lost."""
+        return None if self._partner is None or self._partner.lost else self._partner.pid
+
+    def backward(self, batches: Sequence[Any]) -> Tensor:
+        """Forward and backward of all parts of a step's batch: the last part's backward starts the updates.
+
+        Call `opt.step()` and `opt.zero_grad()` after it, as after a backward.
+
+        Args:
+            batches: The micro-batches, at most `parts` of them, best in host memory: each what `loss` takes. Tensors of
+                those that the CPU does not train are brought to the model's device.
+
+        Returns:
+            What `loss` returned for each of them, shape (len(batches),), float32, on the model's device.
+
+        Raises:
+            UsageError: There are no micro-batches, or too many; or something has changed that the CPU trainer cannot
+                know.
+            UnsupportedError: A micro-batch cannot be sent to the CPU trainer.
+        """
+        count = len(batches)
+        if not 0 < count <= self._parts:
+            raise UsageError(f"backward() got {count} micro-batches: from 1 to parts={self._parts}")
+        self._begin(batches[0])
+        last = count - 1
+        cpu_parts = min(self._cpu_parts, last)
+        first = last - cpu_parts
+        losses, own, adds = torch.zeros(count, device=self._device), dict[int, Span](), list[Span]()
+        began = self._clock.mark()
+
+        def train(index: int) -> None:
+            before = self._clock.mark()
+            with self._seeded(index):
+                loss = self._loss(self._model, moved(batches[index], self._device))
+                loss.backward()
+            losses[index] = loss.detach()
+            own[index] = before, self._clock.mark()
+
+        with self._accumulation.held():
+            for index in range(first)[:1]:
+                train(index)
+            jobs = self._hand_over({index: batches[index] for index in range(first, last)})
+            for index in range(first)[1:]:
+                train(index)
+            seconds = list[float]()
+            for slot, (index, job) in enumerate(jobs.items()):
+                assert self._partner is not None, "it has jobs"
+                computed = self._partner.receive(job)
+                before = self._clock.mark()
+                if computed is None or not self._partner.add(slot, computed):
+                    train(index)
+                    continue
+                losses[index] = computed.loss
+                adds.append((before, self._clock.mark()))
+                seconds.append(computed.seconds)
+        train(last)
+        ended = _Ended(
+            cpu_part_s=fmean(seconds) if seconds else None,
+            cpu_parts=cpu_parts,
+            part=own[first - 1 if first else last],
+            gap=(own[first - 1][1] if first else began, own[last][0]),
+            adds=adds,
+            marks=[began, *chain(*own.values(), *adds)],
+        )
+        self._ended = ended if count == self._parts else None
+        read = self._read
+        self._engine.note_cotrained(
+            CoTrained(
+                pid=self.pid,
+                cpu_parts=len(seconds),
+                gpu_part_s=None if read is None else read.gpu_part_s,
+                cpu_part_s=None if read is None else read.cpu_part_s,
+            )
+        )
+        return losses
+
+    @contextmanager
+    def _seeded(self, part: int) -> Iterator[None]:
+        """The random numbers of one part of this step. Those of the loop go on afterwards as if there had been none."""
+        devices = [] if self._device.type == "cpu" else [self._device]
+        seed = self._seed_of(part)
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(seed)
+            yield
+
+    def _seed_of(self, part: int) -> int:
+        return seed_of(torch.initial_seed(), self._engine.steps, part)
+
+    def _hand_over(self, batches: Mapping[int, Any]) -> dict[int, int]:
+        """Give parts to the CPU trainer, by their places in the batch. Returns their jobs."""
+        if not batches:
+            return {}
+        assert self._partner is not None, "nobody else trains parts"
+        parts = [(batch, self._seed_of(index)) for index, batch in batches.items()]
+        return dict(zip(batches, self._partner.hand_over(parts), strict=True))
+
+    def _begin(self, part: Any) -> None:
+        """A step begins: read what is known of those before, and choose the parts of this one."""
+        now_s = time.monotonic()
+        if self._ended is not None:
+            self._unread.append((self._ended, now_s - self._began_s))
+            self._ended = None
+        self._began_s, self._steps = now_s, self._steps + 1
+        while self._unread and all(map(self._clock.passed, self._unread[0][0].marks)):
+            self._read = self._read_off(*self._unread.popleft())
+            if self._planner is not None:
+                self._planner.observe(self._read)
+        if self._partner is None:
+            return
+        if self._partner.lost:
+            lost = f"the CPU trainer (process {self._partner.pid}) is lost: {self._partner.lost}"
+            self._tell(logging.WARNING, f"{lost}; from here on, all parts are trained without it")
+            self._end()
+            return
+        self._told.require(self._partner.others, self._device)
+        if self._planner is not None:
+            self._choose(self._planner, self._partner, part)
+
+    def _choose(self, planner: CpuPartsPlanner, partner: Partner, part: Any) -> None:
+        """Plan, unless the CPU is trying out how long a part takes. That is a part of this step, computed twice."""
+        if self._trial == _NONE and self._cpu_parts == 0 and self._steps == self._next_trial:
+            self._next_trial *= 2
+            [self._trial] = self._hand_over({0: part}).values()
+        if self._trial != _NONE:
+            if (computed := partner.receive(self._trial, wait=False)) is None:
+                return
+            self._trial = _NONE
+            if not self._is_warm:
+                self._is_warm = True
+                [self._trial] = self._hand_over({0: part}).values()
+                return
+            planner.observe_cpu(computed.seconds)
+        if planner.decide():
+            self._cpu_parts = planner.cpu_parts
+            shared = f"the CPU trains {self._cpu_parts} of {self._parts} parts of each batch"
+            self._tell(logging.INFO, f"{shared}, since {planner.why}")
+
+    def _tell(self, level: int, sentence: str) -> None:
+        sentence = f"step {self._engine.steps + 1}: {sentence}"
+        if self.say is None:
+            _log.log(level, sentence)
+        else:
+            self.say(sentence)
+
+    def _read_off(self, ended: _Ended, step_s: float) -> Step:
+        adds_s = [self._clock.seconds(span) for span in ended.adds]
+        step = Step(
+            cpu_parts=ended.cpu_parts,
+            step_s=step_s,
+            gpu_part_s=self._clock.seconds(ended.part),
+            cpu_part_s=ended.cpu_part_s,
+            add_s=fmean(adds_s) if adds_s else 0.0,
+            idle_s=max(self._clock.seconds(ended.gap) - sum(adds_s), 0.0),
+        )
+        self._clock.recycle(ended.marks)
+        return step
+
+    def close(self) -> None:
+        """End the CPU trainer. From then on `backward` trains all parts without it."""
+        self.is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        partner, self._partner, self._planner, self._cpu_parts = self._partner, None, None, 0
+        if partner is not None:
+            partner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step whose backwards are launched. Spans are on the trainer's device.
+
+    `part`: one of its parts. `adds`: the CPU's gradients came into the sums. `gap`: between the other parts and the
+    last one. `marks`: all of the step.
+    """
+
+    cpu_parts: int
+    cpu_part_s: float | None
+    part: Span
+    gap: Span
+    adds: list[Span]
+    marks: list[Mark]
+
+
+def check(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor], *, parts: int, cpu_parts: int | str
+) -> dict[str, Any]:
+    """What the CPU trainer has to import, as JSON. Raises `ConfigError`."""
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ConfigError(f"parts is {parts!r}: the number of micro-batches of a step, at least 1")
+    is_number = isinstance(cpu_parts, int) and not isinstance(cpu_parts, bool)
+    if cpu_parts != "auto" and not (is_number and 0 <= int(cpu_parts) < parts):
+        raise ConfigError(
+            f'cpu_parts is {cpu_parts!r}: "auto", or from 0 to {parts - 1}, since the GPU trains the last of the parts'
+        )
+    return {"build": named("build", build), "loss": named("loss", loss)}
+
+
+def _most(parts: int, cpu_parts: int | str, slot_bytes: int, host_bytes: int) -> int:
+    """How many parts the CPU may train at most. Raises `CapacityError` if gradients of that many have no room."""
+    room = max(host_bytes, 0) // max(slot_bytes, 1)
+    if cpu_parts == "auto":
+        if not room and parts > 1:
+            _log.warning("the CPU trains no part: the gradients of one need %.2f GB of host memory", slot_bytes / 1e9)
+        return min(parts - 1, room)
+    if int(cpu_parts) > room:
+        raise CapacityError(
+            f"cpu_parts={cpu_parts} needs {int(cpu_parts) * slot_bytes / 1e9:.2f} GB of host memory for gradients, and "
+            f"there is room for {room * slot_bytes / 1e9:.2f} GB"
+        )
+    return int(cpu_parts)

@@ -1,0 +1,92 @@
+"""What the CPU trainer is told of a model once, at its start: buffers, frozen parameters, modes, what is trained.
+
+`shares` asks before each step whether that still holds. If not, the step is refused, since the result would depend on
+who computes a part. It costs a comparison for each module and parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model.layers import clean
+from hytrain.model.trained import TrainedParameter
+from hytrain.tensors import version
+
+
+class Told:
+    """What was told of `model`, of which `parameters` are trained.
+
+    `others`: buffers and frozen parameters, by name. `evaluated`: the modules in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[TrainedParameter]) -> None:
+        """Raises `UnsupportedError` for what a CPU trainer cannot know."""
+        ours = {id(known.parameter) for known in parameters}
+        self._modules = [(clean(name), module) for name, module in model.named_modules()]
+        self._parameters = [(clean(name), parameter) for name, parameter in model.named_parameters()]
+        self._frozen = [(name, parameter) for name, parameter in self._parameters if id(parameter) not in ours]
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"{name} needs gradients, but this optimizer does not train it: give it to it, or freeze it, so "
+                    "that the CPU trainer knows its values"
+                )
+        for name, parameter in self._parameters:
+            if parameter._backward_hooks:
+                raise UnsupportedError(
+                    f"{name} has a hook (Tensor.register_hook), which gradients of the CPU trainer do not go through: "
+                    "remove it, or leave cotrain() out"
+                )
+        self.others = self._others()
+        self.evaluated = [name for name, module in self._modules if not module.training]
+        self._flags = self._now()
+        self._seen = {name: (tensor, version(tensor)) for name, tensor in self.others.items()}
+
+    def require(self, copies: Mapping[str, Tensor], device: torch.device) -> None:
+        """Raise `UsageError` if something has changed since. `copies` are the values that the CPU trainer has."""
+        changed = next(self._changed(copies), None)
+        if changed is not None:
+            raise UsageError(
+                f"{changed} has changed since cotrain() was called, of which the CPU trainer does not hear: close what "
+                "cotrain() returned, and call it again. A model whose forward writes buffers, as BatchNorm does, "
+                "cannot share its batches with the CPU"
+            )
+        if torch.is_autocast_enabled(device.type):
+            raise UsageError(
+                "backward() is called under autocast, of which the CPU trainer does not hear: enter it in the function "
+                "that computes the loss"
+            )
+
+    def _changed(self, copies: Mapping[str, Tensor]) -> Iterator[str]:
+        now = self._now()
+        if now != self._flags:
+            names = [f"the mode of {name or 'the model'}" for name, _ in self._modules]
+            names += [f"{what} of {name}" for what in ("requires_grad", "hooks") for name, _ in self._parameters]
+            yield from (name for name, old, new in zip(names, self._flags, now, strict=True) if old != new)
+        others = self._others()
+        yield from (f"{name}, a buffer," for name in others.keys() ^ self._seen.keys())
+        for name, tensor in others.items():
+            seen, count = self._seen[name]
+            if tensor is seen and version(tensor) == count:
+                continue
+            copy = copies[name]
+            if tensor.shape != copy.shape or not torch.equal(tensor.detach().to(copy), copy):
+                yield f"the values of {name}"
+            self._seen[name] = tensor, version(tensor)  # the same values, written again
+
+    def _now(self) -> list[bool]:
+        trained = [parameter.requires_grad for _, parameter in self._parameters]
+        hooks = [bool(parameter._backward_hooks) for _, parameter in self._parameters]
+        return [*(module.training for _, module in self._modules), *trained, *hooks]
+
+    def _others(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self._frozen)
+        for path, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    found[clean(f"{path}.{name}" if path else name)] = buffer
+        return found

@@ -1,0 +1,196 @@
+"""What the CPU trainer is given to do: a model and a loss by their functions' names, and micro-batches as bytes.
+
+    trainer       a function ─ named ─▶ module, name, arguments ─ found ─▶ the same function, CPU trainer
+                  a micro-batch ─ Packed ─▶ JSON, then the elements of each tensor ─ unpacked ─▶ the micro-batch
+
+Nothing is pickled: a function is imported where it is called, and a micro-batch is made of tensors and of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hytrain.cotraining.lending import view
+from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.memory import arena
+from hytrain.model.layers import clean
+from hytrain.tensors import is_plain, on_device
+
+#: Tensors of a micro-batch begin at multiples of so many bytes.
+ALIGN_BYTES: Final = 64
+
+
+def named(role: str, function: Callable[..., Any]) -> list[Any]:
+    """Module, qualified name and arguments of a function, or of a `functools.partial` of one, as JSON.
+
+    `role` is what the user calls it. Raises `ConfigError` if no other process can import it.
+    """
+    bare, args, keywords = function, (), dict[str, Any]()
+    if isinstance(function, partial):
+        bare, args, keywords = function.func, function.args, function.keywords
+    module, name = getattr(bare, "__module__", None), getattr(bare, "__qualname__", None)
+    if module == "__main__":
+        raise ConfigError(
+            f"{role}={name} is defined in the script itself, which the CPU trainer does not run: move it into a module "
+            "that the script imports"
+        )
+    try:
+        is_there = callable(bare) and found([module, name, [], {}]).func is bare
+    except (ImportError, AttributeError, TypeError, ValueError):
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"{role} is {bare!r}: a function that can be imported, or a functools.partial of one")
+    described: list[Any] = [module, name, list(args), keywords]
+    try:
+        is_same = json.loads(json.dumps(described)) == described
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        raise ConfigError(
+            f"the arguments of {role}={name} in its functools.partial are {args} and {keywords}: numbers, strings, "
+            "lists and dictionaries with strings as keys can be sent to the CPU trainer"
+        )
+    return described
+
+
+def found(described: Sequence[Any]) -> partial[Any]:
+    """The function that `named` has described."""
+    module, name, args, keywords = described
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    return partial(function, *args, **keywords)
+
+
+class Packed:
+    """A micro-batch as bytes: `nbytes` in all, of which the first `text_bytes` are JSON."""
+
+    def __init__(self, batch: Any) -> None:
+        """Raises `UnsupportedError` if it has something else than tensors and JSON's values."""
+        self._tensors: list[Tensor] = []
+        self._text = json.dumps(self._described(batch, "a micro-batch")).encode()
+        self.text_bytes = len(self._text)
+        self._starts = [*_starts(self.text_bytes, [each.nbytes for each in self._tensors])]
+        self.nbytes = self._starts[-1]
+
+    def _described(self, part: Any, where: str) -> dict[str, Any]:
+        if isinstance(part, Tensor):
+            if not is_plain(part):
+                raise UnsupportedError(f"{where} is a tensor that is not dense: make it one for the CPU trainer")
+            self._tensors.append(part.detach())
+            return {"tensor": [str(part.dtype).removeprefix("torch."), list(part.shape)]}
+        if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
+            return {"dict": {key: self._described(value, f"{where}[{key!r}]") for key, value in part.items()}}
+        if type(part) in (list, tuple):
+            members = [self._described(value, f"{where}[{index}]") for index, value in enumerate(part)]
+            return {type(part).__name__: members}
+        if part is None or isinstance(part, bool | int | float | str):
+            return {"value": part}
+        raise UnsupportedError(
+            f"{where} is of {type(part).__name__}: tensors, numbers, strings, and lists, tuples and dictionaries (with "
+            "strings as keys) of them can be sent to the CPU trainer"
+        )
+
+    def write(self, mapping: arena.Mapping, at: int) -> None:
+        """Write it into memory, from byte `at` on, which is a multiple of `ALIGN_BYTES`."""
+        mapping.buffer[at : at + self.text_bytes] = self._text
+        for start, tensor in zip(self._starts, self._tensors, strict=False):
+            view(mapping, at + start, tensor.dtype, tensor.shape).copy_(tensor)
+
+
+def unpacked(mapping: arena.Mapping, at: int, text_bytes: int) -> Any:
+    """The micro-batch that `Packed` has written there. Its tensors are views of the memory."""
+    described = json.loads(bytes(mapping.buffer[at : at + text_bytes]))
+    place = at + text_bytes
+
+    def made(part: dict[str, Any]) -> Any:
+        nonlocal place
+        [(kind, value)] = part.items()
+        match kind:
+            case "tensor":
+                name, shape = value
+                place = _aligned(place)
+                tensor = view(mapping, place, getattr(torch, name), shape)
+                place += tensor.nbytes
+                return tensor
+            case "dict":
+                return {key: made(member) for key, member in value.items()}
+            case "list" | "tuple":
+                members = [made(member) for member in value]
+                return members if kind == "list" else tuple(members)
+            case _:
+                return value
+
+    return made(described)
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _starts(text_bytes: int, sizes: Sequence[int]) -> Iterator[int]:
+    """Where each tensor begins, and where the micro-batch ends."""
+    place = text_bytes
+    for size in sizes:
+        place = _aligned(place)
+        yield place
+        place += size
+    yield _aligned(place)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The micro-batch with its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return on_device(batch, device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch
+
+
+def seed_of(seed: int, step: int, part: int) -> int:
+    """The seed of one part of a step's batch."""
+    digest = hashlib.blake2b(f"{seed} {step} {part}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def over(model: nn.Module, trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Give a model that was built without memory its tensors: `trained` parameters, and frozen ones and buffers.
+
+    Returns the trained ones by name. Raises `ConfigError` if the model has other ones than these.
+    """
+    parameters = {clean(name): parameter for name, parameter in model.named_parameters()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    needed, given = parameters | {clean(name): buffer for name, buffer in buffers.items()}, {**trained, **others}
+    for name in sorted(needed.keys() | given.keys()):
+        if _kind(needed.get(name)) != _kind(given.get(name)):
+            raise ConfigError(
+                f"build() makes another model than the one that is trained: its {name} is {_kind(needed.get(name))}, "
+                f"not {_kind(given.get(name))}"
+            )
+    made = {old: nn.Parameter(given[name], requires_grad=name in trained) for name, old in parameters.items()}
+    for path, owner in model.named_modules():
+        owner._parameters.update({name: made[old] for name, old in owner._parameters.items() if old is not None})
+        lost = [name for name, value in vars(owner).items() if isinstance(value, Tensor) and value.is_meta]
+        if lost:
+            raise ConfigError(
+                f"{f'{path}.{lost[0]}'.lstrip('.')} is a tensor that is no buffer, and has no values if the model is "
+                "built without memory: make it one with register_buffer"
+            )
+    for name in buffers:
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = given[clean(name)]
+    return {name: made[parameters[name]] for name in trained}
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "not there" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"

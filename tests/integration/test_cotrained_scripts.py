@@ -1,0 +1,285 @@
+"""Co-training in a loop of one's own, `opt.cotrain`: whatever the model, its micro-batches and the CPU's share."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import adamw, differing, opened, state, weights
+from small_models import behind_frozen, micro_batches, perceptron, share_of_loss
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import hytrain
+from hytrain.cotraining import shares
+from hytrain.cotraining.shares import CoTraining
+from hytrain.cotraining.work import moved
+from hytrain.errors import ClusterError, ConfigError, UnsupportedError, UsageError
+
+PARTS = 4
+LOSS = partial(share_of_loss, parts=PARTS)
+#: The last group of micro-batches is a short one.
+GROUPS = (PARTS, PARTS, 2)
+
+
+def frozen_in_part() -> nn.Sequential:
+    """The CPU trainer's model is as `behind_frozen` leaves it. All that is done here, it has to be told."""
+    model = behind_frozen()
+    model[0].requires_grad_(False)
+    model[1].running_mean += torch.arange(32)
+    model[1].eval()
+    model[2].eval()
+    return model
+
+
+def plainly(opt: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
+    """What a loop without co-training does."""
+    losses = []
+    for batch in batches:
+        with opt.no_sync() if batch is not batches[-1] else nullcontext():
+            losses.append(LOSS(model, batch))
+            losses[-1].backward()
+    return losses
+
+
+def results(cpu_parts: int | None, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
+    """Weights, state, losses and random numbers after some steps. Without a number, the loop is a plain one."""
+    model, found = frozen_in_part().to(device), dict[str, Tensor]()
+    with adamw(model, **options) as opt:
+        cotraining = None
+        if cpu_parts is not None:
+            cotraining = opt.cotrain(behind_frozen, LOSS, parts=PARTS, cpu_parts=cpu_parts)
+            assert ("cpu_trainer" in {role for role, _, _ in opt.processes()}) is bool(cpu_parts)
+        torch.manual_seed(3)
+        for step, count in enumerate(GROUPS):
+            batches = micro_batches(step, count)
+            if cotraining is None:
+                losses = torch.stack(plainly(opt, model, moved(batches, torch.device(device)))).detach()
+            else:
+                losses = cotraining.backward(batches)
+            opt.step()
+            opt.zero_grad()
+            found |= {f"losses.{step}": losses, f"drawn.{step}": torch.rand(1, device=device)}
+        return {**found, **state(opt), **weights(model)}
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    "options", [{"k": 0.4}, {"k": 0.0, "grad_accumulation": PARTS, "max_grad_norm": 0.01}], ids=str
+)
+def test_the_bits_of_a_plain_loop(options: dict[str, Any]) -> None:
+    """With frozen parameters, buffers and modules in evaluation mode, which the CPU trainer is told."""
+    expected = results(None, **options)
+    for cpu_parts in (0, 1, PARTS - 1):
+        assert differing(results(cpu_parts, **options), expected) == [], cpu_parts
+
+
+@pytest.mark.gpu
+@pytest.mark.spawns
+@pytest.mark.parametrize("k", [0.0, 0.4, 1.0])
+def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(k: float) -> None:
+    expected = results(None, device="cuda", k=k)
+    for cpu_parts in (0, 1, PARTS - 1):
+        ours = results(cpu_parts, device="cuda", k=k)
+        assert ours.keys() == expected.keys()
+        for name, values in expected.items():
+            assert (ours[name].double() - values.double()).norm() <= 5e-3 * values.double().norm(), name
+
+
+@pytest.mark.spawns
+def test_what_the_cpu_trainer_cannot_know_is_refused_before_it_does_harm() -> None:
+    def trained(harm: bool) -> dict[str, Tensor]:
+        model = frozen_in_part()
+        with adamw(model, k=0.0) as opt:
+            cotraining = opt.cotrain(behind_frozen, LOSS, parts=PARTS, cpu_parts=1)
+            for step in range(3):
+                if harm and step == 1:
+                    refuse(opt, model, cotraining)
+                cotraining.backward(micro_batches(step, PARTS))
+                opt.step()
+                opt.zero_grad()
+            return {**state(opt), **weights(model)}
+
+    def refuse(opt: Any, model: nn.Sequential, cotraining: CoTraining) -> None:
+        batches, frozen, norm, bias = micro_batches(1, PARTS), model[0], model[1], model[3][0][0].bias
+        mean, hooks = norm.running_mean.clone(), list[RemovableHandle]()
+        for sentence, change, undo in (
+            ("the mode of 1 has changed since cotrain", norm.train, norm.eval),
+            ("requires_grad of 0.weight has changed", *(partial(frozen.requires_grad_, it) for it in (True, False))),
+            (
+                "the values of 1.running_mean has changed",
+                norm.running_mean.zero_,
+                lambda: norm.running_mean.copy_(mean),
+            ),
+            (
+                "hooks of 3.0.0.bias has changed",
+                lambda: hooks.append(bias.register_hook(print)),
+                lambda: hooks[0].remove(),
+            ),
+            ("requires_grad of 3.0.0.bias has changed", *(partial(bias.requires_grad_, it) for it in (False, True))),
+        ):
+            change()
+            with pytest.raises(UsageError, match=sentence):
+                cotraining.backward(batches)
+            undo()
+        frozen.requires_grad_(True)
+        with pytest.raises(UsageError, match="other parameters are to be trained, which the CPU trainer does not know"):
+            model(batches[0]["x"])
+        frozen.requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match="called under autocast"):
+            cotraining.backward(batches)
+        for count in (0, PARTS + 1):
+            with pytest.raises(UsageError, match=f"got {count} micro-batches: from 1 to parts=4"):
+                cotraining.backward(micro_batches(1, count))
+        for what, sentence in (
+            ({1}, r"a micro-batch\['more'\]\[1\] is of set: tensors, numbers"),
+            (torch.eye(2).to_sparse(), r"a micro-batch\['more'\]\[1\] is a tensor that is not dense"),
+        ):
+            wrong = [*batches[:2], {**batches[2], "more": (1.0, what)}, batches[3]]
+            with pytest.raises(UnsupportedError, match=sentence):
+                cotraining.backward(wrong)
+            opt.zero_grad()
+        with pytest.raises(UsageError, match="cotrain.. was called before"):
+            opt.cotrain(behind_frozen, LOSS, parts=PARTS)
+
+    assert differing(trained(harm=True), trained(harm=False)) == []
+
+
+@pytest.mark.spawns
+def test_after_an_exception_in_a_part_the_step_is_done_again() -> None:
+    """While the CPU trainer still computes other parts."""
+
+    def trained(fails: bool) -> dict[str, Tensor]:
+        model = frozen_in_part()
+        with adamw(model, k=0.0) as opt:
+            cotraining = opt.cotrain(behind_frozen, LOSS, parts=PARTS, cpu_parts=1)
+            for step in range(2):
+                if fails:
+                    batches = micro_batches(7, PARTS)
+                    batches[1]["more"][1]["fails"] = True
+                    with pytest.raises(ValueError, match="as it was told to"):
+                        cotraining.backward(batches)
+                    opt.zero_grad()
+                cotraining.backward(micro_batches(step, PARTS))
+                opt.step()
+                opt.zero_grad()
+            assert cotraining.pid is not None, "it is not lost"
+            return {**state(opt), **weights(model)}
+
+    assert differing(trained(fails=True), trained(fails=False)) == []
+
+
+@pytest.mark.spawns
+def test_a_forward_that_writes_buffers_is_refused() -> None:
+    model = behind_frozen()
+    with adamw(model, k=1.0) as opt:
+        cotraining = opt.cotrain(behind_frozen, LOSS, parts=PARTS, cpu_parts=1)
+        cotraining.backward(micro_batches(0, PARTS))
+        opt.step()
+        with pytest.raises(UsageError, match=r"values of 1.num_batches_tracked has changed.*BatchNorm"):
+            cotraining.backward(micro_batches(1, PARTS))
+
+
+class Keeps(nn.Sequential):
+    """A perceptron with a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(*perceptron())
+        self.kept = torch.ones(1)
+
+
+@pytest.mark.spawns
+def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
+    with adamw(perceptron(), k=1.0) as opt:
+        for build, sentence in (
+            (
+                partial(perceptron, depth=3),
+                r"another model than the one that is trained: its 3\.0\.bias is not there, not",
+            ),
+            (
+                partial(perceptron, width=16),
+                r"its 0\.0\.bias is torch.float32 of shape \(16,\), not torch.float32 of shape",
+            ),
+            (Keeps, "kept is a tensor that is no buffer, and has no values if the model is built without memory"),
+        ):
+            with pytest.raises(ClusterError, match=f"the CPU trainer did not start: ConfigError: .*{sentence}"):
+                opt.cotrain(build, LOSS, parts=PARTS, cpu_parts=1)
+
+
+TRAINS = """
+import hytrain
+from small_models import perceptron
+
+hytrain.AdamW(perceptron(), k=1.0).cotrain(perceptron, perceptron, parts=2)
+"""
+
+
+@pytest.mark.spawns
+def test_a_module_that_trains_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each CPU trainer would start another one."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = ModuleType("trains")
+    module.loss = FunctionType(LOSS.func.__code__, {}, "loss")  # type: ignore[attr-defined]
+    module.loss.__module__, module.loss.__qualname__ = "trains", "loss"
+    monkeypatch.setitem(sys.modules, "trains", module)
+    with adamw(perceptron(), k=1.0) as opt, pytest.raises(ClusterError, match="has imported a script that trains"):
+        opt.cotrain(perceptron, module.loss, parts=PARTS, cpu_parts=1)
+
+
+def of_main(model: nn.Module, batch: Any) -> Tensor:
+    """Stands for a function of the script itself."""
+    raise NotImplementedError
+
+
+of_main.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"loss": lambda model, batch: model(batch)}, ConfigError, "loss is <function <lambda>.* can be imported"),
+        ({"build": partial(perceptron, dtype=torch.float32)}, ConfigError, "the arguments of build=perceptron in its"),
+        ({"build": partial(perceptron, width=(1, 2))}, ConfigError, "numbers, strings, lists and dictionaries"),
+        ({"loss": of_main}, ConfigError, "loss=of_main is defined in the script itself, .* move it into a module"),
+        ({"build": 3}, ConfigError, "build is 3: a function that can be imported"),
+        ({"cpu_parts": PARTS}, ConfigError, 'cpu_parts is 4: "auto", or from 0 to 3'),
+        ({"cpu_parts": "all"}, ConfigError, "cpu_parts is 'all'"),
+        ({"parts": 0}, ConfigError, "parts is 0: the number of micro-batches"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    given = {"build": perceptron, "loss": LOSS, "parts": PARTS, "cpu_parts": 1} | change
+    with pytest.raises(error, match=sentence):
+        shares.check(**given)
+
+
+@pytest.mark.spawns
+def test_what_no_cpu_trainer_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(hytrain.AdamW, [*perceptron()], k=1.0) as opt:
+        with pytest.raises(UnsupportedError, match="several modules: give the optimizer one module"):
+            opt.cotrain(perceptron, LOSS, parts=PARTS)
+        for stage, has in ((None, "shards of them"), (1, "those of one stage")):
+            monkeypatch.setattr(opt._session, "ranks", SimpleNamespace(world=2))
+            monkeypatch.setattr(opt._session, "_stage", stage)
+            with pytest.raises(
+                UnsupportedError, match=f"sharded model: a CPU trainer needs all weights, and a rank has {has}"
+            ):
+                opt.cotrain(perceptron, LOSS, parts=PARTS)
+        monkeypatch.undo()
+    model = perceptron()
+    with adamw(model, model[1:].parameters(), k=1.0) as opt:
+        with pytest.raises(UnsupportedError, match="0.0.weight needs gradients, but this optimizer does not train it"):
+            opt.cotrain(perceptron, LOSS, parts=PARTS)
+    model[0][0].weight.register_hook(print)
+    with adamw(model, k=1.0) as opt, pytest.raises(UnsupportedError, match="0.0.weight has a hook"):
+        opt.cotrain(perceptron, LOSS, parts=PARTS)
+    with adamw(perceptron(), k=1.0, loss_scale=8.0) as opt, pytest.raises(UnsupportedError, match="with loss_scale"):
+        opt.cotrain(perceptron, LOSS, parts=PARTS)
