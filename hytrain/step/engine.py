@@ -128,6 +128,7 @@ class Engine:
             host_free=host_free,
             skipped=self._verdicts.skipped_by_now,
             visits=self._visits,
+            activations=activations,
             traffic=transfers.traffic,
             is_stage=is_stage,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, records, same_bits, same_as_torch, train, weights
+from helpers import adamw, differing, records, same_as_torch, same_bits, train, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
