@@ -451,9 +451,8 @@ def test_activations_take_host_memory_that_planes_cannot_have(driver: Driver) ->
     driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, host_bytes=1 << 40)
     planes, usable = LAYERS * driver.planning._facts[0].host_bytes, {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
     found = []
-    for step, (nbytes, free) in enumerate(
-        ((100, None), (100, None), (130, None), (130, 5), (120, None)), WARM_UP_STEPS
-    ):
+    reports = ((100, None), (100, None), (130, None), (130, 5), (120, None))
+    for step, (nbytes, free) in enumerate(reports, WARM_UP_STEPS):
         done = report(step, activation_bytes=nbytes, host_free_bytes=free, **usable)
         driver.handle(done)
         found.append(driver.planning._limits.host_bytes)
