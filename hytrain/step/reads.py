@@ -450,13 +450,13 @@ def _packing(
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(tensor: Tensor) -> Any:
+        block = block_of(tensor)
+        if block is not None:
+            return _OnDevice(tensor, version(tensor), block.gate)
         with unwatched():
             alias = tensor.detach()  # or a tensor that its own node saves would never be freed
         if type(alias) is not Tensor:
             return tensor
-        block = block_of(alias)
-        if block is not None:
-            return _OnDevice(alias, version(alias), block.gate)
         saved = None if activations is None else activations.save(tensor, alias)
         return _OnDevice(alias, version(alias), None) if saved is None else saved
 

@@ -6,10 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers import adamw, differing, records, same_as_torch, same_bits, train, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
@@ -17,6 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.memory import pinned
+from hytrain.recipe import config
+from hytrain.recipe.estimate import estimate
+from hytrain.recipe.optimizer import hytrain_optimizer
+from hytrain.recipe.task import assemble
 from hytrain.step import activations
 
 OFFLOADED = {"offload_activations": True}
@@ -247,6 +253,40 @@ def test_a_write_that_torch_refuses_is_refused() -> None:
                 loss.backward()
             opt.zero_grad()
             del loss
+
+
+def test_a_recipe_copies_what_its_estimate_says(tmp_path: Path) -> None:
+    tree = {
+        "run": {"dir": str(tmp_path), "threads": 1},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 5,
+                "vocab_size": 64,
+            },
+            "dtype": "bfloat16",
+            "gradient_checkpointing": True,
+        },
+        "data": {"kind": "random", "sequence_length": 32, "batch_size": 8},
+        "train": {"steps": 2, "device": "cpu", "grad_accumulation": 2, "loss_chunks": 2},
+        "optimizer": {"k": 0.5, "offload_activations": True},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    recipe = config.load(tmp_path / "recipe.yaml")
+    task = assemble(recipe, None)
+    opt: Any = hytrain_optimizer(task.model, recipe)
+    with opt:
+        inputs = task.batch(0).inputs(torch.device("cpu"))
+        copied(opt)
+        for part in range(2):
+            halves = {name: each.chunk(2) for name, each in inputs.items() if isinstance(each, Tensor)}
+            loss = task.model(**inputs | {name: chunks[part] for name, chunks in halves.items()}).loss
+            assert copied(opt) == estimate(recipe).activations
+            loss.backward()
+        opt.step()
 
 
 def test_records_count_the_copies() -> None:
