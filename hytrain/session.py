@@ -267,7 +267,7 @@ class Session:
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         memory, transfers = self.memory, transfers_for(self._device)
         hold_bytes = memory.for_waiting_bytes()
-        there = [*self._model.parameters(), *self._model.buffers()]
+        there, free = [*self._model.parameters(), *self._model.buffers()], self._host_free
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
@@ -286,7 +286,7 @@ class Session:
             options=options,
             ranks=self.ranks,
             counted=self._counted,
-            activations=Activations(transfers, self._device, there) if options.offload_activations else None,
+            activations=Activations(transfers, self._device, there, free) if options.offload_activations else None,
             blocks=self._blocks,
             is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address, EVERY_STEP if cluster.trace else NO_STEP),

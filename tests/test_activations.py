@@ -348,6 +348,47 @@ def test_nothing_is_left_of_a_forward_that_fails(kept: Activations) -> None:
     assert kept.host_bytes == pinned_bytes > 0
 
 
+def test_without_host_memory_they_stay(late: Late, caplog: pytest.LogCaptureFixture) -> None:
+    """What has been pinned is used nevertheless. It is said once."""
+    free = [1 << 20]
+    activations = Activations(late, CPU, (), lambda: free[0])
+    modules, x = layers(), batch()
+    for each in modules:
+        x = each(x)
+    x.sum().backward()
+    expected, sent = gradients(modules), []
+    for rows, left in ((ROWS, 1 << 20), (ROWS, -1), (4 * ROWS, -1), (4 * ROWS, -1)):
+        free[0] = left
+        x = batch(rows)
+        with saving(activations):
+            for each in modules:
+                x = block(activations, each, x)
+        x.sum().backward()
+        found = gradients(modules)
+        sent.append(late.traffic.take()[1])
+        assert rows != ROWS or all(map(torch.equal, found, expected))
+    assert sent[0] == sent[1] > 0
+    assert 0 < sent[2] == sent[3] < 4 * sent[0], "as far as it goes"
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "activations stay on the device: 0.00 GB of host memory are free" in said
+    activations.close()
+
+
+def test_a_gradient_penalty(kept: Activations) -> None:
+    """A backward whose own graph is kept: it saves what has come back."""
+    modules, results = layers(), []
+    for offloaded in (False, True):
+        x = batch().requires_grad_()
+        y = x
+        with saving(kept) if offloaded else nullcontext():
+            for each in modules:
+                y = block(kept, each, y) if offloaded else each(y)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (slope.square().sum() + y.sum()).backward()
+        results.append(gradients(modules))
+    assert all(map(torch.equal, *results))
+
+
 def test_a_closed_optimizer_says_so() -> None:
     activations = Activations(HostTransfers(), CPU, ())
     x = batch().requires_grad_()

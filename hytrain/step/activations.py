@@ -16,10 +16,11 @@ is refused there, as torch does.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -41,6 +42,8 @@ from hytrain.tensors import (
 )
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 #: Smaller ones stay on the device. The link takes as long to begin a copy as to copy this much.
 MIN_BYTES: Final = 1 << 20
@@ -125,10 +128,21 @@ class _Group:
 
 
 class Activations:
-    """The saved tensors of one model, on one device. `model`: what is there anyway, parameters and buffers."""
+    """The saved tensors of one model, on one device.
 
-    def __init__(self, transfers: Transfers, device: torch.device, model: Iterable[Tensor]) -> None:
-        self._transfers, self._device, self._model = transfers, device, list(model)
+    `model`: what is there anyway, parameters and buffers. `host_free` tells how many bytes of host memory may still be
+    taken; None is not known. Where they do not suffice, tensors stay on the device.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        device: torch.device,
+        model: Iterable[Tensor],
+        host_free: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._transfers, self._device, self._model, self._host_free = transfers, device, list(model), host_free
+        self._has_warned = False
         self._stack = PinnedStack(transfers)
         self._is_closed = False
         self._constant: frozenset[int] = frozenset()
@@ -213,7 +227,8 @@ class Activations:
         copies: list[Copy] = []
         for activation, _ in present:
             activation.start, top = top, top + _aligned(activation.nbytes)
-        self._stack.grow(top)
+        if not self._has_room(top):
+            return
         for activation, source in present:
             copies += self._pairs(activation, source, to_host=True)
         group.stop = top
@@ -225,6 +240,23 @@ class Activations:
         self._leaving.append((group, sum(map(_nbytes, whole))))
         while len(self._leaving) > 1 and sum(nbytes for _, nbytes in self._leaving) > WINDOW_BYTES:
             self._free_first()
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is host memory for so much in all. Raises `CapacityError` if it cannot be pinned."""
+        more = nbytes - self._stack.nbytes
+        free = self._host_free() if more > 0 else None
+        if free is None or more <= free:
+            self._stack.grow(nbytes)
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "activations stay on the device: %.2f GB of host memory are free, and %.2f GB more are needed; "
+                "with host_memory_limit, less of it is taken for state",
+                max(free, 0) / 1e9,
+                more / 1e9,
+            )
+        return False
 
     def _free_first(self) -> None:
         """Let whoever computes wait for the oldest copy, and then have its memory."""
