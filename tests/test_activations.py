@@ -25,24 +25,37 @@ WIDTH, ROWS = 32, 16
 CPU = torch.device("cpu")
 
 
+class Weak:
+    """Memory on the device that somebody else has to keep."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    @property
+    def tensor(self) -> Tensor:
+        storage = self._storage()
+        assert storage is not None, "it is somebody else's by now"
+        return torch.empty(0, dtype=torch.uint8).set_(storage, *self._place)
+
+
 class Late(HostTransfers):
-    """A copy happens when somebody waits for it. What it reads must be there then, and what it writes be unused."""
+    """A copy happens when somebody waits for it. Both what it reads and what it writes must be there then."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
-        self.under_way: dict[Any, tuple[list[tuple[Any, Any]], Transfer | None]] = {}
-        self.wholes: list[weakref.ref[Tensor]] = []  # what has come to the device
+        self.under_way: dict[Any, tuple[list[tuple[Tensor | Weak, Tensor | Weak]], Transfer | None]] = {}
 
     def activations_out(self, copies: Any) -> Transfer:
         self.traffic.to_host(copies)
-        return self._later([(to, weakref.ref(source)) for to, source in copies], None, [source for _, source in copies])
+        return self._later([(to, Weak(source)) for to, source in copies], None, [source for _, source in copies])
 
     def activations_in(self, copies: Any, fence: Fence, *, after: Transfer) -> Transfer:
         self.traffic.to_device(copies)
-        return self._later([(to, (lambda source=source: source)) for to, source in copies], after, ())
+        return self._later([(Weak(to), source) for to, source in copies], after, ())
 
-    def _later(self, copies: list[tuple[Any, Any]], after: Transfer | None, keep: Any) -> Transfer:
+    def _later(self, copies: Any, after: Transfer | None, keep: Any) -> Transfer:
         self.number += 1
         transfer = Transfer(None, (self.number, self.number), keep)
         self.under_way[self.number] = copies, after
@@ -53,8 +66,13 @@ class Late(HostTransfers):
         if after is not None:
             self.land(after)
         for to, source in copies:
-            assert source() is not None, "its memory is somebody else's by now"
-            to.copy_(source())
+            there, here = (one.tensor if isinstance(one, Weak) else one for one in (to, source))
+            there.copy_(here)
+
+    def land_all(self) -> None:
+        """The device has done all that it was given."""
+        for number in list(self.under_way):
+            self.land(Transfer(None, (number, number)))
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +92,7 @@ def late() -> Late:
 def kept(late: Late) -> Iterator[Activations]:
     activations = Activations(late, CPU, ())
     yield activations
+    late.land_all()
     activations.close()
 
 
@@ -322,6 +341,44 @@ def test_two_graphs_at_once(kept: Activations) -> None:
             for each in modules:
                 x = block(kept, each, x)
         del x
+
+
+def test_what_is_fetched_for_nobody_is_kept_until_it_has_come(late: Late, kept: Activations) -> None:
+    """A backward that needs only the last blocks, or fails. The next forward can have the memory."""
+    modules = layers()
+    for _ in range(2):
+        x = batch()
+        with saving(kept):
+            for each in modules:
+                x = block(kept, each, x)
+        torch.autograd.grad(x.sum(), list(modules[-1].parameters()))
+        del x
+        gc.collect()
+        assert len(kept._coming) == 1
+    kept.begin_forward()
+    assert not kept._coming and not late.under_way
+
+
+def test_memory_that_others_have_freed_meanwhile(kept: Activations) -> None:
+    """Such as weights that somebody gathers again for backward: it is not copied, and nor is what it is then."""
+    x, gathered = batch(), torch.ones(ROWS, WIDTH)
+    with saving(kept):
+        kept.enter_block()
+        saved = [kept.save(each, each.detach()) for each in (x, gathered)]
+        kept.leave_block()
+        values = x.clone()
+        gathered.untyped_storage().resize_(0)
+        for _ in range(3):
+            kept.enter_block()
+            again = kept.save(gathered, gathered.detach())
+            kept.leave_block()
+    del x
+    gathered.untyped_storage().resize_(4 * ROWS * WIDTH)
+    with torch.autograd._unsafe_preserve_version_counter(gathered):
+        gathered.fill_(2.0)
+    assert saved[0] is not None and saved[1] is not None and again is None
+    assert torch.equal(kept.restore(saved[0]), values)
+    assert torch.equal(kept.restore(saved[1]), torch.full((ROWS, WIDTH), 2.0))
 
 
 def test_nothing_is_left_of_a_forward_that_fails(kept: Activations) -> None:

@@ -98,6 +98,7 @@ class _Activation:
         self.group, self.storage, self.version = group, weakref.ref(storage), version(tensor)
         self.nbytes = storage.nbytes()
         self.start = 0  # in host memory
+        self.has_left = False
         self.saved: list[weakref.ref[Saved]] = []
         self.whole: Tensor | None = None
         self.came: Transfer | None = None
@@ -151,6 +152,7 @@ class Activations:
         self._complete: list[weakref.ref[_Group]] = []  # they leave when the next block begins
         self._leaving: deque[tuple[_Group, int]] = deque()  # and their bytes
         self._sent: list[weakref.ref[_Group]] = []  # by their place in host memory
+        self._coming: dict[_Group, tuple[Transfer, Stream]] = {}  # what they write is not to be freed before
         self._lock = threading.RLock()  # forward and backward run on threads of their own
 
     @property
@@ -160,6 +162,9 @@ class Activations:
 
     def begin_forward(self) -> None:
         """The model is called: note which memory it has, as that may have changed."""
+        with self._lock:
+            for group in list(self._coming):  # no backward has waited for it
+                self._land(group)
         with torch._C.DisableTorchFunctionSubclass():
             self._constant = frozenset(storage_of(local(tensor)) for tensor in self._model if is_plain(tensor))
 
@@ -181,7 +186,7 @@ class Activations:
             saved = Saved(activation, alias)
             activation.saved.append(weakref.ref(saved))
             activation.group.streams.add(self._transfers.stream())
-            if activation.group.has_left:
+            if activation.has_left:
                 saved.leave()
             return saved
 
@@ -231,7 +236,7 @@ class Activations:
             return
         for activation, source in present:
             copies += self._pairs(activation, source, to_host=True)
-        group.stop = top
+        group.stop, group.activations = top, [weakref.ref(activation) for activation, _ in present]
         whole = [source for _, source in present]
         self._transfers.join(group.streams, whole)
         group.streams.add(self._transfers.stream())
@@ -267,6 +272,7 @@ class Activations:
         group.departure = replace(group.departure, keep=())
         group.has_left = True
         for activation in group.alive():
+            activation.has_left = True
             for saved in activation.users():
                 saved.leave()
 
@@ -297,7 +303,8 @@ class Activations:
             self._fetch(group.alive() if group.fetched_in != task else [activation], group, task)
         whole, came = activation.whole, activation.came
         assert whole is not None and came is not None, "just fetched"
-        self._transfers.land(came)
+        self._land(group)
+        self._transfers.land(came)  # also where another stream has waited for it before
         if activation.stream != self._transfers.stream():
             self._transfers.keep_for(None, [whole])
         saved.read_in = task
@@ -308,6 +315,7 @@ class Activations:
     def _fetch(self, activations: Sequence[_Activation], group: _Group, task: int) -> None:
         """Raises `torch.OutOfMemoryError`; then nothing has changed."""
         assert group.departure is not None, "it has left"
+        self._land(group)
         away = [activation for activation in activations if activation.whole is None]
         wholes = [torch.empty(one.nbytes, dtype=torch.uint8, device=self._device) for one in away]
         copies = [
@@ -316,7 +324,14 @@ class Activations:
         came = self._transfers.activations_in(copies, self._transfers.fence(), after=group.departure)
         for activation, whole in zip(away, wholes, strict=True):
             activation.whole, activation.came, activation.stream = whole, came, self._transfers.stream()
+        self._coming[group] = replace(came, keep=wholes), self._transfers.stream()
         group.fetched_in = task
+
+    def _land(self, group: _Group) -> None:
+        """Let the stream in whose memory the group comes wait for it: from then on, that memory can be freed."""
+        came, stream = self._coming.pop(group, (None, None))
+        if came is not None:
+            self._transfers.land(came, stream)
 
     def _pairs(self, activation: _Activation, whole: Tensor, *, to_host: bool) -> Iterator[Copy]:
         parts = self._stack.parts(activation.start, activation.nbytes)
@@ -328,6 +343,7 @@ class Activations:
         with self._lock:
             self._is_closed = True
             self._leaving.clear()
+            self._coming.clear()
             self._stack.close()
 
 
