@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import adamw, differing, records, same_as_torch, same_bits, train, weights
+from helpers import adamw, differing, records, same_as_torch, same_bits, train, wait_for_coordinator, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
