@@ -4,6 +4,7 @@
     the model is called      engine ─▶ enter(root)              waits for parameters that no other module covers
     any other use of one     Watched ─▶ use(parameter)          waits for this parameter
     state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
+    autograd, in backward    what was saved ─▶ unpack           fetches streamed weights, and activations
 
 A layer that is CURRENT can be read. If its update is under way, the reader waits: the thread for the optimizer's
 message, the stream for the copy of the weights. `TrainedParameter.awaited` says that the last update has been waited
