@@ -463,6 +463,21 @@ def home(template: Job) -> list[Job]:
     ]
 
 
+def long(template: Job) -> list[Job]:
+    """Long sequences below 24 GiB: with activations in host memory, and with those on the GPU."""
+    base = replace(_shaped(template, "llama3-8b"), cap_gib=template.cap_gib or 24)
+
+    def over(sequence: int, system: str, settle: int, measure: int, step_s: float) -> Job:
+        steps = Segment(batch=1, settle=settle, measure=measure)
+        found = job(replace(base, sequence=sequence), system, steps)
+        return replace(found, start_s=found.start_s + 20, step_s=step_s)
+
+    resident = f"{ROAMING},state_dtype=bfloat16"
+    lengths = ((16384, 20, 8, 12.0), (32768, 8, 4, 32.0))
+    systems = (f"{resident},offload_activations", resident)
+    return [over(length, system, *more) for length, *more in lengths for system in systems]
+
+
 def largest(template: Job) -> list[Job]:
     """20.3 B parameters, for a GPU of 141 GB and 128 GiB of host memory: the loss of step 4, and that of step 20."""
     base = _shaped(template, "20b")
@@ -567,6 +582,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.
     "frontier_10b": partial(frontier, shape="10b", caps=CAPS[1::2], peers=(), start_s=55, times=2.6),
     "home": home,
+    "long": long,
     "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),
     **RANKED,

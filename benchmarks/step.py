@@ -146,7 +146,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.key_heads or shape.heads,
-            max_position_embeddings=4096,
+            max_position_embeddings=max(4096, job.sequence),
             **alike,
             **routed,
         )

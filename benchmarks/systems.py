@@ -207,12 +207,17 @@ def hytrain_adamw(
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Arguments of an optimizer of HyTrain: "0.2" and "auto" are k, "serial" is overlap=False, others are named."""
+    """Arguments of an optimizer of HyTrain: "0.2" and "auto" are k, "serial" is overlap=False, others are named.
+
+    "offload_activations" is true.
+    """
     options: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, equals, value = word.partition("=") if "=" in word else ("k", "", word)
         if word == "serial":
             options["overlap"] = False
+        elif word == "offload_activations":
+            options[word] = True
         elif name in ("threads", "host_memory_limit", "gpu_memory_limit"):
             options[name] = int(value)
         else:

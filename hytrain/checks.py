@@ -48,6 +48,7 @@ class Options:
     overlap: bool
     visit: float | None = 0.0
     stream: float | None = 0.0
+    offload_activations: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -117,7 +118,8 @@ def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
         o.speculate is not None and not isinstance(o.speculate, bool),
         f"speculate is {o.speculate!r}: True, False or None",
     )
-    yield not isinstance(o.overlap, bool), f"overlap is {o.overlap!r}: True or False"
+    for name, flag in (("overlap", o.overlap), ("offload_activations", o.offload_activations)):
+        yield not isinstance(flag, bool), f"{name} is {flag!r}: True or False"
     yield not norm_fits, f"max_grad_norm is {o.max_grad_norm!r}: a number above 0, or None"
     for name, value, known in (("objective", o.objective, OBJECTIVES), ("policy", o.policy, POLICIES)):
         yield value not in known, f"{name} {value!r} is unknown: choose one of {', '.join(known)}"

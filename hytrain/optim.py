@@ -76,6 +76,7 @@ class SharedOptions(TypedDict, total=False):
     k: float | str
     visit: float | str
     stream: float | str
+    offload_activations: bool
     device: torch.device | str | None
     policy: str
     objective: str
@@ -130,6 +131,8 @@ class Optimizer(torch.optim.Optimizer):
             are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks are streamed,
             and only while the GPU owns none of their state. With "auto", all of them are streamed at first, and then
             as many as policy "deadline" finds best in the memory that steps leave free; other policies stay with all.
+        offload_activations: Whether what the model's forward saves for backward goes to host memory, and comes back for
+            that: with activation checkpointing the blocks' inputs, otherwise all that blocks save. The same bits.
         device: Where to train a model that is still on the CPU: it is moved there, but for weights that are streamed.
             So the GPU need not hold them all. By default where the model is.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
@@ -180,6 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         k: float | str = "auto",
         visit: float | str = 0.0,
         stream: float | str = 0.0,
+        offload_activations: bool = False,
         device: torch.device | str | None = None,
         policy: str = "deadline",
         objective: str = "speed",
@@ -204,6 +208,7 @@ class Optimizer(torch.optim.Optimizer):
                 k=k,
                 visit=visit,
                 stream=stream,
+                offload_activations=offload_activations,
                 policy=policy,
                 objective=objective,
                 backend=backend,

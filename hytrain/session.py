@@ -43,7 +43,15 @@ from hytrain.model.layers import find_blocks, split_layers
 from hytrain.model.parts import Parts
 from hytrain.model.sharing import counted_here
 from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
-from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter, build_gates, build_layers
+from hytrain.model.trained import (
+    Gate,
+    StreamedBlock,
+    TrainedLayer,
+    TrainedParameter,
+    build_gates,
+    build_layers,
+    mark_blocks,
+)
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
@@ -54,6 +62,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from hytrain.step.accumulation import Accumulation
+from hytrain.step.activations import Activations
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
@@ -231,6 +240,8 @@ class Session:
             self._add_banks(layers)
         gates = build_gates(layers, parts)
         self._blocks = [] if options.stream == 0.0 else streamed_blocks(gates, find_blocks(self._model))
+        if options.offload_activations:
+            mark_blocks(gates, find_blocks(self._model))
         for known in parameters:
             for layer, index in known.places if known.parameter in self._first else ():
                 segment = layer.segments[index]
@@ -261,6 +272,7 @@ class Session:
         memory, transfers = self.memory, transfers_for(self._device)
         self._transfers = transfers
         hold_bytes = memory.for_waiting_bytes()
+        there, free = [*self._model.parameters(), *self._model.buffers()], self._host_free
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
@@ -279,6 +291,7 @@ class Session:
             options=options,
             ranks=self.ranks,
             counted=self._counted,
+            activations=Activations(transfers, self._device, there, free) if options.offload_activations else None,
             blocks=self._blocks,
             is_stage=self._stage is not None,
             trace=TraceWriter(cluster.run_dir, self._link.address, EVERY_STEP if cluster.trace else NO_STEP),

@@ -126,6 +126,22 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """All of the tensor's storage: uint8, shape (nbytes,), with a version counter of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def form_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What `in_form` needs to know of a tensor."""
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def in_form(whole: Tensor, form: tuple[Any, ...]) -> Tensor:
+    """A view of `whole`, a copy of all of a tensor's storage, with that tensor's dtype, place, shape and strides."""
+    dtype, *place = form
+    return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *place)
+
+
 def saves_with_other_hooks() -> bool:
     """Whether autograd hands what it saves to hooks already, as under a checkpoint, or may not use any."""
     autograd: Any = torch._C._autograd

@@ -555,6 +555,7 @@ class TrainerReport(Message):
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
     visits.
+    `activation_bytes`: pinned host memory for activations, all of which one backward brings back to the device.
     `to_device_bytes`, `to_host_bytes`: copied since the report before, or since training began.
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some
     of the margin is used. None if it was not asked for.
@@ -581,6 +582,7 @@ class TrainerReport(Message):
     gpu_needed_bytes: int | None
     host_free_bytes: int | None
     waited_bytes: int
+    activation_bytes: int
     to_device_bytes: int
     to_host_bytes: int
     layers: tuple[LayerTimes, ...]

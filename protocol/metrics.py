@@ -81,7 +81,7 @@ METRICS: Final = (
     Metric(
         "predicted_host_bytes",
         "byte",
-        "host memory for planes and processes that it expects",
+        "host memory for planes, activations and processes that it expects",
         "hytrain_predicted_host_bytes",
     ),
     Metric("missing_records", "", "records before this one that a full disk has cost"),

@@ -745,6 +745,7 @@ def test_hytrain_is_not_told_to_be_exact_with_smaller_moments() -> None:
     assert [parts.about(one).exact for one in (alone, both)] == ["no: no masters", "no: bfloat16 moments, no masters"]
     options = systems.parse_options("auto,visit=auto,state_dtype=bfloat16,host_memory_limit=58000000000")
     assert options == {"k": "auto", "visit": "auto", "state_dtype": "bfloat16", "host_memory_limit": 58 * GB}
+    assert systems.parse_options("0,offload_activations") == {"k": 0.0, "offload_activations": True}
 
 
 def test_a_budget_starts_nothing_that_would_end_late(

@@ -212,6 +212,7 @@ STEP |= {
     "gpu_needed_bytes": None,
     "host_free_bytes": None,
     "waited_bytes": 0,
+    "activation_bytes": 0,
     "to_device_bytes": 3 << 20,
     "to_host_bytes": 2 << 20,
 }
@@ -461,6 +462,23 @@ def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
     assert driver.planning._limits.host_bytes == planes + 7
     plan = driver.plan(report(step + 2, host_free_bytes=-MARGIN_TO_OTHERS - 1, **usable))
     assert len(on_gpu(plan.placements)) == LAYERS and "host memory" in plan.reason
+
+
+def test_activations_take_host_memory_that_planes_cannot_have(driver: Driver) -> None:
+    """Once, and where the machine is asked, it knows. Plans simulate their copies."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, host_bytes=1 << 40)
+    planes, usable = LAYERS * driver.planning._facts[0].host_bytes, {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
+    found = []
+    reports = ((100, None), (100, None), (130, None), (130, 5), (120, None))
+    for step, (nbytes, free) in enumerate(reports, WARM_UP_STEPS):
+        done = report(step, activation_bytes=nbytes, host_free_bytes=free, **usable)
+        driver.handle(done)
+        found.append(driver.planning._limits.host_bytes)
+        expected = planes + nbytes + driver.planning._process_bytes
+        assert driver.planning.record(done)["predicted_host_bytes"] == expected
+    assert found == [(1 << 40) - 100, (1 << 40) - 100, (1 << 40) - 130, planes + 5, planes + 15]
+    profile = driver.planning._profile()
+    assert profile is not None and profile.activation_bytes == 120
 
 
 def test_that_no_plan_fits_is_told_once(driver: Driver) -> None:

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain import tensor_file
 from hytrain.memory.capacity import GpuMemory, gpu_memory
 from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
+from hytrain.step import activations
 from hytrain.tensor_file import PIECE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
 STEPS = 30
+OFFLOADED = {"offload_activations": True}
 
 
 @pytest.fixture(autouse=True)
@@ -655,3 +658,77 @@ class Twice(nn.Module):
 
 def test_a_layer_that_is_called_on_two_streams(tmp_path: Path) -> None:
     assert_streams_agree(Twice, torch.empty(64, 8192, device="cuda", dtype=torch.bfloat16), 0.0, tmp_path)
+
+
+def recomputing(dtype: torch.dtype) -> nn.Module:
+    model: Any = llama(dtype)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("late", [0, 5_000_000], ids=["in time", "late"])
+def test_activations_in_host_memory_change_no_bit(
+    late: int, checkpointed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late their copies are, both ways."""
+    out, back = CudaTransfers.activations_out, CudaTransfers.activations_in
+
+    def leave(transfers: CudaTransfers, copies: Sequence[Copy]) -> Transfer:
+        with torch.cuda.stream(transfers._saving):
+            torch.cuda._sleep(late)
+        return out(transfers, copies)
+
+    def come(transfers: CudaTransfers, copies: Sequence[Copy], *others: Any, **more: Any) -> Transfer:
+        with torch.cuda.stream(transfers._restoring):
+            torch.cuda._sleep(late)
+        return back(transfers, copies, *others, **more)
+
+    monkeypatch.setattr(CudaTransfers, "activations_out", leave)
+    monkeypatch.setattr(CudaTransfers, "activations_in", come)
+    monkeypatch.setattr(activations, "MIN_BYTES", 1 << 12)
+    monkeypatch.setattr(activations, "WINDOW_BYTES", 1 << 20)
+    make = recomputing if checkpointed else llama
+    runs: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
+    runs += [{"policy": "random", "stream": "auto"}, {"k": 0.5, "grad_accumulation": 2}]
+    for options in runs:
+        found = [train(make(torch.bfloat16), tmp_path, **options, **more)[0] for more in ({}, OFFLOADED)]
+        assert_same(found)
+
+
+class Deep(nn.Module):
+    """Blocks whose inputs are all that is kept of them: 32 MiB each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(depth))
+        self.blocks = nn.ModuleList(blocks).to("cuda", torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_activations_leave_the_gpu(tmp_path: Path) -> None:
+    """Also while the device is late: the host is then blocks ahead of it. Later steps take no more than the first."""
+    depth, each, results, peaks = 40, 32 << 20, list[Any](), list[int]()
+    for options in ({}, OFFLOADED):
+        model = Deep(depth)
+        optimizer = hytrain.AdamW(model, lr=1e-3, k=0.0, run_dir=str(tmp_path), **options)
+        x, of_steps = torch.ones(16384, 1024, device="cuda", dtype=torch.bfloat16), []
+        for _ in range(4):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda._sleep(100_000_000)
+            model(x).float().square().mean().backward()
+            of_steps.append(torch.cuda.max_memory_allocated() - before)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(state_of(model, optimizer))
+        peaks.append(max(of_steps))
+        optimizer.close()
+    assert_same(results)
+    assert peaks[0] > (depth - 2) * each, "all inputs"
+    assert peaks[1] < peaks[0] - (depth - 2) * each + activations.WINDOW_BYTES + 6 * each

@@ -164,6 +164,25 @@ def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they
     assert simulate(replace(three, hold_bytes=600), NONE).fetch_s == simulate(three, NONE).fetch_s == 0
 
 
+def test_activations_take_their_time_on_the_link() -> None:
+    """In backward they come with streamed weights, as long as these if they are as many bytes. Visits wait for them."""
+    profile = streamable(uniform(3, d2h_s=1.0, h2d_s=1.0))
+    profile = replace(profile, stream=1.0)
+    loaded = replace(profile, activation_bytes=600)  # as many as all weights
+    assert loaded.activations_s == pytest.approx(3.0) and not profile.activations_s
+    fetches = [
+        [(kind, lid, end_s - start_s) for kind, lid, start_s, end_s in simulate(each, NONE).events if kind == "fetch"]
+        for each in (profile, loaded)
+    ]
+    in_backward = 2
+    assert [s for *_, s in fetches[0]] == [1.0] * 5
+    assert [s for *_, s in fetches[1]] == [2.0] * in_backward + [1.0] * 3
+    assert simulate(loaded, NONE).fetch_s > simulate(profile, NONE).fetch_s
+    visiting = frozenset(profile.lids)
+    alone, beside = (each.crowding(NONE, visiting, NONE).visits for each in (profile, loaded))
+    assert alone == 1.0 < beside
+
+
 def test_shares_between_those_that_are_tried_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only they fit: waiting gradients bound visits from above, host memory from below."""
     tried = set()

@@ -204,6 +204,7 @@ class Run:
             gpu_needed_bytes=self.needed,
             host_free_bytes=None,
             waited_bytes=self.hold if visiting else 0,
+            activation_bytes=0,
             to_device_bytes=0,
             to_host_bytes=0,
             layers=times,

@@ -339,6 +339,29 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     assert f"Each part that the CPU trains: {gib(2 * result.trainable)} of host memory." in beside.render()
 
 
+def test_estimate_of_activations_in_host_memory(tmp_path: Path) -> None:
+    """All blocks' inputs but the last one's, of one backward and rank."""
+    path = tmp_path / "long.yaml"
+    tree = {
+        "model": {"config": LLAMA | {"num_hidden_layers": 5}, "dtype": "bfloat16", "gradient_checkpointing": True},
+        "data": {"kind": "random", "sequence_length": 64, "batch_size": 8},
+        "train": {"steps": 1, "device": "cuda", "grad_accumulation": 2},
+        "optimizer": {"offload_activations": True},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    result = estimate(config.load(path))
+    assert result.activations == 4 * 4 * 64 * LLAMA["hidden_size"] * 2
+    assert f"the inputs of blocks go to host memory: {gib(result.activations)}." in result.render()
+    need = result.needs[0]
+    room = replace(result, bound_host=need.host + result.activations, free_device=None)
+    assert room.fits(need) == "on the host"
+    assert replace(room, bound_host=room.bound_host - 1).fits(need) == "not on the host"
+    assert estimate(config.load(path, ["parallel.data_replicate=2"]), 2).activations == result.activations // 2
+    unknown = estimate(config.load(path, ["model.gradient_checkpointing=false"])).render()
+    assert "model.gradient_checkpointing makes it less" in unknown
+    assert "go to host memory" not in estimate(config.load(path, ["optimizer.offload_activations=false"])).render()
+
+
 def test_estimate_says_what_fits(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     deep = LLAMA | {"num_hidden_layers": 64, "vocab_size": 64}

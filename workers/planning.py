@@ -229,6 +229,7 @@ class Planning:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured) and not is_late:
             self._measure(report, self._steps[report.measured])
+        self._heed_activations(report.activation_bytes)
         self._heed_room(report, gpu_lids)
         self._heed_host(report)
         return [] if is_late else self._replan()
@@ -256,6 +257,12 @@ class Planning:
         self._needed_bytes, self._placed_bytes = report.gpu_needed_bytes, placed
         room = max(0, report.gpu_usable_bytes - self._for_steps_bytes - self._waiting_bytes)
         self._limits = Limits(gpu_state_bytes=room, host_bytes=self._limits.host_bytes)
+
+    def _heed_activations(self, nbytes: int) -> None:
+        """They take host memory that planes cannot have, and their time on the link."""
+        grown_bytes, self._book.activation_bytes = nbytes - self._book.activation_bytes, nbytes
+        if self._limits.host_bytes is not None:
+            self._limits = replace(self._limits, host_bytes=max(0, self._limits.host_bytes - grown_bytes))
 
     def _heed_host(self, report: m.TrainerReport) -> None:
         """What planes may take is what they take now, and what is free besides: others may take memory or free it.
@@ -712,7 +719,9 @@ class Planning:
             **_shared(report.cotrained),
             "gpu_peak_bytes": report.gpu_needed_bytes,
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
-            "predicted_host_bytes": self._process_bytes + sum(map(_host_bytes, self._facts, report.placements)),
+            "predicted_host_bytes": self._process_bytes
+            + report.activation_bytes
+            + sum(map(_host_bytes, self._facts, report.placements)),
         }
 
     def _predicted_gpu_bytes(self, report: m.TrainerReport) -> int | None:

@@ -78,7 +78,7 @@ CHARTS: Final = (
     Chart("Copies per step", "GiB", (("to_device_bytes", "to the GPU"), ("to_host_bytes", "to the host")), 1 / GIB),
     Chart("Power", "W", (("gpu_watts", "GPU"), ("host_watts", "host"))),
     Chart("Time in which the GPU ran something", "", (("gpu_utilization", "share"),)),
-    Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes and processes"),), 1 / GIB),
+    Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes, activations, processes"),), 1 / GIB),
 )
 DRAWN: Final = tuple(dict.fromkeys(name for chart in CHARTS for name, _ in chart.lines))
 

@@ -133,8 +133,8 @@ class HostTransfers:
         self.traffic.to_host(copies)
         return self._move(copies)
 
-    state_in = sums_in = _in
-    weights_out = state_out = send_back = _out
+    state_in = sums_in = activations_in = _in
+    weights_out = state_out = send_back = activations_out = _out
 
     def visit(self, made: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         return nullcontext()
@@ -176,6 +176,7 @@ class CudaTransfers:
         self.clock, self.traffic = CudaClock(device), Traffic()
         self._device = device
         self._out, self._state, self._visiting, self._streaming = (torch.cuda.Stream(device) for _ in range(4))
+        self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
@@ -247,9 +248,22 @@ class CudaTransfers:
 
     def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
         """Copy pinned memory, which `after` has written, into device memory allocated before `fence`."""
-        assert fence is not None and after.done is not None, "made by fence() and gradients_out()"
+        return self._back(self._in[0], copies, fence, after)
+
+    def activations_out(self, copies: Sequence[Copy]) -> Transfer:
+        """Copy activations, ready on the current stream, into pinned memory that earlier `activations_in` have read."""
+        self.traffic.to_host(copies)
+        self._saving.wait_stream(torch.cuda.current_stream(self._device))
+        self._saving.wait_stream(self._restoring)
+        return self._copy(self._saving, copies, keep=[source for _, source in copies])
+
+    def activations_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
+        """Copy pinned memory, which `after` has written, into device memory allocated before `fence`."""
+        return self._back(self._restoring, copies, fence, after)
+
+    def _back(self, stream: torch.cuda.Stream, copies: Sequence[Copy], fence: Fence, after: Transfer) -> Transfer:
+        assert fence is not None and after.done is not None, "made by fence() and a copy out"
         self.traffic.to_device(copies)
-        stream = self._in[0]
         stream.wait_event(fence)
         stream.wait_event(after.done)
         return self._copy(stream, copies)

@@ -279,11 +279,12 @@ class TrainedLayer:
 class Gate:
     """The layers that a module must wait for before its forward, and the parameters that it may read then.
 
-    `streamed`: its block, if that may be streamed.
+    `streamed`: its block, if that may be streamed. `is_block`: its module, or all-gather, is that of a repeated block.
     """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
         self.streamed: StreamedBlock | None = None
+        self.is_block = False
         self.layers: list[TrainedLayer] = []
         self.parameters: list[TrainedParameter] = []
         for layer in layers:
@@ -445,6 +446,13 @@ def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tup
         gate.parameters = [known for known in gate.parameters if id(known.parameter) in ids]
         gates.append((reader, gate))
     return gates
+
+
+def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> None:
+    """Tell the gates of `blocks`; without any, and for readers that are no modules, all count as blocks."""
+    ids = {id(block) for block in blocks}
+    for reader, gate in gates:
+        gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
 
 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:

@@ -184,6 +184,7 @@ class MeasurementBook:
         self._drag = 0.0  # the drag that the means are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
+        self.activation_bytes = 0  # as last reported
 
     @property
     def rates(self) -> Rates:
@@ -333,6 +334,7 @@ class MeasurementBook:
             drag=self._drag,
             cpu_slack=_slack(paces),
             cpu_paces=_thirds(paces),
+            activation_bytes=self.activation_bytes,
         )
 
     def check(self) -> None:

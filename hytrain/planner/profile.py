@@ -35,9 +35,12 @@ class LayerFacts:
         The host planes are gradients, weights and state, so one copy of either, which takes `copy_s`, carries half of
         what is not state. Training goes on meanwhile, and waits for part of this at most.
         """
-        state_bytes = self.gpu_state_bytes - self.held_bytes
-        copy_bytes = max(1, (self.host_bytes - self.spare_bytes - state_bytes) / 2)
-        return state_bytes / copy_bytes * copy_s
+        return (self.gpu_state_bytes - self.held_bytes) / self.copy_bytes * copy_s
+
+    @property
+    def copy_bytes(self) -> float:
+        """What a copy of its gradients or of its weights carries."""
+        return max(1, (self.host_bytes - self.spare_bytes - (self.gpu_state_bytes - self.held_bytes)) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,8 @@ class Profile:
     The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `visiting_lids` says.
     Before that, gradients wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of
     its memory, besides what steps were seen to take. The weights of the share `stream` rest in host memory, in the
-    layers of `streamed_lids`. They come through `window_bytes` of GPU memory.
+    layers of `streamed_lids`. They come through `window_bytes` of GPU memory. Forward copies `activation_bytes` to host
+    memory, and backward brings them back.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -92,6 +96,7 @@ class Profile:
     window_bytes: int = 0
     for_visits_bytes: int = 0
     hold_bytes: int | None = None
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -135,6 +140,12 @@ class Profile:
     @property
     def gpu_update_s(self) -> float:  # with all layers on the GPU
         return sum(layer.gpu_update_s for layer in self.layers)
+
+    @property
+    def activations_s(self) -> float:
+        """How long the link needs for activations, each way, at the pace of the layers' copies."""
+        copies_s = sum(max(layer.d2h_s, layer.h2d_s) for layer in self.layers)
+        return self.activation_bytes * copies_s / sum(layer.copy_bytes for layer in self.layers)
 
     @property
     def alpha(self) -> float:
@@ -216,7 +227,7 @@ class Profile:
         in_s += 2 * sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)
         return {
             "cpu_s": sum(layer.cpu_update_s for layer in of_cpu),
-            "copies_s": max(in_s, sum(layer.d2h_s for layer in of_cpu)),
+            "copies_s": max(in_s, sum(layer.d2h_s for layer in of_cpu)) + self.activations_s,
             "work_s": self.forward_s + self.backward_s,
             "other_s": self.other_s,
         }

@@ -19,7 +19,8 @@ weights pass them in small pieces, and make each take longer; so does the CPU, w
 
 Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
-fetched after the one before it, once there is room.
+fetched after the one before it, once there is room. In backward, a block's activations come with its weights, if they
+rest in host memory, too.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ class _Window:
         largest = max((layer.weights_bytes for layer in profile.layers), default=0)
         self._slots = max(1, profile.window_bytes // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
+        weights_bytes = sum(layer.weights_bytes for layer in profile.layers)
+        self._activations_s = profile.activations_s / weights_bytes if weights_bytes else 0.0  # per byte of weights
         self.waited_s = 0.0
 
     @property
@@ -180,6 +183,7 @@ class _Window:
     def turn(self) -> None:
         """Forward follows backward. The last layers of that are still there."""
         self._left_s.clear()
+        self._activations_s = 0.0
 
     def enter(self, layer: LayerProfile, now: float, *, updated_s: float = 0.0, is_there: bool) -> float:
         """When the layer, which is reached now, has its weights."""
@@ -187,7 +191,7 @@ class _Window:
             return now
         room_s = 0.0 if self.has_room else self._left_s[-self._slots]
         begins_s = max(self._free_s, updated_s, room_s)
-        self._free_s = begins_s + layer.h2d_s
+        self._free_s = begins_s + layer.h2d_s + self._activations_s * layer.weights_bytes
         self._events.append(("fetch", layer.lid, begins_s, self._free_s))
         self.waited_s += max(0.0, self._free_s - now)
         return max(now, self._free_s)

@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
@@ -85,6 +87,7 @@ class Estimate:
     flops_per_step: float
     peak_tflops: float | None
     slot_bytes: int | None  # of each part that the CPU trains; None: it trains none
+    activations: int | None = 0  # of each rank, in host memory; None: not known before a step
 
     def render(self) -> str:
         trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
@@ -114,6 +117,7 @@ class Estimate:
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
+            *self._of_activations(),
             *([f"Each part that the CPU trains: {gib(self.slot_bytes)} of host memory."] if self.slot_bytes else []),
             *(
                 [f"At most {self.most:,.1f} B parameters of this dtype fit into that, with visits."]
@@ -126,13 +130,20 @@ class Estimate:
         return "\n".join(lines)
 
     def fits(self, need: Need) -> str:
-        """Whether it fits into what is free, without activations. Ranks on one machine share its host memory."""
-        on_host = need.host + (need.trainer if self.device == "CPU" else 0)
+        """Whether it fits into what is free, without activations on the GPU. Ranks share a machine's host memory."""
+        on_host = need.host + (self.activations or 0) + (need.trainer if self.device == "CPU" else 0)
         lacks = ["host"] * (on_host > self.bound_host)
         lacks += ["GPU"] * (self.free_device is not None and need.trainer > self.free_device)
         if lacks:
             return "not on the " + " and ".join(lacks)
         return "yes" if self.device == "CPU" or self.free_device is not None else "on the host"
+
+    def _of_activations(self) -> list[str]:
+        if self.activations is None:
+            return ["What blocks save for backward goes to host memory: model.gradient_checkpointing makes it less."]
+        if not self.activations:
+            return []
+        return [f"Of these, the inputs of blocks go to host memory: {gib(self.activations)}."]
 
     @property
     def most(self) -> float:
@@ -169,6 +180,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
     tokens = recipe.data.batch_size * length
+    at_once = tokens // (recipe.train.grad_accumulation * mesh["data_shard"] * mesh["data_replicate"])
     shares = {0.0, 1.0} if k == "auto" else {0.0, 1.0, float(k)}
     needs = [need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares]
     if ranks == 1:
@@ -189,8 +201,19 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
+        activations=_offloaded(recipe, hf, model, at_once),
         slot_bytes=sum(p.nbytes for p in parameters) if recipe.train.cpu_parts != 0 else None,
     )
+
+
+def _offloaded(recipe: Recipe, hf: Any, model: nn.Module, tokens: int) -> int | None:
+    """Host memory for the activations of so many tokens: each block's input but the last. None if all of them go."""
+    if not recipe.optimizer.offload_activations:
+        return 0
+    if not recipe.model.gradient_checkpointing:
+        return None
+    width = DTYPE_BYTES[recipe.model.dtype]
+    return max(0, len(find_blocks(model)) - 1) * tokens * int(hf.get_text_config().hidden_size) * width
 
 
 def planes_of(

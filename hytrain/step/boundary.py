@@ -17,6 +17,7 @@ from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
+from hytrain.step.activations import Activations
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
 from protocol.messages import CoTrained, Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
@@ -41,6 +42,7 @@ class Boundary:
         host_free: Callable[[], int | None],
         skipped: Callable[[], int],
         visits: Visits,
+        activations: Activations | None,
         traffic: Traffic,
         is_stage: bool,
     ) -> None:
@@ -48,6 +50,7 @@ class Boundary:
         self._layers, self._link, self._handover = layers, link, handover
         self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
         self._is_stage, self._host_free, self._skipped, self._traffic = is_stage, host_free, skipped, traffic
+        self._activations = activations
         self._numels = [layer.spec.numel for layer in layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -115,6 +118,7 @@ class Boundary:
                 gpu_needed_bytes=None if room is None else room.needed,
                 host_free_bytes=None if step % HOST_EVERY else self._host_free(),
                 waited_bytes=self._visits.end_step(),
+                activation_bytes=0 if self._activations is None else self._activations.host_bytes,
                 to_device_bytes=to_device_bytes,
                 to_host_bytes=to_host_bytes,
                 layers=times,

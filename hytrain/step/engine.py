@@ -32,6 +32,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
 from hytrain.step.accumulation import Accumulation, choose_sums
+from hytrain.step.activations import Activations
 from hytrain.step.backward import Backward, Groups
 from hytrain.step.boundary import Boundary
 from hytrain.step.handover import Handover
@@ -80,12 +81,14 @@ class Engine:
         ranks: Ranks,
         counted: Set[int],
         trace: TraceWriter,
+        activations: Activations | None = None,
         blocks: Sequence[StreamedBlock] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
+        self._activations = activations
         self._steps_before = 0
         self._is_asked_to_save = False
         self._renew: Callable[[], bool] = lambda: False
@@ -108,6 +111,7 @@ class Engine:
             meter=self._meter,
             streaming=self._streaming,
             visits=self._visits,
+            activations=activations,
             overlap=options.overlap,
         )
         self._masters = Masters(
@@ -133,6 +137,7 @@ class Engine:
             host_free=host_free,
             skipped=self._verdicts.skipped_by_now,
             visits=self._visits,
+            activations=activations,
             traffic=transfers.traffic,
             is_stage=is_stage,
         )
@@ -191,7 +196,7 @@ class Engine:
             if idle:
                 self._meter.restart()
                 self._handover.pin_visiting()
-        self.reads.enter(self.reads.root)
+        self.reads.enter_root()
 
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
@@ -422,6 +427,8 @@ class Engine:
         for layer in self._layers:
             layer.close()
         self._visits.close()
+        if self._activations is not None:
+            self._activations.close()
         self._accumulation.close()
         self._verdicts.close()
         self.backward.close()

@@ -4,6 +4,7 @@
     the model is called      engine ─▶ enter(root)              waits for parameters that no other module covers
     any other use of one     Watched ─▶ use(parameter)          waits for this parameter
     state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
+    autograd, in backward    what was saved ─▶ unpack           fetches streamed weights, and activations
 
 A layer that is CURRENT can be read. If its update is under way, the reader waits: the thread for the optimizer's
 message, the stream for the copy of the weights. `TrainedParameter.awaited` says that the last update has been waited
@@ -31,6 +32,7 @@ from hytrain.model import graphs
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
+from hytrain.step.activations import MODIFIED, Activations, Saved
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter, Waited
@@ -47,10 +49,6 @@ _CALLED_EARLY: Final = (
     "in opt.no_sync(). Evaluate before backward, or after opt.step()"
 )
 
-_MODIFIED: Final = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a weight was "
-    "updated, or written, after the forward that this backward belongs to"
-)
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
     "opt.synchronize() before forward"
@@ -78,16 +76,17 @@ class Reads:
         meter: Meter,
         streaming: Streaming,
         visits: Visits,
+        activations: Activations | None,
         overlap: bool,
     ) -> None:
         self.root = Gate()
         self._layers, self._parameters, self._overlap = layers, parameters, overlap
         self._of = {id(known.parameter): known for known in parameters}
         self._transfers, self._health, self._meter = transfers, health, meter
-        self._streaming, self._visits = streaming, visits
+        self._streaming, self._visits, self._activations = streaming, visits, activations
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
-        self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward
+        self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward, and the root
         self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
 
     def enter(self, gate: Gate) -> None:
@@ -143,6 +142,8 @@ class Reads:
             self.wait_for(layer)
             if gate is self.root:
                 self._streaming.use(layer)
+        if gate.is_block and not inside and (activations := self._offloading) is not None:
+            activations.enter_block()
         if gate.streamed is not None:
             self._fetch(gate, inside)
             self._begin_saving(gate)
@@ -171,6 +172,8 @@ class Reads:
         for parameter in gate.parameters:
             parameter.watch()
         block = gate.streamed
+        if gate.is_block and (activations := self._offloading) is not None and not in_backward():
+            activations.leave_block()
         if block is None:
             return
         if saving := self._saving.get(gate):
@@ -193,17 +196,24 @@ class Reads:
     def _begin_saving(self, gate: Gate) -> None:
         """The module's forward begins: what autograd saves of its weights is fetched when backward unpacks it."""
         block = gate.streamed
-        if block is None or not block.streams or in_backward() or saves_with_other_hooks():
-            return
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            saving = self._saving_hooks()
-            saving.__enter__()
-            self._saving.setdefault(gate, []).append(saving)
+        if block is not None and block.streams and self._may_save_with_hooks():
+            self._save_with_hooks(gate)
+
+    @staticmethod
+    def _may_save_with_hooks() -> bool:
+        if in_backward() or saves_with_other_hooks():
+            return False
+        return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+    def _save_with_hooks(self, gate: Gate) -> None:
+        saving = self._saving_hooks()
+        saving.__enter__()
+        self._saving.setdefault(gate, []).append(saving)
 
     def _saving_hooks(self) -> saved_tensors_hooks:
-        """Hooks under which autograd may save streamed weights."""
+        """Hooks under which autograd may save streamed weights, and activations go to host memory."""
         if self._pack is None:
-            self._pack = _packing(self, self._streaming.block_of)
+            self._pack = _packing(self, self._streaming.block_of, self._activations)
         return saved_tensors_hooks(*self._pack)
 
     def enter_backward(self, gate: Gate) -> None:
@@ -313,6 +323,18 @@ class Reads:
             raise UsageError(_USED_EARLY.format(known.name))
         return True
 
+    def enter_root(self) -> None:
+        """The whole model is about to compute: from here on, what autograd saves goes to host memory, if asked for."""
+        self.enter(self.root)
+        if self._activations is not None and self._may_save_with_hooks():
+            self._activations.begin_forward()
+            self._save_with_hooks(self.root)
+
+    @property
+    def _offloading(self) -> Activations | None:
+        """Whoever takes what autograd saves now."""
+        return self._activations if self._saving.get(self.root) else None
+
     def leave_root(self, output: Any) -> None:
         """The whole model's forward has ended. `output` is what it returned.
 
@@ -320,6 +342,9 @@ class Reads:
         would find changed weights, and name nobody.
         """
         self.leave(self.root)
+        if (activations := self._offloading) is not None and not in_backward():
+            self._saving[self.root].pop().__exit__()
+            activations.end_forward()
         if torch.is_grad_enabled():
             refuse = _RefuseSecondBackward(self._health)
             for tensor in _tensors_in(output):
@@ -421,16 +446,16 @@ class _RefuseSecondBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """A weight, or a view of one, that autograd has saved, and its version then."""
+class _OnDevice:
+    """A tensor that autograd has saved, and its version then: of a streamed weight, whose `gate` that is, or any."""
 
     tensor: Tensor
     version: int
-    gate: Gate
+    gate: Gate | None
 
 
 def _packing(
-    reads: Reads, block_of: Callable[[Tensor], StreamedBlock | None]
+    reads: Reads, block_of: Callable[[Tensor], StreamedBlock | None], activations: Activations | None
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """What autograd does with a tensor that it saves, and with what it has saved when it needs it."""
     me = weakref.ref(reads)
@@ -438,14 +463,26 @@ def _packing(
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(tensor: Tensor) -> Any:
         block = block_of(tensor)
-        return tensor if block is None else _Saved(tensor, version(tensor), block.gate)
+        if block is not None:
+            return _OnDevice(tensor, version(tensor), block.gate)
+        with unwatched():
+            alias = tensor.detach()  # or a tensor that its own node saves would never be freed
+        if type(alias) is not Tensor:
+            return tensor
+        saved = None if activations is None else activations.save(tensor, alias)
+        return _OnDevice(alias, version(alias), None) if saved is None else saved
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
+        if isinstance(saved, Saved):
+            assert activations is not None, "has made it"
+            return activations.restore(saved)
+        if not isinstance(saved, _OnDevice):
             return cast(Tensor, saved)
         if version(saved.tensor) != saved.version:
-            raise RuntimeError(_MODIFIED)
+            raise RuntimeError(MODIFIED)
+        if saved.gate is None:
+            return saved.tensor
         if (reads := me()) is not None:
             reads.enter_backward(saved.gate)
         if torch.is_grad_enabled() and saved.gate.streamed is not None:

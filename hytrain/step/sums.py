@@ -12,8 +12,6 @@ The device makes all additions, in the same order, so the bits do not depend on 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from hytrain.memory.pinned import Pinned
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.model.trained import TrainedParameter
 
@@ -59,7 +58,7 @@ class HostSums:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._memory: dict[TrainedParameter, _Pinned] = {}
+        self._memory: dict[TrainedParameter, Pinned] = {}
         self._left: dict[TrainedParameter, Transfer] = {}  # sums in host memory, in the order of this backward
         self._ahead: Iterator[TrainedParameter] = iter(())  # sums of the last backward, in its order
         self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
@@ -120,22 +119,8 @@ class HostSums:
 
     def _host(self, parameter: TrainedParameter) -> Tensor:
         if parameter not in self._memory:
-            self._memory[parameter] = _Pinned(parameter.own.numel(), self._transfers)
-        return self._memory[parameter].tensor
-
-
-class _Pinned:
-    """A pinned float32 tensor in host memory, for DMA."""
-
-    def __init__(self, numel: int, transfers: Transfers) -> None:
-        """Raises `CapacityError` if it cannot be pinned."""
-        self._pages, self._transfers = mmap.mmap(-1, 4 * numel), transfers
-        self.tensor = torch.frombuffer(self._pages, dtype=torch.float32)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        transfers.pin(self._address, len(self._pages))
-
-    def close(self) -> None:
-        self._transfers.unpin(self._address, len(self._pages))
+            self._memory[parameter] = Pinned(4 * parameter.own.numel(), self._transfers)
+        return self._memory[parameter].tensor.view(torch.float32)
 
 
 Sums = DeviceSums | HostSums

@@ -316,6 +316,7 @@ class Honest:
             gpu_needed_bytes=None,
             host_free_bytes=None,
             waited_bytes=0,
+            activation_bytes=0,
             to_device_bytes=0,
             to_host_bytes=0,
             layers=times,

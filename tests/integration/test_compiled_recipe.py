@@ -19,6 +19,7 @@ from hytrain.recipe import config, loop, report
 from hytrain.recipe.model import compile_blocks
 from hytrain.recipe.optimizer import hytrain_optimizer
 from hytrain.recipe.task import assemble
+from hytrain.step import activations
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -54,13 +55,18 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> CompileCounter
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("options", "overrides"),
-    [({"k": 0.4}, ()), ({"k": 0.0, "visit": 0.5, "stream": 1.0}, ("model.gradient_checkpointing=true",))],
-    ids=["resident", "streamed, recomputed"],
+    [
+        ({"k": 0.4}, ()),
+        ({"k": 0.0, "visit": 0.5, "stream": 1.0}, ("model.gradient_checkpointing=true",)),
+        ({"k": 0.4, "offload_activations": True}, ("model.gradient_checkpointing=true",)),
+    ],
+    ids=["resident", "streamed, recomputed", "offloaded, recomputed"],
 )
 def test_the_bits_of_torchs_adamw(
     backend: str, options: dict[str, Any], overrides: tuple[str, ...], recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter, results = compiled_by(backend, monkeypatch), list[Any]()
+    monkeypatch.setattr(activations, "MIN_BYTES", 512)
 
     def run(model: nn.Module, opt: torch.optim.Optimizer) -> None:
         before = counter.frame_count

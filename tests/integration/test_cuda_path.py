@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
 from hytrain.model.trained import StreamedBlock, TrainedLayer
 from hytrain.run.link import Link
+from hytrain.step import activations
+from hytrain.step.activations import Activations, Saved
 from hytrain.step.backward import Backward
 from hytrain.step.masters import Masters
 from hytrain.tensors import address
@@ -424,3 +427,57 @@ def test_without_memory_that_can_be_pinned_all_parts_are_trained_without_the_cpu
     ours, pid = shared(2)
     assert differing(ours, expected) == [] and pid is None
     assert "is lost: no memory can be locked; from here on, all parts are trained without it" in caplog.text
+
+
+def test_activations_and_who_uses_their_memory_next(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits on the host: streams wait for the copies, before memory is freed or read, and before they begin."""
+    freed, read = list[bool](), list[bool]()
+    first, second = current.streams
+    monkeypatch.setattr(activations, "MIN_BYTES", 512)
+    monkeypatch.setattr(activations, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(Event, "query", lambda event: False)  # the device is late
+
+    def leave(self: OverHostMemory, copies: Any) -> Any:
+        departure = CudaTransfers.activations_out(self, copies)
+        done = departure.done  # the departure itself keeps what it reads
+        assert {current.stream, self._restoring} <= self._saving.waited_for
+
+        def check() -> None:
+            freed.append(done in first.waited_for & second.waited_for)
+
+        for _, source in copies:
+            weakref.finalize(source.untyped_storage(), check).atexit = False
+        return departure
+
+    def come(self: OverHostMemory, copies: Any, fence: Any, *, after: Any) -> Any:
+        assert fence.at_s is not None
+        arrival = CudaTransfers.activations_in(self, copies, fence, after=after)
+        assert {fence, after.done} <= self._restoring.waited_for
+        return arrival
+
+    def restore(self: Activations, saved: Saved) -> torch.Tensor:
+        found = before(self, saved)
+        if saved.activation.came is not None:
+            read.append(saved.activation.came.done in current.stream.waited_for)
+        return found
+
+    before = Activations.restore
+    monkeypatch.setattr(Activations, "restore", restore)
+    for name, replacement in (("activations_out", leave), ("activations_in", come)):
+        monkeypatch.setattr(OverHostMemory, name, replacement, raising=False)
+    model = perceptron(depth=8)
+    for index, block in enumerate(model):  # every other block computes on a stream of its own
+
+        def run_on(module: nn.Module, args: Any, stream: Stream = current.streams[index % 2]) -> None:
+            current.stream = stream
+
+        block.register_forward_pre_hook(run_on)
+
+    with adamw(model, k=0.5, offload_activations=True) as opt:
+        for step in range(3):
+            loss = square_loss(model, step)
+            assert len(freed) >= 6 * (step + 1) and all(freed), "both had used it"
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    assert read and all(read)

@@ -44,6 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hytrain
 from hytrain.errors import HyTrainError, StaleReadError
+from hytrain.step import activations
+from hytrain.step.activations import Activations
 
 # ---------------------------------------------------------------- models
 
@@ -342,6 +344,35 @@ def compare(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
     two_ranks.run(compare, name)
+
+
+def compare_offloaded() -> int:
+    """With activations in host memory, also small ones. Returns how often blocks' activations left the device."""
+    sent = []
+
+    def send(self: Activations, group: Any) -> None:
+        before(self, group)
+        sent.append(group.departure is not None)
+
+    before = Activations._send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BYTES", 512)
+        patch.setattr(Activations, "_send", send)
+        for name in (
+            "mixed precision and prefetch",
+            "ZeRO-2, tied",
+            "activation checkpointing",
+            "evaluation",
+            "two roots",
+        ):
+            row = ROWS[name]
+            same_as(row.reference, row.practice, row.make, [{**BOTH, "offload_activations": True}])
+    return sum(sent)
+
+
+def test_activations_in_host_memory(two_ranks: RankGroup) -> None:
+    """Weights that are gathered are none, though autograd saves them: FSDP2 frees them and gathers them again."""
+    assert all(sent > 20 for sent in two_ranks.run(compare_offloaded))
 
 
 def compare_hybrid() -> None:
