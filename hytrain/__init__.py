@@ -38,5 +38,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        from hytrain.extras import importing
+
+        with importing():
+            return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hytrain' has no attribute {name!r}")

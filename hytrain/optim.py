@@ -819,7 +819,7 @@ def _replace(model: nn.Module, param_groups: list[dict[str, Any]]) -> None:
     A notebook's cell that makes `opt` anew cannot close the old one, which has the name until then. Whoever still uses
     the old one gets an error. Raises `UnsupportedError` if another one trains other parameters of the model.
     """
-    if _made:
+    if any(other._close.alive for other in _made):
         gc.collect()  # an unreachable optimizer may be in a reference cycle: a scheduler creates one
     given = {id(p): p.requires_grad for group in param_groups for p in group["params"]}
     trained = {identity for identity, needs_gradient in given.items() if needs_gradient}

@@ -224,11 +224,8 @@ class Real(Profile):
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
-        return self.of_visits
-
-    def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
-        return self.of_streams
+    def placed(self, gpu_lids: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        return self.of_visits, self.of_streams
 
     def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
         as_assumed = super().crowding(gpu_lids, visiting, streamed)

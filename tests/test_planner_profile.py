@@ -14,11 +14,11 @@ from hytrain.planner import (
     LayerProfile,
     Limits,
     MeasurementBook,
+    Order,
     Profile,
     Rates,
     drawn_visits,
     simulate,
-    visiting_lids,
 )
 from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
 from hytrain.planner.profile import USUAL_SLACK
@@ -263,7 +263,7 @@ def test_what_must_visit_does_so_before_others() -> None:
     must = {1, 3, 5, 7}
     for gpu_lids in (frozenset[int](), frozenset({1, 2}), frozenset(must), frozenset(range(8))):
         for share in (0.0, 0.3, 0.5, 0.75, 1.0):
-            found = visiting_lids(layers, gpu_lids, frozenset(), share)
+            found = Order(layers).visiting(gpu_lids, frozenset(), share)
             assert must - gpu_lids <= found and not found & gpu_lids
             assert len(found) == max(len(must - gpu_lids), min(8 - len(gpu_lids), round(8 * share + 0.4)))
         for seed in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 
 import hytrain
 from hytrain.errors import ConfigError
+from hytrain.extras import importing
 from hytrain.recipe import config
 from hytrain.recipe.template import EXAMPLE, template
 from workers import launcher
@@ -223,6 +225,20 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launcher.main(["--version"])
     assert ended.value.code == 0 and hytrain.__version__ in capsys.readouterr().out
+
+
+def test_garbage_is_collected_again_after_a_long_import() -> None:
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled(), "the program has disabled it"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ The launcher starts it in the trainer's place.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -17,13 +18,15 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Final
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-
 from hytrain.config import Cluster, joined_cluster
+from hytrain.extras import importing
 from workers.process import ENDINGS, EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended, on_endings
+
+with importing():
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
 #: How long ranks have to end after a signal: they may be saving. The launcher kills all when a second one comes.
 SHUTDOWN_S: Final = 10**9
@@ -64,6 +67,7 @@ def main() -> int:
     if options.max_restarts:
         # Ranks that start again would find the addresses of dead ones in the store that torchrun keeps (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    gc.freeze()  # at the process's end, too, nothing of torch is looked through for garbage
     try:
         run.run(options)
     except ChildFailedError as error:

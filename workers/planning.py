@@ -562,14 +562,15 @@ class Planning:
     def _placed(self, gpu_lids: frozenset[int], visit: float, stream: float, step: int) -> planner.Places:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
+        order = planner.Order(facts)
         if self.policy == "random" and self.table.stream is None:
             streamed = planner.drawn_streams(facts, gpu_lids, step)
         else:
-            streamed = planner.streamed_lids(facts, gpu_lids, stream)
+            streamed = order.streamed(gpu_lids, stream)
         if self.policy == "random":
             visiting = planner.drawn_visits(facts, gpu_lids, step)
         else:
-            visiting = planner.visiting_lids(facts, gpu_lids, streamed, visit)
+            visiting = order.visiting(gpu_lids, streamed, visit)
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
         return planner.Places(tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed)
 

@@ -9,6 +9,7 @@ from the newest checkpoint.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from hytrain.errors import (
     NonFiniteGradients,
     UnsupportedError,
 )
-from hytrain.extras import needed
+from hytrain.extras import importing, needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.saved import BEGUN, FINISHED, mark, way_on
@@ -50,7 +51,7 @@ def main() -> int:
     try:
         again = arguments.again or _was_here(launch)
         recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
-        with needed("a recipe", "hytrain[recipe]"):
+        with importing(), needed("a recipe", "hytrain[recipe]"):
             from hytrain.recipe.loop import train
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal, ending=ending)
@@ -67,12 +68,14 @@ def main() -> int:
         print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
     if voices is not None and not status:
         voices.leave()
+    gc.freeze()  # nothing is looked through for garbage at the process's end: that would take a second
     return status
 
 
 def _join(launch: Launch) -> Voices:
     """Join the other ranks of torchrun's job. Only rank 0 warns."""
-    from hytrain.recipe import parallel
+    with importing():
+        from hytrain.recipe import parallel
 
     if launch.rank:
         logging.getLogger().setLevel(logging.ERROR)

@@ -22,6 +22,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -69,11 +70,18 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    version = _version(compiler, os.environ.get("PATH"))
     parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(FLAGS).encode(), _cpu())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
+@cache
+def _version(compiler: tuple[str, ...], path: str | None) -> bytes:
+    """What the compiler that is found on this path says of itself; asked once in a process."""
+    return subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+
+
+@cache
 def _cpu() -> bytes:
     """The CPU's model and features, which -march=native depends on: different machines may share a home folder."""
     wanted = ("model name", "flags", "Features", "CPU part")

@@ -19,7 +19,7 @@ from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.moves import Places, first_part
 from hytrain.planner.policies import POLICIES, Decision, decide, drawn_streams, drawn_visits, first_lids
-from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile, streamed_lids, visiting_lids
+from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "LayerProfile",
     "Limits",
     "MeasurementBook",
+    "Order",
     "Places",
     "Profile",
     "Rates",
@@ -52,6 +53,4 @@ __all__ = [
     "is_worth_it",
     "prefix_for",
     "simulate",
-    "streamed_lids",
-    "visiting_lids",
 ]

@@ -42,8 +42,8 @@ NO_RESIDUALS: Final[Mapping[Shares, float]] = MappingProxyType({})
 class Decision:
     gpu_lids: frozenset[int]
     k: float  # of `gpu_lids`, which are whole layers
-    visit: float  # the share of the parameters whose state visits the GPU, as `visiting_lids` takes it
-    stream: float  # the share whose weights rest in host memory, as `streamed_lids` takes it
+    visit: float  # the share of the parameters whose state visits the GPU, as `Order.visiting` takes it
+    stream: float  # the share whose weights rest in host memory, as `Order.streamed` takes it
     reason: str  # one sentence for people
     predicted_step_s: float
     changed: bool  # from `current`

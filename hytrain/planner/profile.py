@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from hytrain.planner.contention import Crowding, visits_alone_s
 
+_T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
 
 
@@ -72,11 +73,11 @@ class Profile:
     memory and link to themselves (`crowding`). The CPU is at times slower by the fraction `cpu_slack`. Its pace differs
     from step to step: in equally many of them its updates take `cpu_paces` times as long.
 
-    The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `visiting_lids` says.
+    The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `Order.visiting` says.
     Before that, gradients wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of
     its memory, besides what steps were seen to take. The weights of the share `stream` rest in host memory, in the
-    layers of `streamed_lids`. They come through `window_bytes` of GPU memory. Forward copies `activation_bytes` to host
-    memory, and backward brings them back.
+    layers of `Order.streamed`. They come through `window_bytes` of GPU memory. Forward copies `activation_bytes` to
+    host memory, and backward brings them back.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
@@ -98,9 +99,13 @@ class Profile:
     hold_bytes: int | None = None
     activation_bytes: int = 0
 
+    order: Order = field(default_factory=lambda: Order(()), repr=False, compare=False)  # made for these layers
+
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        if self.order.layers is not self.layers:  # `replace` hands on that of the same layers
+            object.__setattr__(self, "order", Order(self.layers))
         positions = [layer.position for layer in self.layers]
         if any(a >= b for a, b in pairwise(positions)):
             raise ValueError(f"layers must come by ascending position, got {positions}")
@@ -109,7 +114,7 @@ class Profile:
 
     @property
     def lids(self) -> frozenset[int]:
-        return frozenset(layer.lid for layer in self.layers)
+        return self.order.lids
 
     def require(self, lids: frozenset[int]) -> None:
         """ValueError if one of these layers is not in the profile."""
@@ -196,13 +201,18 @@ class Profile:
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
         return self.for_visits_bytes + min(sum(held), ceil(share * self.numel * of_one) + max(held))
 
+    def placed(self, gpu_lids: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The layers whose state visits the GPU, if it owns these, and those whose weights rest in host memory."""
+        streamed = self.streamed(gpu_lids)
+        return self.order.visiting(gpu_lids, streamed, self.visit), streamed
+
     def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose state visits the GPU, if it owns these."""
-        return visiting_lids(self.layers, gpu_lids, self.streamed(gpu_lids), self.visit)
+        return self.placed(gpu_lids)[0]
 
     def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
         """The layers whose weights rest in host memory, if the GPU owns these."""
-        return streamed_lids(self.layers, gpu_lids, self.stream)
+        return self.order.streamed(gpu_lids, self.stream)
 
     def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
         """What updates on the CPU, visits and other copies cost each other, with these placements."""
@@ -239,64 +249,90 @@ class Profile:
         return of_planes - sum(layer.grads_bytes for layer in self.layers if layer.lid in visiting)
 
 
-def visiting_lids(
-    layers: Iterable[LayerFacts], gpu_lids: frozenset[int], streamed: frozenset[int], share: float
-) -> frozenset[int]:
-    """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
+class Order:
+    """Layers in the order in which more and more of them visit the GPU, or are streamed, block by block.
 
-    Those that must visit come first. The others are spread evenly, so that link and CPU both work during all of
-    backward. Those that are `streamed` come last: their weights stay on the GPU until they are updated, and backward
-    waits for that memory.
+    The order spreads them evenly, and a larger share adds layers to those of a smaller one: so few layers move if the
+    share changes. It is that of their indices with the bits reversed (van der Corput).
     """
-    layers = sorted(layers, key=lambda layer: layer.position)
-    must = [layer for layer in layers if layer.must_visit and layer.lid not in gpu_lids]
-    others = [layer for layer in layers if not layer.must_visit and layer.lid not in gpu_lids]
-    share = max(0.0, share - sum(layer.numel for layer in must) / max(1, sum(layer.numel for layer in layers)))
-    resident = [layer for layer in others if layer.lid not in streamed]
-    leaving = [layer for layer in others if layer.lid in streamed]
-    more = max(0.0, share - sum(layer.numel for layer in resident) / max(1, sum(layer.numel for layer in layers)))
-    ranked = {layer.lid: index for index, layer in enumerate(layers)}
-    parts = (
-        _spread({ranked[each.lid]: [each] for each in some}, _of(part, layers, some))
-        for some, part in ((resident, share), (leaving, more))
-    )
-    return frozenset(layer.lid for layer in must).union(*parts)
+
+    def __init__(self, layers: Sequence[LayerFacts]) -> None:
+        ranked = sorted(layers, key=lambda layer: layer.position)
+        blocks: dict[int, list[LayerFacts]] = {}
+        for layer in ranked:
+            if layer.weights_bytes:
+                blocks.setdefault(layer.block, []).append(layer)
+        self.layers, self.lids = layers, frozenset(layer.lid for layer in ranked)
+        self._numel = sum(layer.numel for layer in ranked)
+        self._blocks = [_Group.of(block) for block in _spread(list(blocks.values()))]
+        self._layers = [_Group.of([layer]) for layer in _spread(ranked) if not layer.must_visit]
+        self._must_visit = [_Group.of([layer]) for layer in ranked if layer.must_visit]
+
+    def streamed(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:
+        """The layers whose weights rest in host memory, with at least this share of all, as far as they can be.
+
+        They are whole blocks, of which the GPU owns no layer, spread evenly.
+        """
+        return self._first(_without(self._blocks, gpu_lids), share) if share else frozenset()
+
+    def visiting(self, gpu_lids: frozenset[int], streamed: frozenset[int], share: float) -> frozenset[int]:
+        """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
+
+        Those that must visit come first. The others are spread evenly, so that link and CPU both work during all of
+        backward. Those that are `streamed` come last: their weights stay on the GPU until they are updated, and
+        backward waits for that memory.
+        """
+        must = _without(self._must_visit, gpu_lids)
+        lids = frozenset[int]().union(*(layer.lids for layer in must))
+        if (share := self._left(share, must)) <= 0:
+            return lids
+        others = _without(self._layers, gpu_lids)
+        resident = _without(others, streamed)
+        lids |= self._first(resident, share)
+        if (share := self._left(share, resident)) <= 0:
+            return lids
+        return lids | self._first([layer for layer in others if not layer.lids.isdisjoint(streamed)], share)
+
+    def _left(self, share: float, taken: Iterable[_Group]) -> float:
+        return share - sum(group.numel for group in taken) / max(1, self._numel)
+
+    def _first(self, groups: Sequence[_Group], share: float) -> frozenset[int]:
+        """The layers of the first groups, with at least this share of all layers, if they have as much."""
+        numel = sum(group.numel for group in groups)
+        owed = min(1.0, share * self._numel / max(1, numel)) * numel
+        lids = set[int]()
+        for group in groups:
+            if owed <= 1e-9 * numel:
+                break
+            lids |= group.lids
+            owed -= group.numel
+        return frozenset(lids)
 
 
-def streamed_lids(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], share: float) -> frozenset[int]:
-    """The layers whose weights rest in host memory, with at least this share of all, as far as they can be streamed.
+class _Group(NamedTuple):
+    """Layers that visit or are streamed together."""
 
-    They are whole blocks, of which the GPU owns no layer, spread evenly.
-    """
-    layers = sorted(layers, key=lambda layer: layer.position)
-    blocks: dict[int, list[LayerFacts]] = {}
-    for layer in layers:
-        if layer.weights_bytes:
-            blocks.setdefault(layer.block, []).append(layer)
-    others = {
-        index: block for index, block in enumerate(blocks.values()) if not any(layer.lid in gpu_lids for layer in block)
-    }
-    return _spread(others, _of(share, layers, [layer for block in others.values() for layer in block]))
+    lids: frozenset[int]
+    numel: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerFacts]) -> _Group:
+        return cls(frozenset(layer.lid for layer in layers), sum(layer.numel for layer in layers))
+
+
+def _without(groups: Iterable[_Group], lids: frozenset[int]) -> list[_Group]:
+    """Those that have none of these layers."""
+    return [group for group in groups if group.lids.isdisjoint(lids)]
+
+
+def _spread(ranked: Sequence[_T]) -> list[_T]:
+    order = sorted(range(len(ranked)), key=lambda index: f"{index:032b}"[::-1])
+    return [ranked[index] for index in order]
 
 
 def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) -> float:
     """The share of `some` of the layers that has as many parameters as `share` has of all; at most 1."""
     return min(1.0, share * sum(layer.numel for layer in layers) / max(1, sum(layer.numel for layer in some)))
-
-
-def _spread(groups: Mapping[int, Sequence[LayerFacts]], share: float) -> frozenset[int]:
-    """The layers of evenly spread groups, with at least this share of all. A larger share adds layers to a smaller one.
-
-    So few layers move if the share changes. Groups are taken by their index with its bits reversed (van der Corput).
-    """
-    lids, numel = set[int](), sum(layer.numel for group in groups.values() for layer in group)
-    owed = share * numel
-    for index in sorted(groups, key=lambda index: f"{index:032b}"[::-1]):
-        if owed <= 1e-9 * numel:
-            break
-        lids |= {layer.lid for layer in groups[index]}
-        owed -= sum(layer.numel for layer in groups[index])
-    return frozenset(lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

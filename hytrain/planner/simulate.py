@@ -72,32 +72,39 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     Raises ValueError for unknown layers.
     """
     profile.require(gpu_lids)
-    timeline = _steady(profile, gpu_lids, tile_numel)
-    usual_s = _mean_s(profile, gpu_lids, tile_numel, timeline)
-    paces = sorted(profile.cpu_paces, reverse=True)
+    visiting, streamed = profile.placed(gpu_lids)
+    crowding = profile.crowding(gpu_lids, visiting, streamed)
+    steady = partial(_steady, gpu_lids=gpu_lids, visiting=visiting, streamed=streamed, tile_numel=tile_numel)
+    waiting = replace(profile, speculates=False) if profile.speculates and profile.clipped else None
+
+    def mean_s(unclipped: Timeline, paced: Crowding) -> float:
+        """Of clipped and unclipped steps."""
+        if waiting is None:
+            return unclipped.step_s
+        clipped = steady(waiting, paced)
+        return (1 - profile.clipped) * unclipped.step_s + profile.clipped * clipped.step_s
+
+    timeline = steady(profile, crowding)
+    usual_s = mean_s(timeline, crowding)
     steps_s = list[float]()
-    for pace in paces:
-        steps_s.append(_mean_s(profile, gpu_lids, tile_numel, _steady(profile, gpu_lids, tile_numel, pace), pace))
+    for pace in sorted(profile.cpu_paces, reverse=True):
+        paced = replace(crowding, cpu=crowding.cpu * pace)
+        steps_s.append(mean_s(steady(profile, paced), paced))
         if steps_s == [usual_s]:
             break  # nothing waits for the CPU, even when it is at its slowest
     return replace(timeline, step_s=fmean(steps_s or [usual_s]))
 
 
-def _mean_s(
-    profile: Profile, gpu_lids: frozenset[int], tile_numel: int, unclipped: Timeline, cpu_pace: float = 1.0
-) -> float:
-    """Of clipped and unclipped steps."""
-    if not (profile.speculates and profile.clipped):
-        return unclipped.step_s
-    clipped = _steady(replace(profile, speculates=False), gpu_lids, tile_numel, cpu_pace)
-    return (1 - profile.clipped) * unclipped.step_s + profile.clipped * clipped.step_s
-
-
-def _steady(profile: Profile, gpu_lids: frozenset[int], tile_numel: int, cpu_pace: float = 1.0) -> Timeline:
-    """The steady state of clipped or of unclipped steps, with updates that take `cpu_pace` times as long as usual."""
-    visiting, streamed = profile.visiting(gpu_lids), profile.streamed(gpu_lids)
-    crowding = profile.crowding(gpu_lids, visiting, streamed)
-    crowding = replace(crowding, cpu=crowding.cpu * cpu_pace)
+def _steady(
+    profile: Profile,
+    crowding: Crowding,
+    *,
+    gpu_lids: frozenset[int],
+    visiting: frozenset[int],
+    streamed: frozenset[int],
+    tile_numel: int,
+) -> Timeline:
+    """The steady state of clipped or of unclipped steps."""
     play = partial(_play, profile, gpu_lids, visiting, streamed, crowding, tile_numel)
     undisturbed_s = profile.forward_s + profile.backward_s
     if not undisturbed_s:

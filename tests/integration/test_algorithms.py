@@ -10,7 +10,7 @@ import lion
 import muon
 import pytest
 import torch
-from helpers import OnMasters, adamw, differing, keep, opened, state, train, weights
+from helpers import OnMasters, adamw, differing, keep, opened, seed, state, train, weights
 from programs import train_recipe, write_recipe
 from small_models import Poisoned, perceptron, square_loss
 from test_k_invariance import train_and_prepare
@@ -109,7 +109,7 @@ def test_the_bits_do_not_depend_on_the_placement(
         model = perceptron(dtype=dtype)
         with opened(case.kind, model, **case.options, **more, **placement) as opt:
             for step in range(STEPS):
-                torch.manual_seed(step)
+                seed(step)
                 for part in range(more.get("grad_accumulation", 1)):
                     opt.scale(square_loss(model, 2 * step + part)).backward()
                 opt.step()

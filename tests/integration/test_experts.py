@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, keep, same_as_torch, same_bits, state, train, weights
+from helpers import LR, Reference, adamw, differing, keep, same_as_torch, same_bits, seed, state, train, weights
 from small_models import language_loss, mixtral, mixture, routed_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -100,7 +100,7 @@ def clipped_as_by_torch(
     with adamw(ours, max_grad_norm=limit, **options) as opt:
         for step in range(STEPS):
             train(ours, opt, [step], loss)
-            torch.manual_seed(step)
+            seed(step)
             loss(theirs, step).backward()
             norm = nn.utils.clip_grad_norm_(theirs.parameters(), limit)
             reference.step()

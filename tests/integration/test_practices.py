@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -121,6 +122,20 @@ def test_a_newer_optimizer_for_some_of_the_parameters() -> None:
             opt.step()
     outputs[2].close()
     assert differing(weights(model), weights(twin)) == []
+
+
+def test_an_optimizer_that_nobody_can_reach_is_not_in_the_way() -> None:
+    """It trains parameters that the new one does not, and only a reference cycle holds it."""
+    model = perceptron()
+    gc.disable()
+    try:
+        first = hytrain.AdamW(model[:2], lr=1e-2)
+        first.itself = first
+        del first
+        with adamw(model, model[2:].parameters()) as opt:
+            train(model[2:], opt, [0], square_loss)
+    finally:
+        gc.enable()
 
 
 def test_two_models_have_two_optimizers() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, same_as_torch, same_bits, state, train, wait_for_coordinator, weights
+from helpers import adamw, differing, same_as_torch, same_bits, seed, state, train, wait_for_coordinator, weights
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -146,7 +146,7 @@ def test_sums_and_verdicts(make: Callable[[], nn.Module], numbers: dict[str, Any
 
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(6):
-            torch.manual_seed(step)
+            seed(step)
             for part in range(2):
                 (language_loss(model, 2 * step + part) / 2).backward()
             opt.step()
