@@ -26,6 +26,8 @@ def until_told(where: Path, is_told: Callable[[list[str]], bool]) -> list[str]:
     """What `--once` says is wrong, as soon as it says that. The test's own time limit ends it."""
     while True:
         shown = run(sys.executable, MONITOR, where, "--once", "--json")
+        if "does not reply" in shown.stderr:
+            continue  # on a busy machine a coordinator may not get a core in time
         assert shown.returncode == 0, shown.stderr
         told: list[str] = json.loads(shown.stdout)["troubles"]
         if is_told(told):

@@ -219,8 +219,20 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
     assert re.search(r"hytrain: ended after step \d+, and saved a checkpoint; --set train.resume=latest resumes", said)
 
 
-@pytest.mark.parametrize("launched", [(CLUSTER,), (CLUSTER, "--nproc-per-node", "2"), ()], ids=len)
-@pytest.mark.parametrize("told", ["the first process", "all processes"])
+RANKS = (CLUSTER, "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("told", "launched"),
+    [
+        ("the first process", (CLUSTER,)),
+        ("the first process", RANKS),
+        ("all processes", (CLUSTER,)),
+        ("all processes", RANKS),
+        ("all processes", ()),  # where the first one is the program itself
+    ],
+    ids=lambda value: value if isinstance(value, str) else len(value),
+)
 def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tuple[str | Path, ...]) -> None:
     """Slurm's `--signal=USR1`: the program decides what it means, however many processes get it."""
     ranks = 2 if "2" in launched else 1

@@ -22,6 +22,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.recipe.saved import latest
+from workers import supervisor as supervisor_module
 from workers import time_limit
 from workers.attempts import Attempts
 from workers.process import Child
@@ -53,6 +54,15 @@ def recipe_in(folder: Path, **train: Any) -> Path:
         },
         train={"steps": STEPS, **train},
     )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ran = cluster(recipe_in(folder), env=environment(HYTRAIN_RUN_DIR=None))
+    assert ran.returncode == 0, ran.stderr
+    return folder / "run"
 
 
 def begin(recipe: Path, *options: str) -> Any:
@@ -98,16 +108,13 @@ def end_by_a_signal(recipe: Path, *options: str) -> Path:
     return run_dir
 
 
-def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """The resumed run is the one that nobody has disturbed."""
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole, parts = recipe_in(tmp_path / "whole"), recipe_in(tmp_path / "parts")
-    assert cluster(whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
-    run_dir = end_by_a_signal(parts)
-    again = cluster(parts, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
+    recipe = recipe_in(tmp_path)
+    run_dir = end_by_a_signal(recipe)
+    again = cluster(recipe, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
     assert again.returncode == 0, again.stderr
-    assert results(run_dir) == results(tmp_path / "whole" / "run")
+    assert results(run_dir) == results(undisturbed)
 
 
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
@@ -179,27 +186,24 @@ def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
         assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
 
 
-def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) -> None:
+def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Path, tmp_path: Path) -> None:
     """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole, parts = (recipe_in(tmp_path / name, checkpoint_every=10) for name in ("whole", "parts"))
-    assert cluster(whole, env=environment(HYTRAIN_RUN_DIR=None)).returncode == 0
-    with begin(parts, "--max-restarts", "2") as launcher:
+    run_dir = tmp_path / "run"
+    with begin(recipe_in(tmp_path, checkpoint_every=10), "--max-restarts", "2") as launcher:
         killed = []
         for step in (4, 16):
             wait_for_step(launcher, step)
-            while step > 10 and latest(tmp_path / "parts" / "run") is None:  # it is saved while training goes on
+            while step > 10 and latest(run_dir) is None:  # it is saved while training goes on
                 time.sleep(0.01)
             optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
             killed.append(f"optimizer-0 (process {optimizer.pid}) was killed by SIGKILL after step ")
             optimizer.kill()
         _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, said
-    run_dir = tmp_path / "parts" / "run"
     assert re.search(rf"{re.escape(killed[1])}\d+; attempt 3 of 3 begins from {run_dir}/checkpoints/step-10; ", said)
-    assert results(run_dir) == results(tmp_path / "whole" / "run")
-    assert (run_dir / "metrics-replaced.jsonl").read_text()
+    assert results(run_dir) == results(undisturbed)
+    replaced = [json.loads(line)["step"] for line in (run_dir / "metrics-replaced.jsonl").read_text().splitlines()]
+    assert replaced.count(1) <= 1 and max(replaced) > 10, "the last attempt has begun anew"
 
 
 @pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
@@ -294,6 +298,15 @@ def test_a_run_whose_terminal_is_gone_still_ends_with_a_checkpoint(tmp_path: Pat
         launcher.terminate()
         assert launcher.wait(60.0) == 128 + signal.SIGTERM
     assert latest(tmp_path / "run") is not None
+
+
+def test_a_copy_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+    for now_s, is_second in ((100.0, False), (100.0 + COPY_S, False), (100.1 + COPY_S, True)):
+        monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
+        supervisor._on_signal(signal.SIGTERM, None)
+        assert supervisor._again is is_second
+    supervisor._end()
 
 
 def test_a_signal_while_the_processes_start_is_heard(tmp_path: Path) -> None:
