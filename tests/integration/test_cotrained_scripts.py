@@ -253,7 +253,7 @@ of_main.__module__ = "__main__"
         ({"cpu_parts": "all"}, ConfigError, "cpu_parts is 'all'"),
         ({"parts": 0}, ConfigError, "parts is 0: the number of micro-batches"),
     ],
-    ids=str,
+    ids=["lambda", "dtype", "tuple", "main", "no function", "all parts", "a word", "no parts"],
 )
 def test_what_cannot_be_asked_for(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
     given = {"build": perceptron, "loss": LOSS, "parts": PARTS, "cpu_parts": 1} | change
