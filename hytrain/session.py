@@ -272,7 +272,8 @@ class Session:
         memory, transfers = self.memory, transfers_for(self._device)
         self._transfers = transfers
         hold_bytes = memory.for_waiting_bytes()
-        there, free = [*self._model.parameters(), *self._model.buffers()], self._host_free
+        there = [*self._model.parameters(), *self._model.buffers()]
+        free = host_free(None, self._device, len(self.ranks.node))  # a stated limit is one for planes
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
         self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
@@ -535,9 +536,14 @@ class Session:
 
     def _leave(self) -> None:
         """End the engine. The run's processes can then serve another one."""
-        if self._cotraining is not None:
-            self._cotraining.close()
         unhook, self._unhook = self._unhook, lambda: None
+        try:
+            if self._cotraining is not None:
+                self._cotraining.close()
+        finally:
+            self._end_engine(unhook)
+
+    def _end_engine(self, unhook: Callable[[], None]) -> None:
         try:
             self.engine.close(self.last_words)
         finally:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hytrain.errors import UsageError
+from hytrain.errors import CapacityError, UsageError
 from hytrain.memory import pinned
 from hytrain.memory.transfer import Copy, Fence, HostTransfers, Transfer
 from hytrain.step import activations as module
@@ -468,3 +468,39 @@ def test_copies(late: Late) -> None:
     pairs: list[Copy] = [(part, part) for part in parts]
     assert sum(part.nbytes for part, _ in pairs) == 2 * pinned.SLAB_BYTES
     stack.close()
+
+
+def test_graphs_that_end_in_the_order_of_their_beginning_use_memory_again(late: Late) -> None:
+    """As in a pipeline that alternates forwards and backwards: three graphs at a time, of many."""
+    activations, modules, graphs, taken = Activations(late, CPU, ()), layers(), list[Tensor](), list[int]()
+    for _ in range(12):
+        x = batch()
+        with saving(activations):
+            for each in modules:
+                x = block(activations, each, x)
+        graphs.append(x.sum())
+        del x
+        if len(graphs) == 3:
+            graphs.pop(0).backward()
+        taken.append(max(group.stop for group in module._alive(activations._sent)))
+    assert max(taken[3:]) <= max(taken[:3])
+    activations.close()
+
+
+def test_memory_that_cannot_be_pinned_ends_nothing(
+    late: Late, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pin(*_: Any, **__: Any) -> None:
+        raise CapacityError("no memory can be locked")
+
+    monkeypatch.setattr(late, "pin", pin)
+    activations, modules = Activations(late, CPU, ()), layers()
+    for _ in range(2):
+        x = batch()
+        with saving(activations):
+            for each in modules:
+                x = block(activations, each, x)
+        x.sum().backward()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "activations stay on the device: no memory can be locked" in said
+    activations.close()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, view
 from hytrain.cotraining.work import found, over, unpacked
 from hytrain.memory import arena
+from hytrain.model.layers import clean
 from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.messages import Compute, Computed, LendMemory, Message, Ready, TakeBack, WeightsAt
@@ -40,14 +41,14 @@ class CpuParts:
             self._map(number, descriptor, nbytes)
         trained, others = self._tensors(settings["parameters"], COPIES), self._tensors(settings["others"], OTHERS)
         work = settings["work"]
-        sys.path += [folder for folder in work["path"] if folder not in sys.path]
+        sys.path[:] = [*work["path"], *(folder for folder in sys.path if folder not in work["path"])]
         self._loss = found(work["loss"])
         with torch.device("meta"):
             self._model: nn.Module = found(work["build"])()
         self._parameters = [*over(self._model, trained, others).values()]
         torch.set_num_threads(settings["threads"])  # after the imports, which may have set them
         for name, module in self._model.named_modules():
-            module.training = name not in work["evaluated"]
+            module.training = clean(name) not in work["evaluated"]
         self._offsets, self._slot_bytes = [at for _, at, _, _ in settings["parameters"]], settings["slot_bytes"]
         self._slot, self._has_gradient = 0, [False] * len(self._parameters)
         for index, parameter in enumerate(self._parameters):

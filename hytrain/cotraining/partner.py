@@ -45,6 +45,8 @@ _TRAINER: Final = Address("trainer", 0)
 START_TIMEOUT_S: Final = 120.0
 #: A process whose socket has closed ends within this time.
 END_S: Final = 1.0
+#: The longest wait for an answer, where any is allowed.
+LONGEST_S: Final = 1e6
 
 
 class Partner:
@@ -71,7 +73,8 @@ class Partner:
     ) -> None:
         """Return once the process is ready. Raises `ClusterError` if it does not start."""
         self.lost = ""
-        self._engine, self._parameters, self._timeout_s = engine, parameters, answer_timeout_s
+        self._engine, self._parameters = engine, parameters
+        self._timeout_s = min(answer_timeout_s, LONGEST_S)
         self._token, self._seq, self._jobs = secrets.token_hex(16), 0, 0
         self._answers: dict[int, Computed] = {}
         self._open = set[int]()
@@ -157,9 +160,9 @@ class Partner:
             each.write(self._inputs.mapping, at)
             self._jobs += 1
             jobs.append(self._jobs)
+            self._open.add(self._jobs)
             self._send(Compute(job=self._jobs, slot=slot, at=at, text_bytes=each.text_bytes, seed=seed))
             at += each.nbytes
-        self._open.update(jobs)
         return jobs
 
     def _make_room(self, nbytes: int) -> None:
@@ -201,9 +204,10 @@ class Partner:
             self._pinned.add(slot)
         like = (known.own for known in self._parameters)
         gradients = views(self._gradients.mapping, self._lending.offsets, like, at)
-        self._taken = self._engine.add_gradients(
+        taken = self._engine.add_gradients(
             [gradient if has else None for gradient, has in zip(gradients, computed.has_gradient, strict=True)]
         )
+        self._taken = taken or self._taken
         return True
 
     def close(self) -> None:

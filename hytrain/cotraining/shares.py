@@ -231,6 +231,8 @@ class CoTraining:
 
     def _choose(self, planner: CpuPartsPlanner, partner: Partner, part: Any) -> None:
         """Plan, unless the CPU is trying out how long a part takes. That is a part of this step, computed twice."""
+        while 0 < self._next_trial < self._steps:  # the CPU had parts then, or a trial was under way
+            self._next_trial *= 2
         if self._trial == _NONE and self._cpu_parts == 0 and self._steps == self._next_trial:
             self._next_trial *= 2
             [self._trial] = self._hand_over({0: part}).values()

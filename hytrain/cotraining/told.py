@@ -7,11 +7,13 @@ who computes a part. It costs a comparison for each module and parameter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model.hooks import OnGradient
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter
 from hytrain.tensors import version
@@ -27,6 +29,7 @@ class Told:
         """Raises `UnsupportedError` for what a CPU trainer cannot know."""
         ours = {id(known.parameter) for known in parameters}
         self._modules = [(clean(name), module) for name, module in model.named_modules()]
+        self._places = [*model.named_modules(remove_duplicate=False)]  # a module may have several names
         self._parameters = [(clean(name), parameter) for name, parameter in model.named_parameters()]
         self._frozen = [(name, parameter) for name, parameter in self._parameters if id(parameter) not in ours]
         for name, parameter in self._frozen:
@@ -36,10 +39,10 @@ class Told:
                     "that the CPU trainer knows its values"
                 )
         for name, parameter in self._parameters:
-            if parameter._backward_hooks:
+            if _has_hooks(parameter):
                 raise UnsupportedError(
-                    f"{name} has a hook (Tensor.register_hook), which gradients of the CPU trainer do not go through: "
-                    "remove it, or leave cotrain() out"
+                    f"{name} has a hook, which gradients of the CPU trainer do not go through: remove it, or leave "
+                    "cotrain() out"
                 )
         self.others = self._others()
         self.evaluated = [name for name, module in self._modules if not module.training]
@@ -66,6 +69,7 @@ class Told:
         if now != self._flags:
             names = [f"the mode of {name or 'the model'}" for name, _ in self._modules]
             names += [f"{what} of {name}" for what in ("requires_grad", "hooks") for name, _ in self._parameters]
+            names += [f"a parameter of {name or 'the model'}" for name, _ in self._modules]
             yield from (name for name, old, new in zip(names, self._flags, now, strict=True) if old != new)
         others = self._others()
         yield from (f"{name}, a buffer," for name in others.keys() ^ self._seen.keys())
@@ -78,15 +82,22 @@ class Told:
                 yield f"the values of {name}"
             self._seen[name] = tensor, version(tensor)  # the same values, written again
 
-    def _now(self) -> list[bool]:
+    def _now(self) -> list[Any]:
         trained = [parameter.requires_grad for _, parameter in self._parameters]
-        hooks = [bool(parameter._backward_hooks) for _, parameter in self._parameters]
-        return [*(module.training for _, module in self._modules), *trained, *hooks]
+        hooks = [_has_hooks(parameter) for _, parameter in self._parameters]
+        own = [[*map(id, module._parameters.values())] for _, module in self._modules]  # ties
+        return [*(module.training for _, module in self._modules), *trained, *hooks, *own]
 
     def _others(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = dict(self._frozen)
-        for path, module in self._modules:
+        for path, module in self._places:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     found[clean(f"{path}.{name}" if path else name)] = buffer
         return found
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the user has hooks on its gradient."""
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or not all(isinstance(hook, OnGradient) for hook in after.values())

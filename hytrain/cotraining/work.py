@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -29,7 +30,7 @@ ALIGN_BYTES: Final = 64
 
 
 def named(role: str, function: Callable[..., Any]) -> list[Any]:
-    """Module, qualified name and arguments of a function, or of a `functools.partial` of one, as JSON.
+    """Module, its file, qualified name and arguments of a function, or of a `functools.partial` of one, as JSON.
 
     `role` is what the user calls it. Raises `ConfigError` if no other process can import it.
     """
@@ -43,12 +44,13 @@ def named(role: str, function: Callable[..., Any]) -> list[Any]:
             "that the script imports"
         )
     try:
-        is_there = callable(bare) and found([module, name, [], {}]).func is bare
+        file = getattr(sys.modules.get(str(module)), "__file__", None)
+        is_there = callable(bare) and found([module, file, name, [], {}]).func is bare
     except (ImportError, AttributeError, TypeError, ValueError):
         is_there = False
     if not is_there:
         raise ConfigError(f"{role} is {bare!r}: a function that can be imported, or a functools.partial of one")
-    described: list[Any] = [module, name, list(args), keywords]
+    described: list[Any] = [module, file, name, list(args), keywords]
     try:
         is_same = json.loads(json.dumps(described)) == described
     except (TypeError, ValueError):
@@ -62,9 +64,11 @@ def named(role: str, function: Callable[..., Any]) -> list[Any]:
 
 
 def found(described: Sequence[Any]) -> partial[Any]:
-    """The function that `named` has described."""
-    module, name, args, keywords = described
+    """The function that `named` has described. Raises `ConfigError` if its module is another file here."""
+    module, file, name, args, keywords = described
     function: Any = importlib.import_module(module)
+    if (here := getattr(function, "__file__", None)) != file:
+        raise ConfigError(f"module {module} is {file} in the trainer, but {here} in the CPU trainer")
     for part in name.split("."):
         function = getattr(function, part)
     return partial(function, *args, **keywords)
@@ -147,9 +151,10 @@ def _starts(text_bytes: int, sizes: Sequence[int]) -> Iterator[int]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The micro-batch with its tensors on the device."""
+    """The micro-batch with its tensors on the device. What the loop writes into them afterwards does no harm."""
     if isinstance(batch, Tensor):
-        return on_device(batch, device)
+        is_read_later = batch.device.type == "cpu" and batch.is_pinned()  # by a copy that nobody waits for
+        return on_device(batch.clone() if is_read_later else batch, device)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if type(batch) in (list, tuple):
@@ -174,8 +179,8 @@ def over(model: nn.Module, trained: Mapping[str, Tensor], others: Mapping[str, T
     for name in sorted(needed.keys() | given.keys()):
         if _kind(needed.get(name)) != _kind(given.get(name)):
             raise ConfigError(
-                f"build() makes another model than the one that is trained: its {name} is {_kind(needed.get(name))}, "
-                f"not {_kind(given.get(name))}"
+                f"build() makes another model than the one that is trained: its {name} is {_kind(needed.get(name))} "
+                f"in place of {_kind(given.get(name))}"
             )
     made = {old: nn.Parameter(given[name], requires_grad=name in trained) for name, old in parameters.items()}
     for path, owner in model.named_modules():
@@ -193,4 +198,4 @@ def over(model: nn.Module, trained: Mapping[str, Tensor], others: Mapping[str, T
 
 
 def _kind(tensor: Tensor | None) -> str:
-    return "not there" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+    return "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"

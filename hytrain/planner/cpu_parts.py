@@ -7,7 +7,7 @@
     seconds(c) = max((n - 1 - c) · gpu_part,  lead + c · cpu_part)  +  c · add  +  gpu_part        for c > 0
     seconds(0) = n · gpu_part
 
-`recipe.cotraining` calls `observe` after each step and `decide` before it. `lead` follows from how long the GPU was
+`cotraining.shares` calls `observe` after each step and `decide` before it. `lead` follows from how long the GPU was
 idle. What this leaves out, as that updates share the cores, shows in how long steps with c parts really were: `seconds`
 is multiplied by that ratio, or by that of the present c where c was never tried. Another c is taken only for a clear
 gain.

@@ -27,7 +27,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hytrain.errors import UsageError
+from hytrain.errors import CapacityError, UsageError
 from hytrain.memory.clock import Stream
 from hytrain.memory.pinned import PinnedStack
 from hytrain.memory.transfer import Copy, Transfer, Transfers
@@ -119,10 +119,11 @@ class _Group:
         self.number, self.before = number, before
         self.activations: list[weakref.ref[_Activation]] = []
         self.streams = set[Stream]()  # on which they were saved
-        self.stop = 0  # in host memory
+        self.start = self.stop = 0  # in host memory
         self.departure: Transfer | None = None
         self.has_left = False
         self.fetched_in: int | None = None  # the backward that has fetched it last
+        self.failed_in: int | None = None  # the backward in which there was no memory to fetch it ahead
 
     def alive(self) -> list[_Activation]:
         return list(_alive(self.activations))
@@ -227,8 +228,7 @@ class Activations:
         present = [(one, source) for one, source in sources if source is not None and source.nbytes == one.nbytes]
         if not present or self._is_closed:
             return
-        self._sent = [reference for reference in self._sent if reference() is not None]
-        top = max((other.stop for other in _alive(self._sent)), default=0)
+        first = top = self._place(sum(_aligned(activation.nbytes) for activation, _ in present))
         copies: list[Copy] = []
         for activation, _ in present:
             activation.start, top = top, top + _aligned(activation.nbytes)
@@ -236,7 +236,8 @@ class Activations:
             return
         for activation, source in present:
             copies += self._pairs(activation, source, to_host=True)
-        group.stop, group.activations = top, [weakref.ref(activation) for activation, _ in present]
+        group.start, group.stop = first, top
+        group.activations = [weakref.ref(activation) for activation, _ in present]
         whole = [source for _, source in present]
         self._transfers.join(group.streams, whole)
         group.streams.add(self._transfers.stream())
@@ -247,21 +248,32 @@ class Activations:
             self._free_first()
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether there is host memory for so much in all. Raises `CapacityError` if it cannot be pinned."""
+        """Whether there is host memory for so much in all, which can be pinned."""
         more = nbytes - self._stack.nbytes
         free = self._host_free() if more > 0 else None
-        if free is None or more <= free:
-            self._stack.grow(nbytes)
-            return True
+        try:
+            if free is None or more <= free:
+                self._stack.grow(nbytes)
+                return True
+            why = f"{max(free, 0) / 1e9:.2f} GB of host memory are free, and {more / 1e9:.2f} GB more are needed"
+        except (CapacityError, OSError) as error:
+            why = str(error)
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "activations stay on the device: %.2f GB of host memory are free, and %.2f GB more are needed; "
-                "with host_memory_limit, less of it is taken for state",
-                max(free, 0) / 1e9,
-                more / 1e9,
+                "activations stay on the device: %s; with host_memory_limit, less of it is taken for state", why
             )
         return False
+
+    def _place(self, nbytes: int) -> int:
+        """Where so many bytes begin: in the first gap between groups that are still needed."""
+        place = 0
+        self._sent = [reference for reference in self._sent if reference() is not None]
+        for other in sorted(_alive(self._sent), key=lambda group: group.start):
+            if other.start - place >= nbytes:
+                break
+            place = max(place, other.stop)
+        return place
 
     def _free_first(self) -> None:
         """Let whoever computes wait for the oldest copy, and then have its memory."""
@@ -287,11 +299,13 @@ class Activations:
             if tensor is None:
                 tensor = self._fetched(saved, task)
             before = None if group.before is None else group.before()
-            if before is not None and before.has_left and before.fetched_in != task and not self._is_closed:
+            if before is None or not before.has_left or self._is_closed:
+                return tensor
+            if task not in (before.fetched_in, before.failed_in):
                 try:
                     self._fetch(before.alive(), before, task)
                 except torch.OutOfMemoryError:
-                    before.fetched_in = None  # it comes when it is needed
+                    before.failed_in = task  # it comes when it is needed
             return tensor
 
     def _fetched(self, saved: Saved, task: int) -> Tensor:

@@ -179,9 +179,10 @@ class Reads:
         if saving := self._saving.get(gate):
             saving.pop().__exit__()
         if block.streams and not block.is_known and torch.is_grad_enabled():
-            if graphs.replays(_tensors_in(output), [known.parameter for known in gate.parameters]):
+            made = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+            if graphs.replays(made, [known.parameter for known in gate.parameters]):
                 raise UsageError(_REPLAYED.format(gate.parameters[0].name))
-            block.is_known = True
+            block.is_known = bool(made)
         if not block.streams or in_backward():
             return
         if torch.is_grad_enabled():
@@ -467,9 +468,8 @@ def _packing(
             return _OnDevice(tensor, version(tensor), block.gate)
         with unwatched():
             alias = tensor.detach()  # or a tensor that its own node saves would never be freed
-        if type(alias) is not Tensor:
-            return tensor
-        saved = None if activations is None else activations.save(tensor, alias)
+        is_own = type(alias) is Tensor  # what a subclass has elsewhere stays
+        saved = activations.save(tensor, alias) if activations is not None and is_own else None
         return _OnDevice(alias, version(alias), None) if saved is None else saved
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

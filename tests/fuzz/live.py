@@ -35,6 +35,8 @@ READERS: Final = ("trainer", "optimizer", "coordinator")
 #: What all logs of the run may have grown by.
 LOG_BYTES: Final = 8 << 20
 FRAMES_PER_STEP: Final = 400
+#: A run is over within seconds, in which a busy machine may not let the strangers run at all.
+LEAST_STEPS: Final = 300
 #: Frames of a stranger before another one comes.
 PATIENCE: Final = 5000
 #: So many frames that are due, but not sent, stop the trainer for a moment.
@@ -94,7 +96,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="hytrain-live-"))
     folder.mkdir(parents=True, exist_ok=True)
-    steps = arguments.steps or max(100, arguments.frames // FRAMES_PER_STEP)
+    steps = arguments.steps or max(LEAST_STEPS, arguments.frames // FRAMES_PER_STEP)
     recipe = write_recipe(folder, steps=steps, random_placements=True)
     undisturbed, run = Run(recipe, "undisturbed", ranks=1), Run(recipe, "fuzzed", ranks=1)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 import hytrain
 from hytrain.cotraining import shares
 from hytrain.cotraining.shares import CoTraining
-from hytrain.cotraining.work import moved
+from hytrain.cotraining.told import Told
+from hytrain.cotraining.work import moved, over
 from hytrain.errors import ClusterError, ConfigError, UnsupportedError, UsageError
 
 PARTS = 4
@@ -200,11 +203,11 @@ def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
         for build, sentence in (
             (
                 partial(perceptron, depth=3),
-                r"another model than the one that is trained: its 3\.0\.bias is not there, not",
+                r"another model than the one that is trained: its 3\.0\.bias is missing in place of torch",
             ),
             (
                 partial(perceptron, width=16),
-                r"its 0\.0\.bias is torch.float32 of shape \(16,\), not torch.float32 of shape",
+                r"its 0\.0\.bias is torch.float32 of shape \(16,\) in place of torch.float32 of shape",
             ),
             (Keeps, "kept is a tensor that is no buffer, and has no values if the model is built without memory"),
         ):
@@ -283,3 +286,61 @@ def test_what_no_cpu_trainer_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
         opt.cotrain(perceptron, LOSS, parts=PARTS)
     with adamw(perceptron(), k=1.0, loss_scale=8.0) as opt, pytest.raises(UnsupportedError, match="with loss_scale"):
         opt.cotrain(perceptron, LOSS, parts=PARTS)
+
+
+MODULE = """
+import small_models
+
+
+def loss(model, batch):
+    return {scale} * small_models.share_of_loss(model, batch, parts=2)
+"""
+
+
+@pytest.mark.spawns
+def test_the_cpu_trainer_imports_what_the_script_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an older version of it that is installed, too."""
+    for folder, scale in (("installed", 1.0), ("here", 3.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "scaled_loss.py").write_text(MODULE.format(scale=scale))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    loss, found = importlib.import_module("scaled_loss").loss, []
+    for cpu_parts in (0, 1):
+        model = perceptron()
+        with adamw(model, k=0.0) as opt:
+            losses = opt.cotrain(perceptron, loss, parts=2, cpu_parts=cpu_parts).backward(micro_batches(0, 2))
+            opt.step()
+            found.append({"losses": losses, **state(opt), **weights(model)})
+    assert differing(*found) == []
+
+
+class Turned(nn.Module):
+    """Two blocks that have one module in common, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common = nn.Module()
+        common.register_buffer("angles", torch.arange(4.0))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        for each in self.blocks:
+            each.turns = common
+
+
+def test_what_the_cpu_trainer_is_told() -> None:
+    """A module in two places is one; other parameters in a module, and hooks on them, are noticed."""
+    model = Turned()
+    trained = [SimpleNamespace(parameter=parameter) for parameter in model.parameters()]
+    told = Told(model, trained)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        other = Turned()
+    over(other, dict(model.named_parameters()), told.others)
+    assert other.blocks[1].turns.angles is told.others["blocks.1.turns.angles"]
+    told.require({}, torch.device("cpu"))
+    model.blocks[1].weight = model.blocks[0].weight
+    with pytest.raises(UsageError, match=r"a parameter of blocks\.1 has changed"):
+        told.require({}, torch.device("cpu"))
+    model = Turned()
+    model.blocks[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight has a hook"):
+        Told(model, [SimpleNamespace(parameter=parameter) for parameter in model.parameters()])  # type: ignore[misc]
