@@ -16,6 +16,7 @@ import torch
 from helpers import adamw, differing, opened, state, weights
 from small_models import behind_frozen, micro_batches, perceptron, share_of_loss
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.hooks import RemovableHandle
 
 import hytrain
@@ -344,3 +345,24 @@ def test_what_the_cpu_trainer_is_told() -> None:
     model.blocks[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.weight has a hook"):
         Told(model, [SimpleNamespace(parameter=parameter) for parameter in model.parameters()])  # type: ignore[misc]
+
+
+def wrapped() -> nn.Sequential:
+    """As `checkpoint_wrapper` leaves blocks: their modules have longer names. In evaluation mode, as a rule."""
+    return nn.Sequential(
+        *(checkpoint_wrapper(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))) for _ in range(2))
+    ).eval()
+
+
+@pytest.mark.spawns
+def test_modes_of_wrapped_modules_are_told() -> None:
+    """Or the CPU trainer alone would drop elements."""
+    found = []
+    for cpu_parts in (0, 1):
+        torch.manual_seed(0)
+        model = wrapped()
+        with adamw(model, k=0.0) as opt:
+            losses = opt.cotrain(wrapped, LOSS, parts=2, cpu_parts=cpu_parts).backward(micro_batches(0, 2))
+            opt.step()
+            found.append({"losses": losses, **weights(model)})
+    assert differing(*found) == []
