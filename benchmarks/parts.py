@@ -88,6 +88,8 @@ KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
+#: The same with activations in host memory as well.
+LEANEST: Final = f"{ROAMING},offload_activations"
 #: GiB of GPU memory that torch may take.
 CAPS: Final = (8, 12, 16, 24, 32, 48)
 #: Labels by cap in GiB, for 3.43 B parameters: less than two thirds of what bitsandbytes' 8-bit AdamW takes, and a
@@ -430,16 +432,20 @@ def frontier(
     start_s: float = 0.0,
     times: float = 1.0,
 ) -> list[Job]:
-    """Below caps on GPU memory. `start_s`, `times`: how much longer a start and a step take than with 3.4 B."""
+    """Below caps on GPU memory, or below the one that was asked for; below the lowest also `peers`.
 
-    def below(cap_gib: int, system: str, settle: int, measure: int) -> Job:
+    `start_s`, `times`: how much longer a start and a step take than with 3.4 B.
+    """
+
+    def below(cap_gib: float, system: str) -> Job:
+        settle, measure = (32, 8) if system.startswith("hytrain") else (2, 4)
         found = job(
             replace(_shaped(template, shape), cap_gib=cap_gib), system, Segment(batch=8, settle=settle, measure=measure)
         )
         return replace(found, start_s=found.start_s + start_s, step_s=times * found.step_s)
 
-    ours = [below(cap_gib, ROAMING, settle=32, measure=8) for cap_gib in caps]
-    return [*ours, *(below(caps[0], system, settle=2, measure=4) for system in peers)]
+    lowest, asked = caps[0], [template.cap_gib] if template.cap_gib else caps
+    return [below(gib, system) for gib in asked for system in (ROAMING, *(peers if gib == lowest else ()))]
 
 
 def home(template: Job) -> list[Job]:
@@ -456,10 +462,10 @@ def home(template: Job) -> list[Job]:
 
     smaller = f"{ROAMING},state_dtype=bfloat16,host_memory_limit"
     return [
-        on("llama3-8b", f"{smaller}={58 * 10**9}", 2, sequence=4096, step_s=8.0),
+        on("llama3-8b", f"{smaller}={58 * 10**9}", 2, sequence=4096, step_s=6.0),
         on("3b", f"{smaller}={27 * 10**9}", 4, cap_gib=12, step_s=1.5),
         on("7b", f"{smaller}={58 * 10**9}", 4),
-        *(on("7b", system, 4) for system in ("bnb-paged-8bit", *WEIGHTLESS)),
+        *(on("7b", system, 4) for system in ("bnb-paged-8bit", "torchao-bf16", *WEIGHTLESS)),
     ]
 
 
@@ -578,9 +584,10 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "power": power,
     "monitors": monitors,
     "frontier_3b": partial(frontier, shape="3b", caps=CAPS),
-    "frontier_7b": partial(frontier, shape="7b", caps=CAPS[::2], start_s=35, times=1.9),
-    # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB.
-    "frontier_10b": partial(frontier, shape="10b", caps=CAPS[1::2], peers=(), start_s=55, times=2.6),
+    "frontier_7b": partial(frontier, shape="7b", caps=CAPS, start_s=35, times=1.9),
+    # Its peers would need 16 bytes of host memory for each of 9.8 B parameters, more than 128 GiB. Activations have no
+    # room below the lowest cap.
+    "frontier_10b": partial(frontier, shape="10b", caps=CAPS, peers=(LEANEST,), start_s=55, times=2.6),
     "home": home,
     "long": long,
     "largest": largest,

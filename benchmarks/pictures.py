@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402
 
-from benchmarks.parts import AUTO, CAPS, ROAMING, WEIGHTLESS  # noqa: E402
+from benchmarks.parts import AUTO, CAPS, LEANEST, ROAMING, WEIGHTLESS  # noqa: E402
 from benchmarks.rows import Rows  # noqa: E402
 
 pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
@@ -150,7 +150,8 @@ def threads(rows: Rows) -> Any:
 
 def frontier(rows: Rows) -> Any:
     """Seconds per step below caps on GPU memory: a line for each model, and its fastest peer."""
-    measured = {shape: rows.of_part(f"frontier_{shape}").where(system=ROAMING) for shape in ("3b", "7b", "10b")}
+    below = {shape: rows.filled(f"frontier_{shape}", "cap_gib", "system") for shape in ("3b", "7b", "10b")}
+    measured = {shape: found.where(system=ROAMING) for shape, found in below.items()}
     shapes = [shape for shape, ours in measured.items() if ours.values("step_s")]
     if not shapes:
         return None
@@ -159,6 +160,9 @@ def frontier(rows: Rows) -> Any:
         here = rows.of_part(f"frontier_{shape}")
         ours = sorted((row["cap_gib"], row["step_s"]) for row in measured[shape] if "error" not in row)
         panel.plot(*zip(*ours, strict=True), "o-", color=OURS, label="HyTrain")
+        leanest = [(row["cap_gib"], row["step_s"]) for row in below[shape].where(system=LEANEST)]
+        if leanest:
+            panel.plot(*zip(*leanest, strict=True), "s", color=OURS, label="HyTrain, activations in host memory")
         if failed := [row["cap_gib"] for row in measured[shape] if "error" in row]:
             panel.plot(failed, [0.0] * len(failed), "x", color=OURS, label="failed", clip_on=False)
         for system, style in zip(WEIGHTLESS, ("--", ":"), strict=True):

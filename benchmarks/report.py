@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -461,24 +461,34 @@ FRONTIERS: Final = ("frontier_3b", "frontier_7b", "frontier_10b")
 
 def frontier(rows: Rows) -> str:
     """Below caps on GPU memory."""
-    here = Rows(row for part in FRONTIERS for row in rows.of_part(part))
+    each = (rows.filled(part, "cap_gib", "system") for part in FRONTIERS)
+    here = Rows(row for found in each for row in sorted(found, key=lambda row: float(row["cap_gib"])))
 
     def of_fastest_peer(mine: Rows) -> float | None:
-        peers = here.where(shape=mine.last("shape"), system=WEIGHTLESS).values("step_s")
+        peers = here.where(shape=mine.last("shape"), system=WEIGHTLESS, host=mine.last("host")).values("step_s")
         return ratio(min(peers, default=None), mine.median("step_s")) if mine.last("system") == ROAMING else None
 
     faster = computed("times as fast as the fastest peer", of_fastest_peer, lambda value: number(value, 2))
     columns = (*CAPPED, *PLACED, col.STEP, col.PREDICTED, faster)
-    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
+    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY, *col.HOST)
 
 
 def home(rows: Rows) -> str:
     """Little GPU memory, little host memory, few cores: each model with its peers, on one host."""
     shapes = rows.where(part="home").distinct("shape")
-    here = Rows(row for shape in shapes for row in rows.where(shape=shape).of_part("home"))
+    here = [rows.where(shape=shape).filled("home", "cap_gib", "system") for shape in shapes]
+    return _capped(mine for each in here for mine in each.by("cap_gib", "system"))
+
+
+def long(rows: Rows) -> str:
+    """Long sequences, with activations in host memory and without."""
+    return _capped(rows.of_part("long").by("sequence", "system"))
+
+
+def _capped(lines: Iterable[Rows]) -> str:
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
-    return table(here.by("shape", "cap_gib", "system"), *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
+    return table(lines, *columns, *col.MEMORY, *col.PREDICTED_MEMORY)
 
 
 def experts(rows: Rows) -> str:
@@ -531,14 +541,14 @@ _TABLES: Final = (
     clipping,
 )
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home)
+    make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home, long)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    own_parts = (launches, sft, saving, experts, power, monitors)
+    own_parts = (launches, sft, saving, experts, power, monitors, home, long)
     apart = {**{make: (make.__name__,) for make in own_parts}, frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())

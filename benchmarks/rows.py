@@ -78,6 +78,13 @@ class Rows(list[Row]):
 
         return max(self.where(part=part).by_host(), key=fullest, default=Rows())
 
+    def filled(self, part: str, *fields: str) -> Rows:
+        """`of_part`; for values of these fields that it lacks, the newest row of another host, compared with none."""
+        found = self.of_part(part)
+        have = {tuple(row[field] for field in fields) for row in found}
+        more = (rows[-1] for rows in self.where(part=part).by(*fields))
+        return Rows([*found, *(row for row in more if tuple(row[field] for field in fields) not in have)])
+
     def beside(self, everything: Rows) -> Rows:
         """All that was measured on these rows' host at their commit."""
         return Rows(row for here in self.by_host() for row in everything.where(**pair(here)))

@@ -256,6 +256,7 @@ def torchao(model: nn.Module, setting: Setting) -> Running:
 
     if setting.clip:
         raise Unavailable("torchao's CPUOffloadOptimizer has sent the gradients off before they could be clipped")
+    model = model.to(setting.job.device)  # below a cap it comes in host memory
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     autocast = next(model.parameters()).dtype == torch.float32
     return Running(plain_step(model, optimizer, run=partial(forward_and_backward, autocast=autocast)))

@@ -62,6 +62,11 @@ MEASURED = [
     ("7 B", 24, 58, 4096, "bfloat16", 1.09),
     ("8 B (Llama 3)", 24, 58, 8192, "bfloat16", 1.86),
 ]
+#: Models below 24 GiB at batch 8 × 1024, exact: the rates that `doctor` measured just before, and a step's seconds.
+ON_ITS_HOST = [
+    ("3 B", Rates(710e12, 53.9e9, 52.7e9, 61e9, {EXACT: 5.16e9}), 0.653),
+    ("7 B", Rates(690e12, 54.7e9, 54.5e9, 56e9, {EXACT: 6.74e9}), 1.236),
+]
 
 
 def shape_of(name: str) -> Shape:
@@ -78,6 +83,13 @@ def test_forecasts_are_near_what_was_measured(
     )
     bounds = {"gpu_bytes": gpu_gib * GIB, "host_bytes": host_gb * GB}
     found = forecast(shape_of(name), rates, tokens=tokens, precision=Precision(state_dtype), **bounds)
+    assert found.step_s is not None and abs(found.step_s / measured_s - 1) <= 0.19
+
+
+@pytest.mark.parametrize(("name", "rates", "measured_s"), ON_ITS_HOST)
+def test_forecasts_from_a_hosts_own_rates(name: str, rates: Rates, measured_s: float) -> None:
+    bounds = {"gpu_bytes": 24 * GIB, "host_bytes": 118 * GB}
+    found = forecast(shape_of(name), rates, tokens=8192, precision=EXACT, **bounds)
     assert found.step_s is not None and abs(found.step_s / measured_s - 1) <= 0.19
 
 
