@@ -481,7 +481,8 @@ class Optimizer(torch.optim.Optimizer):
             UnsupportedError: A CPU trainer cannot train this: on several ranks, with `loss_scale`.
             UsageError: It was called before, and what it returned is not closed.
             CapacityError: Host memory has no room for the gradients of so many parts.
-            ClusterError: The CPU trainer does not start: `build` makes another model, for example.
+            ClusterError: The CPU trainer does not start: `build` makes another model, for example. With "auto", the log
+                says so.
         """
         return self._session.cotrain(build, loss, parts=parts, cpu_parts=cpu_parts)
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hytrain.cotraining.partner import Partner
 from hytrain.cotraining.told import Told
 from hytrain.cotraining.work import moved, named, seed_of
-from hytrain.errors import CapacityError, ConfigError, UsageError
+from hytrain.errors import CapacityError, ClusterError, ConfigError, UnsupportedError, UsageError
 from hytrain.memory.clock import Mark, Span
 from hytrain.memory.transfer import Transfers
 from hytrain.model.trained import TrainedParameter
@@ -93,18 +93,23 @@ class CoTraining:
         if most:
             self._told = Told(model, parameters)
             work |= {"evaluated": self._told.evaluated, "path": [each for each in sys.path if isinstance(each, str)]}
-            self._partner = Partner(
-                work,
-                parameters,
-                self._told.others,
-                engine=engine,
-                transfers=transfers,
-                slots=most,
-                cores=cores,
-                threads=threads,
-                log=log,
-                answer_timeout_s=answer_timeout_s,
-            )
+            try:
+                self._partner = Partner(
+                    work,
+                    parameters,
+                    self._told.others,
+                    engine=engine,
+                    transfers=transfers,
+                    slots=most,
+                    cores=cores,
+                    threads=threads,
+                    log=log,
+                    answer_timeout_s=answer_timeout_s,
+                )
+            except ClusterError as error:
+                if self._planner is None:
+                    raise
+                _log.warning("the CPU trains no part: %s", error)
 
     @property
     def pid(self) -> int | None:
@@ -126,7 +131,8 @@ class CoTraining:
         Raises:
             UsageError: There are no micro-batches, or too many; or something has changed that the CPU trainer cannot
                 know.
-            UnsupportedError: A micro-batch cannot be sent to the CPU trainer.
+            UnsupportedError: A micro-batch cannot be sent to the CPU trainer. If `cpu_parts` is "auto" and the CPU had
+                no part of the last step, neither of these two is raised: training goes on without the CPU trainer.
         """
         count = len(batches)
         if not 0 < count <= self._parts:
@@ -221,13 +227,20 @@ class CoTraining:
         if self._partner is None:
             return
         if self._partner.lost:
-            lost = f"the CPU trainer (process {self._partner.pid}) is lost: {self._partner.lost}"
-            self._tell(logging.WARNING, f"{lost}; from here on, all parts are trained without it")
-            self._end()
+            self._go_on(f"the CPU trainer (process {self._partner.pid}) is lost: {self._partner.lost}")
             return
-        self._told.require(self._partner.others, self._device)
-        if self._planner is not None:
-            self._choose(self._planner, self._partner, part)
+        try:
+            self._told.require(self._partner.others, self._device)
+            if self._planner is not None:
+                self._choose(self._planner, self._partner, part)
+        except (UsageError, UnsupportedError) as error:
+            if self._planner is None or self._cpu_parts:  # with parts on the CPU, the last step may be wrong
+                raise
+            self._go_on(str(error))
+
+    def _go_on(self, reason: str) -> None:
+        self._tell(logging.WARNING, f"{reason}; from here on, all parts are trained without the CPU trainer")
+        self._end()
 
     def _choose(self, planner: CpuPartsPlanner, partner: Partner, part: Any) -> None:
         """Plan, unless the CPU is trying out how long a part takes. That is a part of this step, computed twice."""

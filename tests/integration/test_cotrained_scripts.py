@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -214,6 +215,47 @@ def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
         ):
             with pytest.raises(ClusterError, match=f"the CPU trainer did not start: ConfigError: .*{sentence}"):
                 opt.cotrain(build, LOSS, parts=PARTS, cpu_parts=1)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("build", "built", "name", "sentence"),
+    [
+        (perceptron, partial(perceptron, depth=3), "", "the CPU trains no part: the CPU trainer did not start"),
+        (perceptron, perceptron, {"a set"}, r"step 1: a micro-batch\['name'\] is of set.*without the CPU trainer"),
+        (behind_frozen, behind_frozen, "", "step 2: the values of 1.num_batches_tracked has changed"),
+    ],
+    ids=["no start", "not sent", "a buffer was written"],
+)
+def test_with_auto_training_goes_on_without_a_cpu_trainer(
+    build: Any, built: Any, name: Any, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(**share: int) -> dict[str, Tensor]:
+        model = build()
+        with adamw(model, k=0.4) as opt:
+            cotraining = opt.cotrain(built, LOSS, parts=PARTS, **share)
+            for step in range(3):
+                cotraining.backward([{**batch, "name": name} for batch in micro_batches(step, PARTS)])
+                opt.step()
+                opt.zero_grad()
+            assert cotraining.pid is None
+            return {**state(opt), **weights(model)}
+
+    ours = trained()
+    assert re.search(sentence, caplog.text), caplog.text
+    assert differing(ours, trained(cpu_parts=0)) == []
+
+
+@pytest.mark.spawns
+def test_auto_goes_on_with_no_step_that_the_cpu_may_have_got_wrong() -> None:
+    """A BatchNorm's statistics lack the CPU's parts."""
+    with adamw(behind_frozen(), k=1.0) as opt:
+        cotraining = opt.cotrain(behind_frozen, LOSS, parts=PARTS)
+        cotraining._cpu_parts = 1
+        cotraining.backward(micro_batches(0, PARTS))
+        opt.step()
+        with pytest.raises(UsageError, match=r"values of 1.num_batches_tracked has changed"):
+            cotraining.backward(micro_batches(1, PARTS))
 
 
 TRAINS = """

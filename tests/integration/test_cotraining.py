@@ -264,7 +264,7 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     assert differing(ours, trained()) == []
     told = [line for line in capsys.readouterr().err.splitlines() if "is lost" in line]
     assert len(told) == 1 and told[0].startswith("step 4: the CPU trainer (process "), told
-    assert told[0].endswith(f" is lost: {said}; from here on, all parts are trained without it")
+    assert told[0].endswith(f" is lost: {said}; from here on, all parts are trained without the CPU trainer")
 
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
