@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
@@ -368,9 +368,9 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
     last = steps.statistics[-1]
     measured = running.records(steps.first, last.step, steps.loss, ranks.rank())[-segment.measure :]
 
-    def median(field: str) -> float | None:
+    def of(field: str, choose: Callable[[list[float]], float] = statistics.median) -> float | None:
         values = [record[field] for record in measured if record.get(field) is not None]
-        return round(statistics.median(values), 5) if values else None
+        return round(choose(values), 5) if values else None
 
     return {
         "k": float(last.k),
@@ -379,8 +379,8 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
         "ks": [round(float(each.k), 4) for each in steps.statistics],
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,
-        **{field: median(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s")},
-        **{field: median(field) for field in ("predicted_gpu_bytes", "predicted_host_bytes")},
+        **{field: of(field) for field in ("predicted_step_s", "stall_s", "cpu_busy_s", "predicted_host_bytes")},
+        "predicted_gpu_bytes": of("predicted_gpu_bytes", max),  # as the peak is that of all measured steps
     }
 
 

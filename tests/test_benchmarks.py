@@ -35,6 +35,7 @@ from benchmarks import (
     report,
     saving,
     several,
+    step,
     suite,
     systems,
     watcher,
@@ -251,6 +252,16 @@ def test_every_part_names_known_systems_survives_the_command_line_and_is_short()
         if name in ("frontier_7b", "frontier_10b"):  # measured cap by cap, each with what is compared below it
             jobs = [job for job in jobs if job.cap_gib == parts.CAPS[0]]
         assert sum(job.expected_s for job in jobs) < 540, f"{name} fits into nine minutes"
+
+
+def test_predicted_memory_is_that_of_the_step_with_the_peak() -> None:
+    """Layers moved within the measured steps."""
+    records = [{"predicted_gpu_bytes": nbytes, "predicted_step_s": nbytes / 10} for nbytes in (9.0, 1.0, 1.0, 2.0)]
+    last = SimpleNamespace(step=4, k=0.5, visiting_layers=(), streamed_layers=(), moved=3)
+    running: Any = SimpleNamespace(optimizer=object(), records=lambda *arguments: records)
+    steps: Any = SimpleNamespace(statistics=[last], first=1, loss=0.0)
+    found = step.own_account(running, steps, Segment(batch=1, measure=3))
+    assert (found["predicted_gpu_bytes"], found["predicted_step_s"]) == (2.0, 0.1)
 
 
 def test_hosts_are_never_mixed() -> None:
@@ -647,10 +658,10 @@ def test_a_step_has_kernels_and_their_seconds() -> None:
     """Of three steps, the last two: in each a launch that comes late, and two kernels of 100 us."""
     profile = idle.Profile.__new__(idle.Profile)
     profile._steps, profile._events = 3, []
-    for step in range(3):
+    for turn in range(3):
         for start, returned in ((0, -1), (150, 140)):
-            number, at = len(profile._events), 300 * step + start
-            profile._events += [launch(300 * step + returned, number), kernel(at, at + 100, number)]
+            number, at = len(profile._events), 300 * turn + start
+            profile._events += [launch(300 * turn + returned, number), kernel(at, at + 100, number)]
     found = profile.result()
     assert (found["steps"], found["kernels"], found["busy_s"]) == (2, 2.0, 200e-6)
     assert found["launch"] > 0
