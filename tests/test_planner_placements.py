@@ -42,8 +42,8 @@ class Machine:
     others: int = 6 * GB  # what a step takes besides what is placed
     gpu: float = 140e9
     host: int = 125 * GB
-    blocks: int = 32
-    numel: int = 101_000_000  # of a layer; a block has two
+    blocks: int = 16
+    numel: int = 202_000_000  # of a layer; a block has two
     of_muon: int = 0  # of a block's layers
     paces: tuple[float, ...] = (1.0,)  # one of them, in each step, is how many times as long as usual the CPU takes
 
@@ -250,9 +250,9 @@ def require_a_good_plan(run: Run) -> None:
         Machine(work_s=0.9, cap=16 * GB),
         Machine(work_s=0.9, cap=13 * GB, visits=3.5e9),
         Machine(work_s=0.9, cap=75 * GB),
-        Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=48),
+        Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=24),
         # 10 B parameters, of which a token meets 3 B: the CPU has time for a fifth of them
-        Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=54, numel=96_000_000),
+        Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=27, numel=192_000_000),
     ],
     ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB", "both memories full", "few FLOPs, many states"],
 )

@@ -24,7 +24,7 @@ from hytrain.optim import Optimizer
 from hytrain.step import streaming
 from protocol.rules import MOMENT_PLANES
 
-STEPS = 24
+STEPS = 12
 PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.0},
     {"k": 0.4, "threads": 2},
@@ -35,6 +35,8 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"policy": "random", "stream": "auto"},
     {"k": 0.0, "overlap": False, "backend": "torch"},
 ]
+#: Each device and each backend once.
+FEW = [PLACEMENTS[index] for index in (0, 2, 4, 6, 7)]
 
 
 class SGD(OnMasters, torch.optim.SGD):
@@ -78,7 +80,7 @@ def test_every_placement_gives_the_references_bits(
     theirs = perceptron(dtype=dtype)
     train(theirs, case.reference(theirs, **case.options), range(STEPS), square_loss)
     expected = weights(theirs)
-    for placement in PLACEMENTS:
+    for placement in PLACEMENTS if dtype is torch.bfloat16 else FEW:
         ours = perceptron(dtype=dtype)
         with opened(case.kind, ours, **case.options, **placement) as opt:
             train_and_prepare(ours, opt, STEPS, square_loss)
@@ -105,7 +107,7 @@ def test_the_bits_do_not_depend_on_the_placement(
     """For what torch has no counterpart of: rounded state, scaled losses, norms that are HyTrain's."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
     found = []
-    for placement in (PLACEMENTS[i] for i in (0, 2, 4, 6, 7)):
+    for placement in FEW:
         model = perceptron(dtype=dtype)
         with opened(case.kind, model, **case.options, **more, **placement) as opt:
             for step in range(STEPS):

@@ -73,6 +73,10 @@ class Scheduled:
         return True
 
 
+#: What `Trainings.alone` has returned, by its options.
+ALONE: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+
 class Trainings:
     """Trains recipes over one text. `cpu_parts` has how many parts the CPU trained in the last run's steps."""
 
@@ -116,6 +120,13 @@ class Trainings:
         return {**result, "losses": torch.tensor([record["loss"] for record in records], dtype=torch.float64)}
 
 
+    def alone(self, *options: str) -> dict[str, Tensor]:
+        """Without a CPU trainer, once for all tests that compare with it."""
+        if options not in ALONE:
+            ALONE[options] = self(*options)
+        return ALONE[options]
+
+
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     return Trainings(tmp_path, monkeypatch)
@@ -135,7 +146,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
 def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...], trained: Trainings) -> None:
     ours = trained(*options, schedule=ALL)
     assert trained.cpu_parts == [*ALL]
-    assert differing(ours, trained(*options)) == []
+    assert differing(ours, trained.alone(*options)) == []
 
 
 def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> None:
@@ -196,7 +207,7 @@ def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkey
     finally:
         optimizers[0].resume()
     optimizers.clear()
-    assert differing(ours, trained("optimizer.k=0")) == []
+    assert differing(ours, trained.alone("optimizer.k=0")) == []
 
 
 def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +272,7 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     monkeypatch.setattr(Partner, "hand_over", handed_over)
     ours = trained("train.cpu_parts=2")
     assert trained.cpu_parts == [2, 2, 0, 0, 0, 0, 0, 0]
-    assert differing(ours, trained()) == []
+    assert differing(ours, trained.alone()) == []
     told = [line for line in capsys.readouterr().err.splitlines() if "is lost" in line]
     assert len(told) == 1 and told[0].startswith("step 4: the CPU trainer (process "), told
     assert told[0].endswith(f" is lost: {said}; from here on, all parts are trained without the CPU trainer")

@@ -22,7 +22,7 @@ from hytrain.memory import visits
 from hytrain.model import layers
 from hytrain.step import streaming
 
-STEPS = 24
+STEPS = 16
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
     "a part": {"k": 0.5},
@@ -151,9 +151,8 @@ def test_fused_experts(implementation: str, placement: str) -> None:
     same_as_torch(run, lambda: mixtral(torch.float32, implementation), weight_decay=0.1, **PLACEMENTS[placement])
 
 
-@each_dtype
 @each_placement
-def test_fused_experts_in_pieces(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_experts_in_pieces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's bound that is less than a block's experts: as of 134 M elements, which those of 10 B exceed."""
     monkeypatch.setattr(layers, "MIN_PIECE_NUMEL", 1 << 11)
     monkeypatch.setattr(layers, "MAX_PIECE_NUMEL", 1 << 12)
@@ -165,7 +164,7 @@ def test_fused_experts_in_pieces(options: dict[str, Any], dtype: torch.dtype, mo
             assert len(cut) == 3 * (8 + 4), "of each block 32768 and 16384 elements"
         return losses
 
-    same_as_torch(run, lambda: mixtral(dtype), weight_decay=0.1, **options)
+    same_as_torch(run, lambda: mixtral(torch.bfloat16), weight_decay=0.1, **options)
 
 
 def test_clipping_of_fused_experts() -> None:

@@ -26,7 +26,7 @@ from hytrain.recipe.fused import fuse
 from hytrain.step import streaming
 from workers import monitor
 
-STEPS = 50
+STEPS = 24
 
 CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},

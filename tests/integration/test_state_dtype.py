@@ -35,7 +35,7 @@ MAKES = [
     (gpt2, torch.float32, SMALL),
     (llama, torch.bfloat16, SMALL | LONE),
 ]
-STEPS = 24
+STEPS = 12
 #: All placements, fixed and moving; with a second bank; with other threads; and without overlap.
 CHOICES: list[dict[str, Any]] = [
     {"k": 0.3, "threads": 1},
