@@ -294,13 +294,13 @@ def test_a_cpu_whose_pace_swings_has_no_more_than_it_can_do() -> None:
 HOME: dict[str, tuple[dict[str, Any], str]] = {
     # 24 GB, 64 GB of DDR5, PCIe 4, batch 4: the CPU updates 3.2 B parameters in little more than a step.
     "RTX 4090": (
-        {"blocks": 28, "numel": 57_000_000, "work_s": 1.2, "cap": 22 * GB, "others": 4 * GB, "host": 56 * GB}
+        {"blocks": 14, "numel": 114_000_000, "work_s": 1.2, "cap": 22 * GB, "others": 4 * GB, "host": 56 * GB}
         | {"gpu": 38e9, "cpu": 2.4e9, "visits": 2.3e9, "link": 24e9},
         "the CPU has nearly all",
     ),
     # 24 GB, 32 GB of DDR4, PCIe 3, short steps: state stays on the GPU, as far as it has room.
     "RTX 3090": (
-        {"blocks": 24, "numel": 35_000_000, "work_s": 0.4, "cap": 22 * GB, "others": 4 * GB, "host": 26 * GB}
+        {"blocks": 12, "numel": 70_000_000, "work_s": 0.4, "cap": 22 * GB, "others": 4 * GB, "host": 26 * GB}
         | {"gpu": 35e9, "cpu": 1.4e9, "visits": 1.1e9, "link": 12e9},
         "the GPU has more than half",
     ),
@@ -318,7 +318,7 @@ HOME: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # 24 GB, four cores: their updates are slow, but the steps are long.
     "A10G": (
-        {"blocks": 24, "numel": 35_000_000, "work_s": 2.2, "cap": 22 * GB, "others": 4 * GB, "host": 26 * GB}
+        {"blocks": 12, "numel": 70_000_000, "work_s": 2.2, "cap": 22 * GB, "others": 4 * GB, "host": 26 * GB}
         | {"gpu": 22e9, "cpu": 0.9e9, "visits": 1.6e9, "link": 20e9},
         "the CPU has nearly all",
     ),

@@ -100,7 +100,10 @@ def test_every_placement_gives_the_references_bits(
     ],
     ids=["float16", "lone", "bfloat16", "float32", "float8"],
 )
-@of_case
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "nesterov")) for name, case in CASES.items()],
+)
 def test_the_bits_do_not_depend_on_the_placement(
     case: Case, dtype: torch.dtype, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
