@@ -19,6 +19,7 @@ import sys
 import traceback
 from typing import Any
 
+from hytrain.extras import importing
 from protocol.address import Address
 from protocol.codec import encode
 from protocol.messages import Failure
@@ -37,9 +38,11 @@ def main() -> int:
     os.sched_setaffinity(0, settings["cores"])
     with socket.socket(fileno=settings["socket"]) as trainer:
         try:
-            from workers.cpu_parts import CpuParts
+            with importing():
+                from workers.cpu_parts import CpuParts
 
-            CpuParts(settings, trainer, ADDRESS).serve()
+                parts = CpuParts(settings, trainer, ADDRESS)  # which imports what the model is made of
+            parts.serve()
         except (BrokenPipeError, ConnectionResetError):
             pass
         except Exception as error:
