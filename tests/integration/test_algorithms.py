@@ -24,7 +24,7 @@ from hytrain.optim import Optimizer
 from hytrain.step import streaming
 from protocol.rules import MOMENT_PLANES
 
-STEPS = 12
+STEPS = 16
 PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.0},
     {"k": 0.4, "threads": 2},
@@ -84,7 +84,7 @@ def test_every_placement_gives_the_references_bits(
         ours = perceptron(dtype=dtype)
         with opened(case.kind, ours, **case.options, **placement) as opt:
             train_and_prepare(ours, opt, STEPS, square_loss)
-            assert opt.statistics().moved > 3 or placement.get("policy") != "random"
+            assert opt.statistics().moved > 1 or placement.get("policy") != "random"
             opt.synchronize()
             assert differing(weights(ours), expected) == [], placement
 
