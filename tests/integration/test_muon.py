@@ -44,12 +44,12 @@ class Shapes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_hundred_steps(dtype: torch.dtype) -> None:
     theirs = perceptron(dtype=dtype)
     train(theirs, Muon(theirs, **NUMBERS), range(200), square_loss)
     expected = weights(theirs)
-    for placement in ({"k": 0.5}, {"policy": "random"}):
+    for placement in PLACEMENTS:
         ours = perceptron(dtype=dtype)
         with opened(hytrain.Muon, ours, **NUMBERS, **placement) as opt:
             train_and_prepare(ours, opt, 200, square_loss)
