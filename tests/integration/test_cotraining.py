@@ -119,7 +119,6 @@ class Trainings:
         self.cpu_parts = [record.get("cpu_parts") for record in records]
         return {**result, "losses": torch.tensor([record["loss"] for record in records], dtype=torch.float64)}
 
-
     def alone(self, *options: str) -> dict[str, Tensor]:
         """Without a CPU trainer, once for all tests that compare with it."""
         if options not in ALONE:
