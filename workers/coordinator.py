@@ -46,7 +46,7 @@ from workers.run_folder import metrics_file
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
 #: optimizer, whose last report comes after the weights that the trainer waited for.
-LAST_WORDS_S: Final = 0.2
+LAST_WORDS_S: Final = 1.0
 LAST_REPORT_S: Final = 0.05
 #: In the socket folder: what monitors have ordered, by rank.
 COMMANDS_FILE: Final = "commands.json"
@@ -232,13 +232,15 @@ class Coordinator:
         """Handle the messages that were sent before the end: the last records."""
         for name in self._trainers:  # nobody takes their places any more
             self._inbox.unwatch(name)
-        trains = any(to.role == "trainer" for to, _ in self._outboxes.values())
-        patience_s = LAST_WORDS_S if trains else LAST_REPORT_S
-        while (incoming := self._inbox.receive(patience_s)) is not None:
+        while (incoming := self._inbox.receive(self._patience_s())) is not None:
             self._handle(incoming)
         for name, trainer in list(self._trainers.items()):  # whose Goodbye is late: their records are whole without it
             self._lose(trainer, name)
         self._trace.close()
+
+    def _patience_s(self) -> float:
+        trains = any(to.role == "trainer" for to, _ in self._outboxes.values())
+        return LAST_WORDS_S if trains else LAST_REPORT_S
 
     def _handle(self, incoming: Incoming) -> None:
         now_s = time.monotonic()

@@ -429,7 +429,7 @@ def test_without_memory_that_can_be_pinned_all_parts_are_trained_without_the_cpu
     monkeypatch.setattr(OverHostMemory, "pin", pin)
     ours, pid = shared(2)
     assert differing(ours, expected) == [] and pid is None
-    assert "is lost: no memory can be locked; from here on, all parts are trained without the CPU trainer" in caplog.text
+    assert "is lost: no memory can be locked; from here on, all parts are trained without the CPU" in caplog.text
 
 
 def test_activations_and_who_uses_their_memory_next(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
