@@ -26,7 +26,7 @@ from hytrain.recipe.fused import fuse
 from hytrain.step import streaming
 from workers import monitor
 
-STEPS = 24
+STEPS = 50
 
 CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
@@ -121,7 +121,7 @@ def test_layers_without_room_for_gradients_stay(monkeypatch: pytest.MonkeyPatch)
     hold, refused = ArenaPlanes.hold_gradients, list[bool]()
 
     def hold_seldom(planes: ArenaPlanes, *, gently: bool = True) -> None:
-        if gently and len(refused) < 6:
+        if gently and len(refused) < 12:
             refused.append(True)
             raise CapacityError("no room")
         hold(planes, gently=gently)
@@ -130,7 +130,7 @@ def test_layers_without_room_for_gradients_stay(monkeypatch: pytest.MonkeyPatch)
     model = make(torch.bfloat16)
     with adamw(model, k="auto", policy="random") as opt:
         train_and_prepare(model, opt, STEPS)
-        assert len(refused) == 6 and opt.statistics().moved
+        assert len(refused) == 12 and opt.statistics().moved
         assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
 
 
