@@ -1317,6 +1317,8 @@ def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Drive
     assert planning._known_residuals[0.5, 0.0] == pytest.approx(usual + (3.2 - usual) / 2), (
         "steps scatter, and the machine may have changed"
     )
+    planning._tried_at[0.5, 0.0], planning._step = 10 * FADING_STEPS, 20 * FADING_STEPS
+    assert planning._known_residuals[0.5, 0.0] == pytest.approx(usual + (3.2 - usual) / 2), "longer, later in a run"
     planning._residuals[0.5, 0.0].count = 2
     assert (0.5, 0.0) not in planning._known_residuals, "too few steps to tell"
     driver.ask("threads", "2")

@@ -198,12 +198,14 @@ def test_shares_between_those_that_are_tried_first_are_found(monkeypatch: pytest
 
 
 def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
-    """Others are assumed to miss as the current ones do. From those that are slow the way back is open."""
+    """Others are assumed to miss as the nearest of those do. From those that are slow the way back is open."""
     profile = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
     wanted = choose("deadline", profile, visit=None).visit
     assert wanted > 0
     slow = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.0}
-    assert choose("deadline", profile, visit=None, residuals=slow).visit not in (wanted, 0.0)
+    assert 0.0 < choose("deadline", profile, visit=None, residuals=slow).visit < wanted / 2
+    slow |= {(0.1, 0.0): 1.5, (0.2, 0.0): 1.5}
+    assert choose("deadline", profile, visit=None, residuals=slow).visit == 0.0, "what is beside them is slow as well"
     everywhere = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.5}
     assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
     there = replace(profile, visit=wanted)

@@ -49,7 +49,8 @@ NO_PLAN, NO_ROOM = "no plan fits", "layers stay, since there is no room to move 
 PROCESS_BYTES: Final = 1_800_000_000
 #: Of the host's memory, other programs may take so much of what is left to them before planes give way.
 MARGIN_TO_OTHERS: Final = 3 << 29
-#: What is known of how far shares miss counts after so many steps, at most so much, and half after so many more steps.
+#: What is known of how far shares miss counts after so many steps, at most so much, and half after at least so many
+#: more steps.
 RESIDUAL_STEPS: Final = 3
 MOST_RESIDUAL: Final = 100.0
 FADING_STEPS: Final = 100
@@ -361,8 +362,8 @@ class Planning:
     def _known_residuals(self) -> dict[tuple[float, float], float]:
         """Those with enough steps. What was tried long ago counts less: the machine may be another by now.
 
-        Steps scatter, so the mean is known to about half of the spread. By that much, shares that were left must have
-        been faster.
+        It counts longer, the later in the run that was: so it is tried again less and less often. Steps scatter, so
+        the mean is known to about half of the spread. By that much, shares that were left must have been faster.
         """
         known = {
             shares: found.value + (0.0 if shares == self._shares else found.spread / 2)
@@ -370,10 +371,9 @@ class Planning:
             if found.count >= RESIDUAL_STEPS and found.value is not None
         }
         usual = known.get(self._shares, 1.0)
-        ages = {shares: self._step - self._tried_at[shares] for shares in known}
-        return {
-            shares: usual + (value - usual) * 0.5 ** (ages[shares] / FADING_STEPS) for shares, value in known.items()
-        }
+        at = {shares: self._tried_at[shares] for shares in known}
+        halvings = {shares: (self._step - at[shares]) / max(FADING_STEPS, at[shares]) for shares in known}
+        return {shares: usual + (value - usual) * 0.5 ** halvings[shares] for shares, value in known.items()}
 
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""

@@ -69,7 +69,7 @@ def decide(
     `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
-    relative to the simulated ones. Other shares are assumed to miss as the current ones do. None counts as faster than
+    relative to the simulated ones. Others are assumed to miss as the nearest of these do. None counts as faster than
     simulated: it may have been with other layers on the GPU.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
@@ -144,11 +144,10 @@ def _best_shares(
     now = (profile.visit if len(visits) > 1 else visits[0], profile.stream if len(streams) > 1 else streams[0])
     tried = dict[Shares, tuple[float, int] | None]()
     every = {(visit, stream) for visit in visits for stream in streams}
-    usual = residuals.get(now, 1.0)
     more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
     while more:
         for pair in more:
-            tried[pair] = _tried(profile, pair, objective, limits, max(1.0, residuals.get(pair, usual)))
+            tried[pair] = _tried(profile, pair, objective, limits, _miss(pair, residuals))
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue
@@ -171,6 +170,13 @@ def _best_shares(
         saves = now_bytes - best_bytes > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
         best = best if gains or saves else now
     return _with(profile, best)
+
+
+def _miss(shares: Shares, residuals: Mapping[Shares, float]) -> float:
+    """How many times as long as simulated steps with these shares take: as with the nearest of those that are known."""
+    far = {pair: abs(pair[0] - shares[0]) + abs(pair[1] - shares[1]) for pair in residuals}
+    nearest = min(far.values(), default=0.0)
+    return max([1.0, *(residuals[pair] for pair in far if far[pair] <= nearest + 1e-9)])
 
 
 def _tried(
