@@ -54,9 +54,12 @@ SHAPES: Final = {
     "llama3-8b": Shape(4096, 14336, 32, 32, 128256, 8, 16),
     "10b": Shape(5120, 13824, 30, 40, 32000),
     "20b": Shape(5120, 13824, 63, 40, 32000),
+    "21b": Shape(6144, 16384, 46, 48, 32000),
     "41b": Shape(8192, 22016, 50, 64, 32000),
     # 10.4 B parameters, of which a token meets 2.9 B. In 128 GiB, FSDP2 trains 5.3 B, and ZeRO-2 4.1 B
     "10b-experts": Shape(2560, 8960, 18, 20, 32000, 4, experts=8, chosen=2),
+    # 29.7 B parameters, of which a token meets 2.5 B
+    "30b-experts": Shape(2048, 768, 48, 32, 32000, 4, experts=128, chosen=8),
     "5b-experts": Shape(2560, 8960, 9, 20, 32000, 4, experts=8, chosen=2),
     "4b-experts": Shape(2560, 8960, 7, 20, 32000, 4, experts=8, chosen=2),
     "tiny-experts": Shape(64, 128, 3, 4, 256, 2, experts=8, chosen=2),
@@ -64,13 +67,15 @@ SHAPES: Final = {
     "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
 }
 #: No rank can hold these whole: they are built on the meta device, and each rank makes its shards.
-ON_META: Final = ("41b",)
+ON_META: Final = ("21b", "30b-experts", "41b")
 #: HyTrain as it is by default: the planner chooses k.
 AUTO: Final = "hytrain:auto"
 #: The same with Muon for the matrices of the blocks.
 MUON: Final = "hytrain-muon:auto"
 #: On several ranks: FSDP2 with everything on the GPUs, what the others are compared with.
 RESIDENT: Final = "fsdp2:no-offload"
+#: What each of many GPUs may take of its memory.
+LARGE_GIB: Final = 80.0
 SCHEDULES: Final = ("gpipe", "1f1b")
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
@@ -557,13 +562,30 @@ def pipeline(template: Job) -> list[Job]:
 
 
 def large(template: Job) -> list[Job]:
-    """41 B parameters, for four GPUs: without offload, if that fits, and with HyTrain."""
-    base = _shaped(template, "41b")
-    return [_on_ranks(base, system, step_s=6.0, start_s=60) for system in (RESIDENT, AUTO)]
+    """21 B and 41 B parameters below 80 GiB a GPU: without offload, if that fits, and with HyTrain."""
+    bases = [replace(_shaped(template, shape), cap_gib=LARGE_GIB) for shape in ("21b", "41b")]
+    jobs = [_on_ranks(base, system, step_s=6.0, start_s=75) for base in bases for system in (RESIDENT, AUTO)]
+    fewer = {"settle": 12, "patience": 20, "measure": 6}  # of steps that take seconds
+    return [replace(each, segments=tuple(replace(one, **fewer) for one in each.segments)) for each in jobs]
+
+
+def routed(template: Job) -> list[Job]:
+    """30 B parameters, of which a token meets 2.5 B, clipped: one sequence of 8K or of 16K tokens a GPU."""
+    base = replace(_shaped(template, "30b-experts"), clip=CLIP)
+    bases = [replace(base, sequence=sequence) for sequence in (8192, 16384)]
+    return [_on_ranks(base, system, step_s=16.0, start_s=90, batch=1) for base in bases for system in (RESIDENT, AUTO)]
+
+
+def eight(template: Job) -> list[Job]:
+    """For eight GPUs of one host: ever more of them, beside other ways to offload; and what takes many of them."""
+    worlds = [replace(_shaped(template, "7b"), ranks=world) for world in _worlds(template, 1)]
+    peers = {"fsdp2:cpu-offload": 2.0, "deepspeed-zero2": 3.0}
+    beside = [_on_ranks(each, system, step_s=step_s) for each in worlds for system, step_s in peers.items()]
+    return [*scaling(template), *beside, *large(template), *routed(template)]
 
 
 #: These take `--gpus` ranks.
-RANKED: Final = {each.__name__: each for each in (ranks, ranks_clipping, scaling, gpt2, pipeline, large)}
+RANKED: Final = {each.__name__: each for each in (ranks, ranks_clipping, scaling, gpt2, pipeline, large, routed, eight)}
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),

@@ -116,11 +116,12 @@ def newest_first(hosts: Iterable[Rows]) -> Rows:
 
 
 def against(here: Rows, base: str) -> str:
-    """Step time and memory relative to `base` on the same host, on as many GPUs, with the same label and clipping."""
+    """Step time and memory relative to `base` on the same host and as many GPUs, with the same model and clipping."""
+    same = ("host", "commit", "shape", "sequence", "ranks", "label")
 
     def relative(field: str) -> Callable[[Rows], float | None]:
         def value(mine: Rows) -> float | None:
-            alike = {name: mine.last(name) for name in ("host", "commit", "ranks", "label")}
+            alike = {name: mine.last(name) for name in same}
             alike["clip"] = CLIPS if mine.last("clip") else 0.0
             return ratio(mine.median(field), here.where(system=base, **alike).median(field))
 
@@ -128,11 +129,13 @@ def against(here: Rows, base: str) -> str:
 
     time = computed(f"relative to {base}", relative("step_s"))
     memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
-    lines = here.by("host", "commit", "ranks", "label", "clip", "system")
+    lines = here.by(*same, "clip", "system")
+    model = (last("model", "shape"), last("tokens", "sequence")) if len(here.by("shape", "sequence")) > 1 else ()
     facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, *CLIPPED)
     return table(
         lines,
         *(col.HOST if len(here.by_host()) > 1 else ()),
+        *model,
         col.SYSTEM,
         *facts,
         K,
@@ -189,8 +192,9 @@ def pipeline(rows: Rows) -> str:
     return against(newest_first(rows.where(part="pipeline").by_host()), "no-offload")
 
 
-def large(rows: Rows) -> str:
-    return against(rows.of_part("large"), RESIDENT)
+def eight(rows: Rows) -> str:
+    """On each host, what is for eight GPUs, on as many as it has."""
+    return against(newest_first(rows.where(part=("eight", "large", "routed")).by_host()), RESIDENT)
 
 
 MEASURED: Final = {
@@ -198,6 +202,6 @@ MEASURED: Final = {
     "ranks-scaling": scaling,
     "ranks-gpt2": gpt2,
     "ranks-pipeline": pipeline,
-    "ranks-large": large,
+    "ranks-eight": eight,
 }
 TABLES: Final = {"ranks-goals": goals, **MEASURED}

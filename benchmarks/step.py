@@ -182,11 +182,11 @@ def is_deferred(job: Job) -> bool:
 
 def below_cap(model: nn.Module, job: Job) -> nn.Module:
     """The model in host memory, so that it can be larger than what torch may take of the GPU's from now on."""
-    model = model if is_deferred(job) else model.cpu()
+    model = model if is_deferred(job) or job.shape in ON_META else model.cpu()
     if job.device == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(job.cap_gib * 2**30 / total)
+        torch.cuda.set_per_process_memory_fraction(min(job.cap_gib * 2**30 / total, 1.0))
     return model
 
 

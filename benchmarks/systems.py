@@ -194,7 +194,7 @@ def hytrain_adamw(
     import hytrain
 
     options = {**parse_options(setting.option), **pipeline}
-    if setting.job.cap_gib:
+    if setting.job.cap_gib and not setting.job.ranks:
         options["device"] = setting.job.device
     if setting.clip:
         options["max_grad_norm"] = setting.clip

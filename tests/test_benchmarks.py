@@ -251,6 +251,8 @@ def test_every_part_names_known_systems_survives_the_command_line_and_is_short()
         assert all(job.segments and Job.from_json(job.to_json()) == job for job in jobs)
         if name in ("frontier_7b", "frontier_10b"):  # measured cap by cap, each with what is compared below it
             jobs = [job for job in jobs if job.cap_gib == parts.CAPS[0]]
+        if name in ("eight", "large", "routed"):  # measured model by model, HyTrain's jobs and the others
+            jobs = [job for job in jobs if job.ranks == 4 and job.shape == jobs[-1].shape and job.system == parts.AUTO]
         assert sum(job.expected_s for job in jobs) < 540, f"{name} fits into nine minutes"
 
 
