@@ -176,7 +176,7 @@ class Job:
     @property
     def folder(self) -> str:
         """Where its run folder is kept, if at all."""
-        more = (f"{self.ranks}-ranks", self.tensor > 1 and "tensor", self.schedule, self.clip and "clipped")
+        more = (self.shape, f"{self.ranks}-ranks", self.tensor > 1 and "tensor", self.schedule, self.clip and "clipped")
         return "-".join([self.system, *filter(None, more)]) if self.ranks else self.system
 
     def only(self, batches: Collection[int]) -> Self:
