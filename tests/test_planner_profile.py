@@ -32,11 +32,11 @@ def smoothed(*samples: float) -> Ewma:
     return mean
 
 
-def book_of(*numels: int, rates: Rates | None = None) -> MeasurementBook:
+def book_of(*numels: int, rates: Rates | None = None, ranks: int = 1) -> MeasurementBook:
     """Layers of these sizes with lids 10, 11, …, the highest lid first in the forward order."""
     count = len(numels)
     layers = (made(count - index, lid=10 + index, numel=numel) for index, numel in enumerate(numels))
-    return MeasurementBook(facts(layers), rates=rates)
+    return MeasurementBook(facts(layers), rates=rates, ranks=ranks)
 
 
 def profile_from(book: MeasurementBook) -> dict[int, LayerProfile]:
@@ -255,6 +255,19 @@ def test_slack_is_what_the_slower_steps_have_taken_longer(parts: int) -> None:
     assert book.cpu_slack == pytest.approx(2 * (1 + LEAST_SLACK) - 1, rel=0.15)
     book.cpu_changed(0.5)
     assert book.cpu_slack == USUAL_SLACK, "what was seen with other threads says nothing"
+
+
+def test_the_slowest_of_several_ranks_is_more_often_slow() -> None:
+    """One step in eight takes twice as long on each rank, so two in five on one of four."""
+    found = {}
+    for ranks in (1, 4):
+        book = book_of(1000, 1000, ranks=ranks)
+        book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 1.0, 11: 1.0})
+        for step in range(24):
+            book.observe_optimizer(cpu_update_s=dict.fromkeys((10, 11), 40.0 if step % 8 == 3 else 20.0))
+        found[ranks] = [pace > 1.5 for pace in profile_of(book).cpu_paces]
+        slack = book.cpu_slack
+    assert found == {1: [False, False, False], 4: [False, False, True]} and slack > 0.5
 
 
 def test_what_must_visit_does_so_before_others() -> None:

@@ -168,9 +168,14 @@ class MeasurementBook:
     """
 
     def __init__(
-        self, layers: Iterable[LayerFacts], *, rates: Rates | None = None, awaits_verdict: bool = False
+        self,
+        layers: Iterable[LayerFacts],
+        *,
+        rates: Rates | None = None,
+        awaits_verdict: bool = False,
+        ranks: int = 1,
     ) -> None:
-        self._awaits_verdict = awaits_verdict
+        self._awaits_verdict, self._ranks = awaits_verdict, ranks
         self._layers: Sequence[LayerFacts] = tuple(layers)
         self._facts = {layer.lid: asdict(layer) for layer in self._layers}
         self._position_of = {layer.lid: layer.position for layer in self._layers}
@@ -295,7 +300,7 @@ class MeasurementBook:
     @property
     def cpu_slack(self) -> float:
         """The fraction by which the CPU is at times slower than planned, because of other programs."""
-        return _slack(self._paces)
+        return _slack(self._paces, self._ranks)
 
     @property
     def _paces(self) -> list[float]:
@@ -332,8 +337,8 @@ class MeasurementBook:
             middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
-            cpu_slack=_slack(paces),
-            cpu_paces=_thirds(paces),
+            cpu_slack=_slack(paces, self._ranks),
+            cpu_paces=_thirds(paces, self._ranks),
             activation_bytes=self.activation_bytes,
         )
 
@@ -376,17 +381,19 @@ class MeasurementBook:
         return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}
 
 
-def _slack(paces: list[float]) -> float:
+def _slack(paces: list[float], ranks: int) -> float:
     """See `MeasurementBook.cpu_slack`."""
     if len(paces) < PACE_STEPS[0]:
         return USUAL_SLACK
-    slow = sorted(paces)[-1 - int(SLOW_SHARE * len(paces))]
-    return min((1 + LEAST_SLACK) * max(slow, 1.0) - 1, MOST_SLACK)
+    return min((1 + LEAST_SLACK) * max(_pace(paces, 1 - SLOW_SHARE, ranks), 1.0) - 1, MOST_SLACK)
 
 
-def _thirds(paces: list[float]) -> tuple[float, ...]:
+def _thirds(paces: list[float], ranks: int) -> tuple[float, ...]:
     """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
-    last = sorted(paces[-NEAR_STEPS:])
-    if len(last) < PACE_STEPS[0]:
-        return ()
-    return tuple(last[int(part * len(last))] for part in THIRDS)
+    last = paces[-NEAR_STEPS:]
+    return tuple(_pace(last, part, ranks) for part in THIRDS) if len(last) >= PACE_STEPS[0] else ()
+
+
+def _pace(paces: list[float], part: float, ranks: int) -> float:
+    """The pace that the slowest of `ranks` does not exceed in this part of the steps."""
+    return sorted(paces)[min(int(part ** (1 / ranks) * len(paces)), len(paces) - 1)]
