@@ -89,15 +89,15 @@ def test_two_layers_in_one_tile_each() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Visits, updates on the CPU and the GPU's work do not slow each other down."""
-    for name in ("CPU_LOSS", "VISIT_LOSS", "WORK_LOSS"):
+    """Neither updates on the CPU nor the GPU's work slow visits down, or the other way round: `cpu_loss` is besides."""
+    for name in ("VISIT_LOSS", "WORK_LOSS"):
         monkeypatch.setattr(contention, name, 0.0)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
-    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
+    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5, cpu_loss=0.0)
     timeline, first, second = simulate(two, NONE), 1000, 999
     assert two.visiting(NONE) == {first} and two.visiting(two.lids) == NONE
     assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [
@@ -138,10 +138,10 @@ def test_streamed_weights_come_through_a_window() -> None:
     assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
     on_link = sorted((event for event in visiting.events if event[0] in ("visit", "fetch")), key=lambda event: event[2])
     assert on_link[:4] == [
-        ("visit", third, 2, 9),  # five copies of weights, and the time of two fetches for each layer
-        ("fetch", second, 9, 10),  # its weights have stayed until then
-        ("visit", second, 12, 19),
-        ("fetch", first, 19, 20),
+        ("visit", third, 2, 8),  # five copies of weights, and the time of a fetch for each layer
+        ("fetch", second, 8, 9),  # its weights have stayed until then
+        ("visit", second, 11, 17),
+        ("fetch", first, 17, 18),
     ]
 
 
@@ -210,6 +210,8 @@ def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
     assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
     there = replace(profile, visit=wanted)
     assert choose("deadline", there, visit=None, residuals=slow).visit != wanted
+    faster_now = {(0.0, 0.0): 0.5, (wanted, 0.0): 1.0}
+    assert choose("deadline", profile, visit=None, residuals=faster_now).visit < wanted, "than simulated"
     assert choose("deadline", profile, visit=None, residuals={(1.0, 0.0): 0.1}).visit == wanted, "with another k"
 
 

@@ -165,9 +165,9 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
     [
         ({"cpu_s": 1.0, "visits_s": 0.0, "copies_s": 1.0, "work_s": 4.0}, 1.0, 1.0, 0.0),
         ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1.0, 1.0, 1.0),
-        ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), 2.6),
+        ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), 2.9),
         ({"cpu_s": 1.0, "visits_s": 4.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 1.5 + VISIT_LOSS / 4, 4.0),
-        ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, 1.3),
+        ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, 1.45),
         ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 9.0, "work_s": 4.0}, 1.0, MOST_PASSING, 3.0),
         ({"cpu_s": 0.0, "visits_s": 9.0, "copies_s": 0.0, "work_s": 1.0, "other_s": 9.0}, 1.0, 1.0, 1.0),
     ],

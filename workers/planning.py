@@ -387,9 +387,9 @@ class Planning:
         self._steps[report.step].cpu_busy_s += report.busy_s
         if self._counts(report.step):
             now = _gpu_lids(self.placements), _visiting_lids(self.placements)
-            longer = self._crowding(*now, self._streamed).cpu  # the trainer's report of this step may come later
-            times_s = {update.lid: update.update_s / longer for update in report.updates}
-            self._book.observe_optimizer(cpu_update_s=times_s)
+            beside = self._crowding(*now, self._streamed).beside  # the trainer's report of this step may come later
+            times_s = {update.lid: update.update_s for update in report.updates}
+            self._book.observe_optimizer(cpu_update_s=times_s, beside=beside)
 
     def _crowding(
         self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]

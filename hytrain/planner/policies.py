@@ -69,8 +69,8 @@ def decide(
     `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
-    relative to the simulated ones. Others are assumed to miss as the nearest of these do. None counts as faster than
-    simulated: it may have been with other layers on the GPU.
+    relative to the simulated ones. Others are assumed to miss as the nearest of these do. None but the
+    current ones counts as faster than simulated: that may have been with other layers on the GPU.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -147,7 +147,7 @@ def _best_shares(
     more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
     while more:
         for pair in more:
-            tried[pair] = _tried(profile, pair, objective, limits, _miss(pair, residuals))
+            tried[pair] = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue
@@ -157,9 +157,10 @@ def _best_shares(
         enough_s = known[by_speed[0]][0] * (1 + SAME_SPEED) if objective == "speed" else inf
         good = [pair for pair in by_speed if known[pair][0] <= enough_s]
         best = min(good, key=lambda pair: (known[pair][1], pair if objective == "speed" else known[pair][0]))
+        others = {known[pair]: pair for pair in reversed(by_speed)}  # one of those that come to the same
         around = {
             (visit, stream)
-            for pair in (best, *by_speed[:CLIMBS])
+            for pair in (best, *list(reversed(others.values()))[:CLIMBS])
             for visit in _beside(pair[0], visits)
             for stream in _beside(pair[1], streams)
         }
@@ -172,11 +173,15 @@ def _best_shares(
     return _with(profile, best)
 
 
-def _miss(shares: Shares, residuals: Mapping[Shares, float]) -> float:
-    """How many times as long as simulated steps with these shares take: as with the nearest of those that are known."""
+def _miss(shares: Shares, now: Shares, residuals: Mapping[Shares, float]) -> float:
+    """How many times as long as simulated steps with these shares take: as with the nearest of those that are known.
+
+    Not less than with the current ones, or than simulated.
+    """
     far = {pair: abs(pair[0] - shares[0]) + abs(pair[1] - shares[1]) for pair in residuals}
     nearest = min(far.values(), default=0.0)
-    return max([1.0, *(residuals[pair] for pair in far if far[pair] <= nearest + 1e-9)])
+    least = min(1.0, residuals.get(now, 1.0))
+    return max([least, *(residuals[pair] for pair in far if far[pair] <= nearest + 1e-9)])
 
 
 def _tried(

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
-from hytrain.planner.contention import Crowding, visits_alone_s
+from hytrain.planner.contention import CPU_LOSS, Crowding, visits_alone_s
 
 _T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -91,6 +91,7 @@ class Profile:
     clipped: float = 0.0
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
+    cpu_loss: float = CPU_LOSS
     cpu_paces: tuple[float, ...] = ()
     visit: float = 0.0
     stream: float = 0.0
@@ -219,7 +220,8 @@ class Profile:
         if not visiting:
             return Crowding()
         visits_s = sum(layer.visit_s for layer in self.layers if layer.lid in visiting)
-        return Crowding.of(visits_s=visits_s, **self._beside_visits(gpu_lids, visiting, streamed))
+        others = self._beside_visits(gpu_lids, visiting, streamed)
+        return Crowding.of(visits_s=visits_s, cpu_loss=self.cpu_loss, **others)
 
     def visits_alone(
         self, measured_s: float, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
@@ -234,7 +236,7 @@ class Profile:
     ) -> dict[str, float]:
         of_cpu = [layer for layer in self.layers if layer.lid not in gpu_lids | visiting]
         in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
-        in_s += 2 * sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)
+        in_s += sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)  # in backward: then state visits
         return {
             "cpu_s": sum(layer.cpu_update_s for layer in of_cpu),
             "copies_s": max(in_s, sum(layer.d2h_s for layer in of_cpu)) + self.activations_s,
