@@ -89,6 +89,12 @@ def four_ranks() -> Iterator[RankGroup]:
 
 
 @pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[RankGroup]:
+    """For slow tests."""
+    yield from _kept("eight_ranks", RankGroup(8))
+
+
+@pytest.fixture(scope="session")
 def two_gpus() -> Iterator[RankGroup]:
     """One rank on each of two GPUs."""
     if torch.cuda.device_count() < 2:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_models
 import torch
 import torch.distributed as dist
 from helpers import LR, adamw, differing, late_weights, on_waiting, opened, wait_for_coordinator
@@ -58,7 +59,7 @@ def mesh(*shape: int) -> DeviceMesh:
 
 def shard(model: Decoder, over: DeviceMesh | None = None, **options: Any) -> Decoder:
     """Every block, and the rest: `fully_shard`'s usual way."""
-    over = over or mesh(2)
+    over = over or mesh(dist.get_world_size())
     for block in model.blocks:
         fully_shard(block, mesh=over, **options)
     fully_shard(model, mesh=over, **options)
@@ -344,6 +345,20 @@ def compare(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
     two_ranks.run(compare, name)
+
+
+def compare_wider(name: str) -> None:
+    """Each of eight ranks has a multiple of 16 elements, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_models, "WIDTH", 16 * dist.get_world_size())
+        compare(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "layers that move"])
+def test_the_same_bits_as_torch_on_eight_ranks(name: str, eight_ranks: RankGroup) -> None:
+    """Also where every second rank leaves all layers to the CPU, and the others to the GPU."""
+    eight_ranks.run(compare_wider, name)
 
 
 def compare_offloaded() -> int:

@@ -239,6 +239,15 @@ def test_saved_on_four_and_loaded_on_two_and_one(
             assert differing(whole(model, opt), saved) == []
 
 
+@pytest.mark.slow
+def test_saved_on_eight_and_loaded_on_four(eight_ranks: RankGroup, four_ranks: RankGroup, tmp_path: Path) -> None:
+    name = next(iter(MODELS))
+    saved, *_ = eight_ranks.run(save_all, name, (8,), tmp_path)
+    save_as_before(tmp_path / "old", saved)
+    (loaded, _), *_ = four_ranks.run(load_all, name, (4,), tmp_path)
+    assert differing(loaded, saved) == []
+
+
 def export(folder: Path) -> None:
     """As in a recipe: new weights of seed 0, over two ranks."""
     from transformers import AutoConfig
