@@ -1307,7 +1307,13 @@ def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Drive
     assert planning.predicted_step_s is not None
     assert planning._residuals.keys() == {(0.0, 0.0)}
     assert planning._residuals[0.0, 0.0].value == pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)
+    assert planning._known_steps == {(0.0, 0.0): pytest.approx(0.5)}
+    planning._shares = (0.5, 0.0)
+    assert planning._known_steps == {(0.0, 0.0): pytest.approx(1.05 * 0.5)}, "they were left"
     later = WARM_UP_STEPS + 30 + FADING_STEPS
+    planning._step = later
+    assert not planning._known_steps, "the machine may have changed"
+    planning._shares = (0.0, 0.0)
     slow = planner.Ewma(value=3.0, count=5, spread=0.4)
     planning._residuals[0.5, 0.0], planning._tried_at[0.5, 0.0] = slow, later - FADING_STEPS
     planning._step = later

@@ -89,15 +89,15 @@ def test_two_layers_in_one_tile_each() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither updates on the CPU nor the GPU's work slow visits down, or the other way round: `cpu_loss` is besides."""
-    for name in ("VISIT_LOSS", "WORK_LOSS"):
+    """Visits, updates on the CPU and the GPU's work do not slow each other down."""
+    for name in ("CPU_LOSS", "VISIT_LOSS", "WORK_LOSS"):
         monkeypatch.setattr(contention, name, 0.0)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
-    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5, cpu_loss=0.0)
+    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
     timeline, first, second = simulate(two, NONE), 1000, 999
     assert two.visiting(NONE) == {first} and two.visiting(two.lids) == NONE
     assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [
@@ -210,6 +210,10 @@ def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
     assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
     there = replace(profile, visit=wanted)
     assert choose("deadline", there, visit=None, residuals=slow).visit != wanted
+    left = {(0.0, 0.0): 0.9 * simulate(profile, choose("deadline", profile).gpu_lids).step_s}
+    assert choose("deadline", there, visit=None, steps_s=left).visit == 0.0, (
+        "what was faster than all that is simulated"
+    )
     faster_now = {(0.0, 0.0): 0.5, (wanted, 0.0): 1.0}
     assert choose("deadline", profile, visit=None, residuals=faster_now).visit < wanted, "than simulated"
     assert choose("deadline", profile, visit=None, residuals={(1.0, 0.0): 0.1}).visit == wanted, "with another k"

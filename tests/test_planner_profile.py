@@ -21,7 +21,6 @@ from hytrain.planner import (
     simulate,
 )
 from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
-from hytrain.planner.contention import CPU_LOSS
 from hytrain.planner.profile import USUAL_SLACK
 
 
@@ -269,23 +268,6 @@ def test_the_slowest_of_several_ranks_is_more_often_slow() -> None:
         found[ranks] = [pace > 1.5 for pace in profile_of(book).cpu_paces]
         slack = book.cpu_slack
     assert found == {1: [False, False, False], 4: [False, False, True]} and slack > 0.5
-
-
-def test_what_the_cpu_loses_to_visits_is_learned_beside_its_own_times() -> None:
-    """Its own times stay. From those of a layer that it has only updated beside visits, what is known is taken off."""
-    book = book_of(1000, 1000, 1000)
-    book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
-    assert profile_of(book).cpu_loss == pytest.approx(CPU_LOSS)
-    for _ in range(5):
-        book.observe_optimizer(cpu_update_s={10: 20.0, 11: 20.0})
-    for _ in range(30):
-        book.observe_optimizer(cpu_update_s={10: 24.0, 11: 24.0, 12: 24.0}, beside=0.5)
-    profile = profile_of(book)
-    assert profile.cpu_loss == pytest.approx(0.4, rel=0.05)
-    assert [layer.cpu_update_s for layer in profile.layers] == pytest.approx([20.0, 20.0, 20.0], rel=0.05)
-    for _ in range(500):
-        book.observe_optimizer(cpu_update_s={10: 20.0, 11: 20.0})
-    assert book.cpu_loss == pytest.approx(CPU_LOSS, rel=0.5), "others may have slowed it down"
 
 
 def test_what_must_visit_does_so_before_others() -> None:

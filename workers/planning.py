@@ -53,6 +53,8 @@ MARGIN_TO_OTHERS: Final = 3 << 29
 #: more steps.
 RESIDUAL_STEPS: Final = 3
 MOST_RESIDUAL: Final = 100.0
+#: By more than this fraction of a step, shares that were left must have been faster for that alone to bring them back.
+MARGIN_TO_LEFT: Final = 0.05
 FADING_STEPS: Final = 100
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
 #: 1.55. Until there are updates to measure, plans should not count on more.
@@ -98,8 +100,9 @@ class Planning:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         # The shares of visits and of streamed weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
-        # By shares that were in effect: measured steps relative to simulated ones, and the last such step.
+        # By shares that were in effect: measured steps, relative to simulated ones; in seconds; and the last of them.
         self._residuals: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
+        self._steps_s: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
         self._tried_at: dict[tuple[float, float], int] = {}
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
         self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
@@ -357,6 +360,7 @@ class Planning:
         simulated_s = self._simulated_s(profile.with_cpu(pace), step.gpu_lids)
         if step.duration_s and simulated_s:
             self._residuals[self._shares].add(min(step.duration_s / simulated_s, MOST_RESIDUAL))
+            self._steps_s[self._shares].add(step.duration_s)
             self._tried_at[self._shares] = self._step
 
     @property
@@ -376,6 +380,21 @@ class Planning:
         halvings = {shares: (self._step - at[shares]) / max(FADING_STEPS, at[shares]) for shares in known}
         return {shares: usual + (value - usual) * 0.5 ** halvings[shares] for shares, value in known.items()}
 
+    @property
+    def _known_steps(self) -> dict[tuple[float, float], float]:
+        """How long steps are with the present shares, and were with those left not long ago, these with a margin.
+
+        What the simulation believes of others may be wrong since something else is measured: how far visits slow the
+        CPU down, it only assumes. So a plan that was clearly faster is known to be.
+        """
+        return {
+            shares: found.value if shares == self._shares else (1 + MARGIN_TO_LEFT) * (found.value + found.spread / 2)
+            for shares, found in self._steps_s.items()
+            if found.value is not None
+            and found.count >= RESIDUAL_STEPS
+            and self._step - self._tried_at[shares] <= FADING_STEPS
+        }
+
     def on_optimizer(self, report: m.OptimizerReport) -> None:
         """Take in what the CPU did in a step. Ignore a report from before the last change of threads."""
         if self._new_threads is not None:
@@ -387,9 +406,9 @@ class Planning:
         self._steps[report.step].cpu_busy_s += report.busy_s
         if self._counts(report.step):
             now = _gpu_lids(self.placements), _visiting_lids(self.placements)
-            beside = self._crowding(*now, self._streamed).beside  # the trainer's report of this step may come later
-            times_s = {update.lid: update.update_s for update in report.updates}
-            self._book.observe_optimizer(cpu_update_s=times_s, beside=beside)
+            longer = self._crowding(*now, self._streamed).cpu  # the trainer's report of this step may come later
+            times_s = {update.lid: update.update_s / longer for update in report.updates}
+            self._book.observe_optimizer(cpu_update_s=times_s)
 
     def _crowding(
         self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
@@ -434,6 +453,7 @@ class Planning:
             visit=self._wanted[0],
             stream=self._wanted[1],
             residuals=self._known_residuals,
+            steps_s=self._known_steps,
             seed=self._step,
         )
         try:
@@ -609,6 +629,8 @@ class Planning:
         return [] if ack.accepted else [Note(f"{sender} refuses plan {ack.plan_id}: {ack.reason}")]
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
+        if (VISIT.name in applied.placements) != (VISIT.name in self.placements):
+            self._book.forget_paces()
         self._ledger.on_applied(applied)
         as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         streamed = () if self._plan is None else self._plan.streamed
@@ -686,6 +708,7 @@ class Planning:
         if before is not None and before != threads:
             self._book.cpu_changed(threads / before)
             self._residuals.clear()
+            self._steps_s.clear()
         self._commanded_threads = threads
         self._new_threads = threads, self._step
         self._steps[self._step + 1].threads_changed = True

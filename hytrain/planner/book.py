@@ -15,14 +15,14 @@ Owns the estimate of each layer's times, and when to give it up.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
 from typing import Final
 
-from hytrain.planner.contention import CPU_LOSS, Contention, beside
+from hytrain.planner.contention import Contention, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 WORK: Final = ("forward_s", "backward_s")
@@ -42,10 +42,6 @@ THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
 ENOUGH_SEEN: Final = 0.05
-#: What the CPU loses to visits is learned of layers that it has updated so often without them, in steps in which state
-#: visits during this share of its updates. The constant counts like so many steps; the most is a factor. With each
-#: report of a step without visits, this part of it is forgotten: others may have slowed the CPU meanwhile.
-ENOUGH_ALONE, MOSTLY_BESIDE, FEW_STEPS, MOST_LONGER, FORGETTING = 2, 0.3, 4, 4.0, 0.005
 CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
 
 
@@ -95,11 +91,6 @@ class Ewma:
             self.value *= factor
         self.spread *= factor
         self.suspects.clear()
-
-    def fade(self, value: float, weight: float) -> None:
-        """Forget a little: towards this value."""
-        if self.value is not None:
-            self.value += weight * (value - self.value)
 
     def check(self) -> None:
         assert self.value is None or 0 <= self.value < inf
@@ -194,8 +185,6 @@ class MeasurementBook:
         self._exposed_s: deque[float] = deque(maxlen=PACE_STEPS[1])
         self._middle_s = Ewma()
         self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
-        self._alone: Counter[int] = Counter()  # of each layer, the CPU's times in steps without visits
-        self._beside = Ewma(value=1 + CPU_LOSS, count=FEW_STEPS)  # how many times as long they take beside visits
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
@@ -226,6 +215,10 @@ class MeasurementBook:
         self._updates.clear()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
+
+    def forget_paces(self) -> None:
+        """Visits have begun or ended. What they cost the CPU is assumed, so paces with and without them differ."""
+        self._updates.clear()
 
     def observe_trainer(self, **times_s: Mapping[int, float]) -> None:
         """One step's times by role and LID. ValueError for an unknown layer or an impossible time."""
@@ -272,27 +265,12 @@ class MeasurementBook:
             self._busy_s.scale(max(self._busy_s.value - more_s, 0.0) / self._busy_s.value)
         self._drag = drag
 
-    def observe_optimizer(self, *, cpu_update_s: Mapping[int, float], beside: float = 0.0) -> None:
-        """One step's times by LID, in one report or several. ValueError for an unknown layer or an impossible time.
-
-        During the share `beside` of them, state visited the GPU. How much longer they took for that is learned where
-        they are known without it; otherwise they are corrected by what is known.
-        """
-        usual = self._roles["cpu_update_s"].values
-        known = set[int]()
-        if not beside:
-            self._alone.update(cpu_update_s.keys())
-            self._beside.fade(1 + CPU_LOSS, FORGETTING)
-        elif beside >= MOSTLY_BESIDE:
-            known = {lid for lid in cpu_update_s if self._alone[lid] >= ENOUGH_ALONE and usual[lid]}
-        if known:
-            longer = sum(cpu_update_s[lid] for lid in known) / sum(usual[lid] for lid in known)
-            self._beside.add(min(1 + max(longer - 1, 0.0) / beside, MOST_LONGER))
-        alone_s = {lid: update_s / (1 + self.cpu_loss * beside) for lid, update_s in cpu_update_s.items()}
-        if not self._updates or not self._updates[-1].keys().isdisjoint(alone_s):
+    def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
+        """One step's times by LID, in one report or several. ValueError for an unknown layer or an impossible time."""
+        if not self._updates or not self._updates[-1].keys().isdisjoint(cpu_update_s):
             self._updates.append({})
-        self._observe("cpu_update_s", alone_s | {lid: usual[lid] for lid in known})
-        self._updates[-1].update(alone_s)
+        self._observe("cpu_update_s", cpu_update_s)
+        self._updates[-1].update(cpu_update_s)
 
     def observe_step(
         self,
@@ -327,11 +305,6 @@ class MeasurementBook:
     def cpu_slack(self) -> float:
         """The fraction by which the CPU is at times slower than planned, because of other programs."""
         return _slack(self._paces, self._ranks)
-
-    @property
-    def cpu_loss(self) -> float:
-        """The fraction by which the CPU's updates take longer while state visits the GPU."""
-        return (self._beside.value or 1.0) - 1.0
 
     @property
     def _paces(self) -> list[float]:
@@ -369,7 +342,6 @@ class MeasurementBook:
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=_slack(paces, self._ranks),
-            cpu_loss=self.cpu_loss,
             cpu_paces=_thirds(paces, self._ranks),
             activation_bytes=self.activation_bytes,
         )

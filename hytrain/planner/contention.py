@@ -44,8 +44,7 @@ FORGETTING: Final = 0.999
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
-#: By this fraction updates on the CPU take longer while state visits the GPU, until that is measured, and visits while
-#: the CPU updates.
+#: By this fraction updates on the CPU take longer while state visits the GPU, and visits while the CPU updates.
 #: Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits fell from 4.8 to 3.3.
 CPU_LOSS: Final = 0.14
 VISIT_LOSS: Final = 0.45
@@ -58,27 +57,14 @@ MOST_PASSING: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """How many times as long as alone updates on the CPU and visits take, and what visits cost forward and backward.
-
-    During the share `beside` of the CPU's updates, state visits.
-    """
+    """How many times as long as alone updates on the CPU and visits take, and what visits cost forward and backward."""
 
     cpu: float = 1.0
     visits: float = 1.0
     work_lost_s: float = 0.0
-    beside: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        *,
-        cpu_s: float,
-        visits_s: float,
-        copies_s: float,
-        work_s: float,
-        other_s: float = 0.0,
-        cpu_loss: float = CPU_LOSS,
-    ) -> Crowding:
+    def of(cls, *, cpu_s: float, visits_s: float, copies_s: float, work_s: float, other_s: float = 0.0) -> Crowding:
         """Of the time that each takes alone in a step; `copies_s` of others on the link's busier direction.
 
         Forward and backward take `work_s`, the rest of the step `other_s`. Copies are spread over all of it, or over
@@ -89,9 +75,11 @@ class Crowding:
         whole_s = max(work_s + other_s, visits_s + copies_s)
         passing = min(whole_s / max(whole_s - copies_s, whole_s / MOST_PASSING), MOST_PASSING)
         longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / (passing * visits_s)))
-        beside = min(1.0, passing * visits_s / cpu_s) if cpu_s else 0.0
-        lost_s = WORK_LOSS * min(longer * visits_s, work_s)
-        return cls(cpu=1 + cpu_loss * beside, visits=longer, work_lost_s=lost_s, beside=beside)
+        return cls(
+            cpu=1 + CPU_LOSS * min(1.0, passing * visits_s / cpu_s) if cpu_s else 1.0,
+            visits=longer,
+            work_lost_s=WORK_LOSS * min(longer * visits_s, work_s),
+        )
 
 
 def visits_alone_s(measured_s: float, *, cpu_s: float, copies_s: float, work_s: float, other_s: float) -> float:

@@ -62,6 +62,7 @@ def decide(
     visit: float | None = 0.0,
     stream: float | None = 0.0,
     residuals: Mapping[Shares, float] = NO_RESIDUALS,
+    steps_s: Mapping[Shares, float] = NO_RESIDUALS,
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
@@ -70,7 +71,8 @@ def decide(
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
     relative to the simulated ones. Others are assumed to miss as the nearest of these do. None but the
-    current ones counts as faster than simulated: that may have been with other layers on the GPU.
+    current ones counts as faster than simulated: that may have been with other layers on the GPU. But with no
+    shares steps count as longer than `steps_s` says.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -93,7 +95,7 @@ def decide(
     profile = _with(profile, leanest)
     if policy == "deadline" and None in (visit, stream):
         visits, streams = (SHARES if share is None else (share,) for share in (visit, stream))
-        profile = _best_shares(visits, streams, objective, now, limits, min_gain, residuals)
+        profile = _best_shares(visits, streams, objective, now, limits, min_gain, residuals, steps_s)
     limits = limits.beside_visits(profile)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
@@ -133,6 +135,7 @@ def _best_shares(
     limits: Limits,
     min_gain: float,
     residuals: Mapping[Shares, float],
+    steps_s: Mapping[Shares, float],
 ) -> Profile:
     """The best of these shares of visits and of streamed weights for the objective, each with its best layers.
 
@@ -147,7 +150,8 @@ def _best_shares(
     more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
     while more:
         for pair in more:
-            tried[pair] = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
+            found = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
+            tried[pair] = None if found is None else (min(found[0], steps_s.get(pair, inf)), found[1])
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue

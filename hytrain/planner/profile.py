@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
-from hytrain.planner.contention import CPU_LOSS, Crowding, visits_alone_s
+from hytrain.planner.contention import Crowding, visits_alone_s
 
 _T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -91,7 +91,6 @@ class Profile:
     clipped: float = 0.0
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
-    cpu_loss: float = CPU_LOSS
     cpu_paces: tuple[float, ...] = ()
     visit: float = 0.0
     stream: float = 0.0
@@ -220,8 +219,7 @@ class Profile:
         if not visiting:
             return Crowding()
         visits_s = sum(layer.visit_s for layer in self.layers if layer.lid in visiting)
-        others = self._beside_visits(gpu_lids, visiting, streamed)
-        return Crowding.of(visits_s=visits_s, cpu_loss=self.cpu_loss, **others)
+        return Crowding.of(visits_s=visits_s, **self._beside_visits(gpu_lids, visiting, streamed))
 
     def visits_alone(
         self, measured_s: float, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
