@@ -47,9 +47,10 @@ def by_torch() -> str:
 
 
 def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
-    said = {kind: run(sys.executable, SCRIPTS / "children.py", kind) for kind in ("spawn", "fork")}
-    assert [ran.returncode for ran in said.values()] == [0, 0], [ran.stderr for ran in said.values()]
-    assert len({ran.stdout for ran in said.values()}) == 1
+    ran = run(sys.executable, SCRIPTS / "children.py")
+    assert ran.returncode == 0, ran.stderr
+    [one, other] = ran.stdout.splitlines()
+    assert one == other and one.startswith("weights")
 
 
 def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
