@@ -223,25 +223,18 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
 RANKS = (CLUSTER, "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(
-    ("told", "launched"),
-    [
-        ("the first process", (CLUSTER,)),
-        ("the first process", RANKS),
-        ("all processes", (CLUSTER,)),
-        ("all processes", RANKS),
-        ("all processes", ()),  # where the first one is the program itself
-    ],
-    ids=lambda value: value if isinstance(value, str) else len(value),
-)
-def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tuple[str | Path, ...]) -> None:
-    """Slurm's `--signal=USR1`: the program decides what it means, however many processes get it."""
+@pytest.mark.parametrize("launched", [(CLUSTER,), RANKS, ()], ids=["launched", "ranks", "alone"])
+def test_a_warning_that_the_time_is_up_is_the_programs(launched: tuple[str | Path, ...]) -> None:
+    """Slurm's `--signal=USR1`: the program decides what it means, whether the first process or all of them get it."""
     ranks = 2 if "2" in launched else 1
     with started(sys.executable, *launched, SCRIPTS / "warned.py", stderr=subprocess.PIPE) as first:
         for _ in range(ranks):
             read_until(first, "ready")
         tree = psutil.Process(first.pid)
-        for process in [tree, *tree.children(recursive=True)] if told == "all processes" else [tree]:
+        tree.send_signal(signal.SIGUSR1)
+        for _ in range(ranks):
+            read_until(first, "warned")
+        for process in [tree, *tree.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
         said, errors = first.communicate(timeout=60)
