@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import stat
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
@@ -41,9 +43,11 @@ STEPS = "20"
 @pytest.fixture(scope="module")
 def by_torch() -> str:
     """What the script prints at its end with torch's optimizer."""
-    ran = run(sys.executable, PLAIN, "torch", STEPS)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()[-1]
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        patch.setattr(sys, "argv", [str(PLAIN), "torch", STEPS])
+        runpy.run_path(str(PLAIN))
+    return said.getvalue().splitlines()[-1]
 
 
 def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
