@@ -14,7 +14,7 @@ import time
 import tracemalloc
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,12 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
 
 
 @pytest.mark.spawns
-def test_monitors_that_stall_or_are_killed_change_nothing(tmp_path: Path) -> None:
-    with cluster(tmp_path, "undisturbed", "60") as launcher:
-        undisturbed = weights(launcher)
-        assert launcher.wait() == 0
+def test_monitors_that_stall_or_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYTRAIN_RUN_DIR", str(tmp_path / "undisturbed"))
+    monkeypatch.setattr(sys, "argv", ["script.py", "60"])
+    with redirect_stdout(io.StringIO()) as said:
+        exec(SCRIPT, {})
+    undisturbed = said.getvalue()
     with cluster(tmp_path, "watched", "60", "step=2") as launcher:
         read_until(launcher, paused)
         with watching("--follow") as stalled, watching("--follow", "--json") as killed, watching() as reading:

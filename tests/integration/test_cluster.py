@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import stat
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
@@ -41,15 +43,18 @@ STEPS = "20"
 @pytest.fixture(scope="module")
 def by_torch() -> str:
     """What the script prints at its end with torch's optimizer."""
-    ran = run(sys.executable, PLAIN, "torch", STEPS)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()[-1]
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        patch.setattr(sys, "argv", [str(PLAIN), "torch", STEPS])
+        runpy.run_path(str(PLAIN))
+    return said.getvalue().splitlines()[-1]
 
 
 def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
-    said = {kind: run(sys.executable, SCRIPTS / "children.py", kind) for kind in ("spawn", "fork")}
-    assert [ran.returncode for ran in said.values()] == [0, 0], [ran.stderr for ran in said.values()]
-    assert len({ran.stdout for ran in said.values()}) == 1
+    ran = run(sys.executable, SCRIPTS / "children.py")
+    assert ran.returncode == 0, ran.stderr
+    [one, other] = ran.stdout.splitlines()
+    assert one == other and one.startswith("weights")
 
 
 def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
@@ -222,25 +227,18 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
 RANKS = (CLUSTER, "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize(
-    ("told", "launched"),
-    [
-        ("the first process", (CLUSTER,)),
-        ("the first process", RANKS),
-        ("all processes", (CLUSTER,)),
-        ("all processes", RANKS),
-        ("all processes", ()),  # where the first one is the program itself
-    ],
-    ids=lambda value: value if isinstance(value, str) else len(value),
-)
-def test_a_warning_that_the_time_is_up_is_the_programs(told: str, launched: tuple[str | Path, ...]) -> None:
-    """Slurm's `--signal=USR1`: the program decides what it means, however many processes get it."""
+@pytest.mark.parametrize("launched", [(CLUSTER,), RANKS, ()], ids=["launched", "ranks", "alone"])
+def test_a_warning_that_the_time_is_up_is_the_programs(launched: tuple[str | Path, ...]) -> None:
+    """Slurm's `--signal=USR1`: the program decides what it means, whether the first process or all of them get it."""
     ranks = 2 if "2" in launched else 1
     with started(sys.executable, *launched, SCRIPTS / "warned.py", stderr=subprocess.PIPE) as first:
         for _ in range(ranks):
             read_until(first, "ready")
         tree = psutil.Process(first.pid)
-        for process in [tree, *tree.children(recursive=True)] if told == "all processes" else [tree]:
+        tree.send_signal(signal.SIGUSR1)
+        for _ in range(ranks):
+            read_until(first, "warned")
+        for process in [tree, *tree.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
         said, errors = first.communicate(timeout=60)

@@ -15,7 +15,17 @@ from typing import Any
 import psutil
 import pytest
 from helpers import bits
-from programs import CLUSTER, SCRIPTS, cluster, environment, read_until, roles_below, started, write_recipe
+from programs import (
+    CLUSTER,
+    SCRIPTS,
+    cluster,
+    environment,
+    read_until,
+    roles_below,
+    started,
+    train_recipe,
+    write_recipe,
+)
 from safetensors.torch import load_file
 
 from hytrain.config import ClusterConfig
@@ -60,8 +70,7 @@ def recipe_in(folder: Path, **train: Any) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nobody has disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ran = cluster(recipe_in(folder), env=environment(HYTRAIN_RUN_DIR=None))
-    assert ran.returncode == 0, ran.stderr
+    train_recipe(recipe_in(folder), folder / "run")
     return folder / "run"
 
 
@@ -208,15 +217,14 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Pat
 
 @pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
 def test_a_program_is_started_again_until_it_succeeds_or_has_failed_too_often(options: tuple[str, ...]) -> None:
-    command = (*options, "--max-restarts", "2", SCRIPTS / "fails.py")
-    ran = cluster(*command, "2", "7")
+    ran = cluster(*options, "--max-restarts", "2", SCRIPTS / "fails.py", "2", "7")
     assert ran.returncode == 0, ran.stderr
     assert {*ran.stdout.splitlines()} == {"start 0", "start 1", "start 2"}
     assert re.findall(r"; attempt (. of .) begins; ", ran.stderr) == ["2 of 3", "3 of 3"]
-    ran = cluster(*command, "9", "7")
-    assert ran.returncode == 7 and "no further attempt: this was attempt 3 of 3" in ran.stderr
+    ran = cluster(*options, "--max-restarts", "1", SCRIPTS / "fails.py", "9", "7")
+    assert ran.returncode == 7 and "no further attempt: this was attempt 2 of 2" in ran.stderr
     named = r"rank . \(process \d+\)" if options else r"trainer-0 \(process \d+\)"
-    assert len(re.findall(rf"hytrain-cluster: {named} ended with exit status 7", ran.stderr)) >= 3
+    assert len(re.findall(rf"hytrain-cluster: {named} ended with exit status 7", ran.stderr)) >= 2
 
 
 def test_bad_input_is_not_tried_again() -> None:

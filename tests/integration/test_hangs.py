@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import adamw, process, train
-from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, read_until, roles_below, run, started, write_recipe
+from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started
 from small_models import perceptron, square_loss
 
 import hytrain
@@ -77,15 +77,14 @@ def test_an_optimizer_that_hangs_ends_the_run_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_coordinator_that_hangs_ends_nothing_and_loses_nothing(tmp_path: Path) -> None:
     """It is stopped in the middle, and still stopped when the trainer has ended."""
-    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 30, "warmup_steps": 0})
-    with started(sys.executable, CLUSTER, recipe, env=environment(HYTRAIN_RUN_DIR=None)) as launcher:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.stat().st_size:
-            assert launcher.poll() is None
-            time.sleep(0.02)
+    command = (sys.executable, CLUSTER, "--run-dir", tmp_path / "run", SCRIPTS / "plain.py", "hytrain", "30", "--pause")
+    with started(*command) as launcher:
+        read_until(launcher, "paused")
         roles_below(psutil.Process(launcher.pid))["coordinator"].suspend()
+        go_on(launcher)
         assert launcher.wait(SOON_S) == 0
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 31)]
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == [*range(1, 31)]
 
 
 def test_a_stopped_coordinator_is_told_to_the_trainer_and_by_the_monitor(tmp_path: Path) -> None:

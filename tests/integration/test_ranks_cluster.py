@@ -86,8 +86,13 @@ def test_a_program_under_torchrun(run_dir: Path) -> None:
 
 
 def test_a_killed_rank_ends_all_and_is_named(run_dir: Path) -> None:
-    with started(sys.executable, CLUSTER, "--nproc-per-node", "2", SHARDED, "0", stderr=subprocess.PIPE) as launcher:
+    """The first time, the last rank kills itself, and all are started again, once."""
+    command = (sys.executable, CLUSTER, "--nproc-per-node", "2", "--max-restarts", "1", SHARDED, "0", "--fail")
+    with started(*command, stderr=subprocess.PIPE) as launcher:
+        process_of_rank_1(launcher)
         pid = process_of_rank_1(launcher)
+        for rank in range(2):
+            assert (run_dir / "logs" / f"optimizer-{rank}.log").read_text().count("plan 0 holds") == 2
         family = psutil.Process(launcher.pid).children(recursive=True)
         psutil.Process(pid).kill()
         _, alive = psutil.wait_procs(family, 2 * DEADLINE_S)
@@ -97,16 +102,6 @@ def test_a_killed_rank_ends_all_and_is_named(run_dir: Path) -> None:
         log = run_dir / "logs" / "trainer-1.log"
         named = f"hytrain-cluster: rank 1 (process {pid}) was killed by SIGKILL; its log is {log}"
         assert named in launcher.stderr.read()
-
-
-def test_a_killed_rank_is_started_again(run_dir: Path) -> None:
-    """The first time, the last rank kills itself."""
-    command = (sys.executable, CLUSTER, "--nproc-per-node", "2", "--max-restarts", "1", SHARDED, "0", "--fail")
-    with started(*command) as launcher:
-        process_of_rank_1(launcher)
-        process_of_rank_1(launcher)
-        for rank in range(2):
-            assert (run_dir / "logs" / f"optimizer-{rank}.log").read_text().count("plan 0 holds") == 2
 
 
 def process_of_rank_1(launcher: subprocess.Popen[str]) -> int:

@@ -1,8 +1,6 @@
 """A guarded script whose children are of the difficult kinds: spawned workers, and a fork that ends like a program.
 
-    python children.py spawn|fork
-
-Prints a digest of the weights, which do not depend on it.
+Trains a model beside each kind, one after the other, and prints digests of their weights, which do not depend on it.
 """
 
 import hashlib
@@ -45,4 +43,5 @@ def main(kind):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for kind in ("spawn", "fork"):
+        main(kind)

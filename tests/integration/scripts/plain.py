@@ -1,4 +1,4 @@
-"""A user's script without a main guard, which takes its batches from two worker processes.
+"""A user's script without a main guard, which takes its batches from two worker processes, with torch from its own.
 
     python plain.py hytrain|torch STEPS [--pause]
 
@@ -33,7 +33,8 @@ if which == "hytrain":
 else:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
-loader = torch.utils.data.DataLoader(Vectors(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+workers = {"num_workers": 2, "multiprocessing_context": "fork"} if which == "hytrain" else {}
+loader = torch.utils.data.DataLoader(Vectors(), batch_size=8, **workers)
 for step, x in enumerate(loader):
     loss = (model(x) - x.sin()).square().mean()
     loss.backward()
