@@ -127,8 +127,9 @@ class Planning:
         self._facts = [facts(layer, table) for layer in table.layers]
         self._streamable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
-        awaits = {"awaits_verdict": table.awaits_verdict}
-        self._book = planner.MeasurementBook(self._facts, rates=rates, ranks=table.world, **awaits)
+        self._book = planner.MeasurementBook(
+            self._facts, rates=rates, awaits_verdict=table.awaits_verdict, ranks=table.world
+        )
         self._plane_bytes = PlaneBytes(table)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._ledger = PlanLedger((CPU.name,) * len(table.layers))

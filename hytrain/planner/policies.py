@@ -71,8 +71,8 @@ def decide(
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
     relative to the simulated ones. Others are assumed to miss as the nearest of these do. None but the
-    current ones counts as faster than simulated: that may have been with other layers on the GPU. But with no
-    shares steps count as longer than `steps_s` says.
+    current ones counts as faster than simulated: that may have been with other layers on the GPU. `steps_s` has how
+    long steps were with some shares, at most: if more is simulated, that does not count.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
@@ -180,7 +180,7 @@ def _best_shares(
 def _miss(shares: Shares, now: Shares, residuals: Mapping[Shares, float]) -> float:
     """How many times as long as simulated steps with these shares take: as with the nearest of those that are known.
 
-    Not less than with the current ones, or than simulated.
+    At least 1, or what it is for the current ones if that is less.
     """
     far = {pair: abs(pair[0] - shares[0]) + abs(pair[1] - shares[1]) for pair in residuals}
     nearest = min(far.values(), default=0.0)
