@@ -99,17 +99,40 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
     two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
     timeline, first, second = simulate(two, NONE), 1000, 999
-    assert two.visiting(NONE) == {first} and two.visiting(two.lids) == NONE
+    assert two.visiting(NONE) == {second} and two.visiting(two.lids) == NONE
     assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [
-        ("cpu_update", second, 3, 6),
-        ("visit", first, 4, 10),
-        ("stall", first, 4, 10),
+        ("cpu_update", first, 5, 8),
+        ("visit", second, 2, 8),
+        ("stall", first, 4, 9),
     ]
     both = replace(two, visit=1.0)
     for profile, order in ((both, [(second, 2, 7), (first, 7, 12)]), (_held(both), [(first, 4, 9), (second, 9, 14)])):
         events = simulate(profile, NONE).events
         assert [event[1:] for event in events if event[0] == "visit"] == order
     assert (_held(both).held_for_visits_bytes, both.held_for_visits_bytes) == (400, 0), "gradients await the verdict"
+
+
+@pytest.mark.usefixtures("alone")
+def test_visits_that_would_make_others_wait_are_put_off() -> None:
+    """Forward, which needs the first layer first, would otherwise wait for all of them."""
+    four = Profile(layers=tuple(replace(each, grads_bytes=200) for each in uniform(4).layers), visit=1.0)
+    four = replace(four, layers=tuple(replace(each, visit_s=3.0, forward_s=3.0) for each in four.layers))
+    first, second, third, fourth = 1000, 999, 998, 997
+    timelines = [simulate(replace(four, hold_bytes=nbytes), NONE) for nbytes in (399, 800)]
+    visits = [[event[1:] for event in each.events if event[0] == "visit"] for each in timelines]
+    assert visits[0] == [(fourth, 2, 5), (third, 5, 8), (second, 8, 11), (first, 11, 14)], "there is no memory for it"
+    assert visits[1] == [(fourth, 2, 5), (third, 5, 8), (first, 8, 11), (second, 11, 14)]
+    assert [each.step_s for each in timelines] == [14 + 12, 11 + 12]
+
+
+@pytest.mark.usefixtures("alone")
+def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> None:
+    """By half of what may wait."""
+    many = streamable(uniform(8, h2d_s=0.1))
+    layers = tuple(replace(each, visit_s=2.5, grads_bytes=1) for each in many.layers)
+    many = replace(many, layers=layers, stream=1.0, visit=1.0)
+    waited = [simulate(replace(many, hold_bytes=nbytes), NONE).fetch_s for nbytes in (399, 400, 1600, 2000)]
+    assert waited[0] > waited[1] > waited[2] == waited[3], "four blocks at most"
 
 
 @pytest.mark.usefixtures("alone")
@@ -321,11 +344,11 @@ def test_visits_are_of_layers_that_the_gpu_does_not_own(data: st.DataObject, sha
 
 
 def test_visits_are_spread_evenly() -> None:
-    """So link and CPU both work all the time."""
+    """So link and CPU both work all the time. The first layer, which forward waits for first, visits last."""
     profile = uniform(16)
     positions = {layer.lid: layer.position for layer in profile.layers}
     found = [sorted(positions[lid] for lid in replace(profile, visit=share).visiting(NONE)) for share in (0.25, 0.5)]
-    assert found == [[0, 4, 8, 12], [0, 2, 4, 6, 8, 10, 12, 14]]
+    assert found == [[2, 4, 8, 12], [1, 2, 4, 6, 8, 10, 12, 14]]
 
 
 def test_visits_are_planned_where_they_save_memory_at_the_same_speed() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hytrain.kernels.scalars import scalars
 from hytrain.memory import visits
@@ -17,6 +19,7 @@ from hytrain.memory.visits import Visit, Visits, ring_bytes
 from protocol.handles import STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import AdamWHyper
+from protocol.visiting import Turn, put_off
 
 NUMEL = 64
 BYTES = 4 * NUMEL
@@ -41,11 +44,11 @@ class Late(HostTransfers):
             self.landed.append(transfer.done)
 
 
-def visit(made: Visits, *, awaited: bool = False) -> None:
+def visit(made: Visits, *, is_held: bool = False) -> None:
     """A layer of one segment is updated."""
     planes = [torch.zeros(NUMEL) if plane_dtype(plane, SEGMENT) else None for plane in STATE_PLANES]
     one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
-    made.update([one], after=None, host=Mock(), verdict=None, awaited=awaited)
+    made.update([one], after=None, host=Mock(), verdict=None, is_held=is_held)
 
 
 def test_as_many_gradients_wait_as_may() -> None:
@@ -107,11 +110,67 @@ def test_two_threads_let_go_only_what_is_updated() -> None:
     assert made.waiting_bytes == BYTES
 
 
+def test_gradients_that_are_put_off_take_half_of_what_may_wait() -> None:
+    made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=4 * BYTES)
+    assert [made.puts_off(BYTES) for _ in range(3)] == [True, True, False]
+    for _ in range(2):
+        visit(made)
+    assert made.waiting_bytes == 4 * BYTES and not made.is_full
+    visit(made)
+    assert made.is_full, "those that are put off count"
+    made.make_room()
+    assert made.waiting_bytes == 4 * BYTES
+    assert (made.end_step(), made.end_step()) == (5 * BYTES, 2 * BYTES), "what was put off has gone"
+    assert made.puts_off(BYTES)
+
+
+def test_streamed_weights_borrow_from_gradients_that_wait() -> None:
+    made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=4 * BYTES)
+    made.lent_bytes = 2 * BYTES
+    assert [made.puts_off(BYTES) for _ in range(2)] == [True, False]
+    visit(made)
+    assert not made.is_full and made.end_step() == 4 * BYTES
+    for _ in range(2):
+        visit(made)
+    assert made.is_full
+
+
+@given(st.data())
+def test_no_choice_of_visits_makes_forward_wait_longer(data: st.DataObject) -> None:
+    """Than to put nothing off, by a simulation that knows only when visits may begin."""
+    some = st.builds(
+        Turn,
+        lid=st.just(0),
+        forward_s=st.integers(1, 9),
+        backward_s=st.integers(1, 9),
+        visit_s=st.integers(0, 30),
+        may_wait=st.booleans(),
+    )
+    turns = [turn._replace(lid=lid) for lid, turn in enumerate(data.draw(st.lists(some, min_size=1, max_size=12)))]
+    later = put_off(turns)
+    assert later <= {turn.lid for turn in turns if turn.visit_s and turn.may_wait}
+
+    def stall_s(later: frozenset[int]) -> float:
+        over_s = now = sum(turn.backward_s for turn in turns)
+        ready_s = {turn.lid: sum(other.backward_s for other in turns[turn.lid :]) for turn in turns}
+        ready_s |= dict.fromkeys(later, over_s)
+        free_s, ends_s = 0.0, dict.fromkeys(range(len(turns)), 0.0)
+        for turn in sorted(turns, key=lambda one: (one.lid in later, one.lid if one.lid in later else -one.lid)):
+            if turn.visit_s:
+                free_s = ends_s[turn.lid] = max(free_s, ready_s[turn.lid]) + turn.visit_s
+        for turn in turns:
+            now = max(now, ends_s[turn.lid]) + turn.forward_s
+        return now - over_s - sum(turn.forward_s for turn in turns)
+
+    assert stall_s(later) <= stall_s(frozenset()) + 1e-9
+    assert stall_s(later) < stall_s(frozenset()) or not later
+
+
 def test_what_awaited_a_verdict_does_not_wait_again() -> None:
     """All of it has waited: nothing else would be let go for it."""
     made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=0)
     for _ in range(2):
-        visit(made, awaited=True)
+        visit(made, is_held=True)
     assert not made.is_full and made.waiting_bytes == 0
 
 

@@ -7,7 +7,8 @@
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
 way with AdamW. An update of several passes goes through the slots once for each, with the planes that the pass uses.
 Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than `hold_bytes` of them,
-backward waits. On device "cpu" the slots are host memory too, and everything has finished on return.
+backward waits. Some layers are put off until backward is over (protocol/visiting.py). On device "cpu" the slots are
+host memory too, and everything has finished on return.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
 from protocol.handles import ALIGN_ELEMENTS, STATE_PLANES, plane_dtype
 from protocol.messages import Segment
+from protocol.visiting import most_put_off_bytes
 
 #: While one slot is updated, another is filled and a third is emptied.
 SLOTS: Final = 3
@@ -55,7 +57,8 @@ class Visit:
 class Visits:
     """The slots of one device. All layers share them, so `segments` are those of all layers.
 
-    Gradients that wait for their visit take at most `hold_bytes` and those of one layer.
+    Gradients that wait for their visit take at most `hold_bytes` and those of one layer, less `lent_bytes`, which
+    streamed weights take that wait for it, too.
     """
 
     def __init__(
@@ -67,8 +70,9 @@ class Visits:
         self._turn = 0
         # Gradients, until their layer is updated, and the stream that has made them.
         self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._put_off_bytes = 0
         self._waited_bytes = 0  # the most at once in this step
+        self.lent_bytes = 0
         self._lock = threading.Lock()  # forwards of several threads let go
 
     def prepare(self) -> None:
@@ -83,22 +87,22 @@ class Visits:
         after: Transfer | None,
         host: Backend | None,
         verdict: Tensor | None,
-        awaited: bool = False,
+        is_held: bool = False,
     ) -> tuple[Transfer, Transfer]:
         """Update a layer, once the current stream has made its gradients. Does not wait.
 
         `after` is the last copy into the layer's state. Returns what ends when its weights are updated, and what ends
         when its state is back. `host` and `verdict` are as in `Pass.run`.
 
-        If the update was `awaited`, all gradients have waited by now, and torch's allocator finds out when it may use
-        their memory again.
+        If the update `is_held` back until now, so were others, and all their gradients have memory: torch's allocator
+        finds out when it may use that again.
         """
         transfers = self._transfers
         visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
         self._begin_slots()
         marks, returned = [], None
         read_later = [] if verdict is None else [verdict]
-        if awaited:
+        if is_held:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):
             for visit, each, part in self._pieces(visits):
@@ -117,7 +121,7 @@ class Visits:
             updated = transfers.so_far()
         for visit in visits:
             count_write(visit.weights)
-        if not awaited:
+        if not is_held:
             self._hold([visit.grads for visit in visits], updated)
         assert returned is not None, "a layer has elements"
         span = marks[0], marks[-1]
@@ -130,23 +134,33 @@ class Visits:
         with self._lock:
             self._waiting.append((updated, grads, self._transfers.stream()))
             self._waiting_bytes += sum(each.nbytes for each in grads)
-            self._waited_bytes = max(self._waited_bytes, self._waiting_bytes)
+            self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
+
+    def puts_off(self, grads_bytes: int) -> bool:
+        """Whether a layer's gradients may wait until backward is over. If so, they do."""
+        with self._lock:
+            if self._put_off_bytes + grads_bytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
+                return False
+            self._put_off_bytes += grads_bytes
+            self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
+        return True
 
     @property
     def waiting_bytes(self) -> int:
         """Of gradients that wait now."""
-        return self._waiting_bytes
+        return self._waiting_bytes + self._put_off_bytes
 
     def end_step(self) -> int:
-        """The most bytes that have waited at once in this step."""
+        """The most bytes that have waited at once in this step, with those that are lent. What was put off has gone."""
         with self._lock:
-            waited, self._waited_bytes = self._waited_bytes, self._waiting_bytes
-        return waited
+            self._put_off_bytes = 0
+            waited, self._waited_bytes = self._waited_bytes, self.waiting_bytes
+        return waited + self.lent_bytes
 
     @property
     def is_full(self) -> bool:
         """Whether more gradients wait than may."""
-        return self._waiting_bytes > self._hold_bytes and len(self._waiting) > 1
+        return self.waiting_bytes > self._hold_bytes - self.lent_bytes and len(self._waiting) > 1
 
     def make_room(self) -> None:
         """Let the stream that makes gradients wait for the oldest visits, until no more wait than may.
@@ -196,7 +210,7 @@ class Visits:
         """Free the slots. No copy may be under way."""
         self._slots.clear()
         self._waiting.clear()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._put_off_bytes = 0
 
 
 def ring_bytes(segments: Sequence[Segment]) -> int:

@@ -253,7 +253,8 @@ class Order:
     """Layers in the order in which more and more of them visit the GPU, or are streamed, block by block.
 
     The order spreads them evenly, and a larger share adds layers to those of a smaller one: so few layers move if the
-    share changes. It is that of their indices with the bits reversed (van der Corput).
+    share changes. It is that of their indices with the bits reversed (van der Corput). But the first layer visits last:
+    forward needs it first, and backward completes it last.
     """
 
     def __init__(self, layers: Sequence[LayerFacts]) -> None:
@@ -265,7 +266,8 @@ class Order:
         self.layers, self.lids = layers, frozenset(layer.lid for layer in ranked)
         self._numel = sum(layer.numel for layer in ranked)
         self._blocks = [_Group.of(block) for block in _spread(list(blocks.values()))]
-        self._layers = [_Group.of([layer]) for layer in _spread(ranked) if not layer.must_visit]
+        first, later = ranked[:1], _spread(ranked)[1:]
+        self._layers = [_Group.of([layer]) for layer in (*later, *first) if not layer.must_visit]
         self._must_visit = [_Group.of([layer]) for layer in ranked if layer.must_visit]
 
     def streamed(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:

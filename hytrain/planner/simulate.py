@@ -13,9 +13,9 @@ the resulting slowdown agree.
 The CPU checks its queue after each tile, so a layer that is earlier in forward order starts at the end of the current
 tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
-Visits take the link in both directions, first in, first out, once a layer's gradients are complete. Gradients and
-weights pass them in small pieces, and make each take longer; so does the CPU, whose updates take longer, too
-(contention.py). Streamed weights that a visit updates stay on the GPU until then.
+Visits take the link in both directions, first in, first out, once a layer's gradients are complete, or after backward
+(protocol/visiting.py). Gradients and weights pass them in small pieces, and make each take longer; so does the CPU,
+whose updates take longer, too (contention.py). Streamed weights that a visit updates stay on the GPU until then.
 
 Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
@@ -25,7 +25,7 @@ rest in host memory, too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from statistics import fmean
 
 from hytrain.planner.contention import Crowding, beside
 from hytrain.planner.profile import LayerProfile, Profile
+from protocol.visiting import Turn, most_put_off_bytes, put_off, wider_by_bytes
 
 TILE_NUMEL = 16 << 20
 ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
@@ -128,7 +129,9 @@ def _play(
 ) -> Timeline:
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    window, visits = _Window(profile, events), _Visits(crowding.visits, profile.hold_bytes)
+    window = _Window(profile, events, visits=not visiting.isdisjoint(streamed))
+    held_bytes = None if profile.hold_bytes is None else profile.hold_bytes - window.for_visits_bytes
+    visits = _Visits(crowding.visits, held_bytes)
     landed, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, visits, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
@@ -174,9 +177,14 @@ def _play(
 class _Window:
     """The GPU memory through which weights are streamed, and the link that brings them, in forward or in backward."""
 
-    def __init__(self, profile: Profile, events: list[Event]) -> None:
+    def __init__(self, profile: Profile, events: list[Event], *, visits: bool) -> None:
+        of_blocks = defaultdict[int, int](int)
+        for layer in profile.layers:
+            of_blocks[layer.block] += layer.weights_bytes
+        block_bytes = max(of_blocks.values(), default=0)
+        self.for_visits_bytes = wider_by_bytes(profile.hold_bytes or 0, block_bytes) if visits else 0
         largest = max((layer.weights_bytes for layer in profile.layers), default=0)
-        self._slots = max(1, profile.window_bytes // largest) if largest else 1
+        self._slots = max(1, (profile.window_bytes + self.for_visits_bytes) // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
         weights_bytes = sum(layer.weights_bytes for layer in profile.layers)
         self._activations_s = profile.activations_s / weights_bytes if weights_bytes else 0.0  # per byte of weights
@@ -219,12 +227,16 @@ def _backward(
 ) -> tuple[list[tuple[LayerProfile, float]], float, float]:
     """When each gradient has arrived, when backward is over, and when the GPU is done.
 
-    If updates await a verdict, the GPU's start when backward is over, in no particular order, and visits in forward
-    order.
+    If updates await a verdict, the GPU's start when backward is over, in no particular order. Visits start then in
+    forward order, if they do or if they are put off.
     """
     now = 0.0
     leaving: list[tuple[LayerProfile, float, float]] = []
     held: list[LayerProfile] = []
+
+    later = frozenset[int]()
+    if not profile.awaits_verdict:
+        later = _later(profile, gpu_lids, visiting, streamed, longer, visits)
 
     def update(layer: LayerProfile) -> None:
         nonlocal now
@@ -239,7 +251,7 @@ def _backward(
         now += backward_s
         left_s = now
         if layer.lid in visiting:
-            if profile.awaits_verdict:
+            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
@@ -261,6 +273,31 @@ def _backward(
     return _link("d2h", leaving, events), over_s, now
 
 
+def _later(
+    profile: Profile,
+    gpu_lids: frozenset[int],
+    visiting: frozenset[int],
+    streamed: frozenset[int],
+    longer: float,
+    visits: _Visits,
+) -> frozenset[int]:
+    """The visits that are put off until backward is over."""
+    if not visiting:
+        return frozenset()
+    return put_off(
+        [
+            Turn(
+                layer.lid,
+                longer * layer.forward_s,
+                longer * layer.backward_s + (layer.gpu_update_s if layer.lid in gpu_lids else 0.0),
+                visits.longer * layer.visit_s if layer.lid in visiting else 0.0,
+                may_wait=layer.lid not in streamed,
+            )
+            for layer in profile.layers
+        ]
+    )
+
+
 class _Visits:
     """State that visits the GPU, first in, first out. Each visit takes `longer` than alone, by this factor.
 
@@ -268,8 +305,9 @@ class _Visits:
     """
 
     def __init__(self, longer: float, hold_bytes: int | None) -> None:
-        self._longer, self._free_s = longer, 0.0
+        self.longer, self._free_s = longer, 0.0
         self._hold_bytes, self._waiting, self._waiting_bytes = hold_bytes, deque[tuple[float, int]](), 0
+        self._put_off_bytes = 0
         self.waited_s = 0.0
         self.ends_s: dict[int, float] = {}
         self.events: list[Event] = []
@@ -277,17 +315,26 @@ class _Visits:
     def add(self, layer: LayerProfile, now: float) -> float:
         """When the layer is updated, whose gradients are there now."""
         begins_s = max(self._free_s, now)
-        self._free_s = self.ends_s[layer.lid] = begins_s + self._longer * layer.visit_s
+        self._free_s = self.ends_s[layer.lid] = begins_s + self.longer * layer.visit_s
         self.events.append(("visit", layer.lid, begins_s, self._free_s))
         self._waiting.append((self._free_s, layer.grads_bytes))
         self._waiting_bytes += layer.grads_bytes
         return self._free_s
 
+    def puts_off(self, layer: LayerProfile) -> bool:
+        """Whether the layer's gradients may wait until backward is over."""
+        nbytes = self._put_off_bytes + layer.grads_bytes
+        if self._hold_bytes is not None and nbytes > most_put_off_bytes(self._hold_bytes):
+            return False
+        self._put_off_bytes = nbytes
+        return True
+
     def make_room(self, now: float) -> float:
         """When backward goes on, with all but the last layer's gradients in the memory that they may take."""
         began_s = now
         while len(self._waiting) > 1:
-            is_full = self._hold_bytes is not None and self._waiting_bytes > self._hold_bytes
+            waiting_bytes = self._waiting_bytes + self._put_off_bytes
+            is_full = self._hold_bytes is not None and waiting_bytes > self._hold_bytes
             ends_s, nbytes = self._waiting[0]
             if ends_s > now and not is_full:
                 break

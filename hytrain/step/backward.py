@@ -4,15 +4,15 @@
                                       └─ the GPU updates: on the device, now; or as soon as the state visits it
     optimizer ─ WeightsReady ─▶ on_weights_ready: weights_in ─▶ `reads` waits for exactly this
 
-If a step awaits a verdict, the GPU's updates are held back until backward has ended. `hooks` calls from autograd's
-threads, `link` from its own two threads.
+If a step awaits a verdict, the GPU's updates are held back until backward has ended; so are visits that would only make
+others wait. `hooks` calls from autograd's threads, `link` from its own two threads.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -46,6 +46,7 @@ from protocol.handles import STATE_PLANES
 from protocol.messages import GradReady, Message, StepBegin, WeightsReady
 from protocol.placement import VISIT
 from protocol.rules import Hyper
+from protocol.visiting import Turn, put_off
 
 Groups = tuple[Hyper, ...]
 
@@ -106,7 +107,8 @@ class Backward:
         self._verdicts, self._accumulation = verdicts, accumulation
         self._handover, self._boundary, self._streaming = handover, boundary, streaming
         self._groups: Groups = ()
-        self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until the verdict
+        self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until backward is over, by position
+        self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self._ends_by_itself = True  # autograd calls `end`
         self._has_warned = False
 
@@ -158,8 +160,9 @@ class Backward:
             gradients, copies = layer.depart(step, awaits_verdict=awaited)
         counts = layer.sent
         if copies is None:
-            update = partial(self._update_on_device, layer, step, counts, gradients)
-            if self._overlap and awaited:
+            is_held = self._overlap and (awaited or self._puts_off(layer, gradients.values()))
+            update = partial(self._update_on_device, layer, step, counts, gradients, is_held=is_held)
+            if is_held:
                 self._held.append((layer.spec.position, update))
             else:
                 update()
@@ -171,8 +174,20 @@ class Backward:
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 
+    def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
+        """Whether the layer's visit can wait until backward is over, and so can its gradients."""
+        if layer.lid not in self._put_off or layer.rests_on_host or layer.life.placement is not VISIT:
+            return False
+        return self._visits.puts_off(sum(gradient.nbytes for gradient in gradients))
+
     def _update_on_device(
-        self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]
+        self,
+        layer: TrainedLayer,
+        step: int,
+        counts: tuple[int, ...],
+        gradients: dict[int, Tensor],
+        *,
+        is_held: bool,
     ) -> None:
         on_host = self._host is not None
         scale = self._verdicts.host_scale() if on_host else 1.0
@@ -188,13 +203,12 @@ class Backward:
                 Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
                 for i, grads in gradients.items()
             ]
-            awaited = self._verdicts.awaited
             updated, returned = self._visits.update(
-                visits, after=layer.returned, host=self._host, verdict=verdict, awaited=awaited
+                visits, after=layer.returned, host=self._host, verdict=verdict, is_held=is_held
             )
             layer.landing, layer.returned = updated, returned
             self._meter.span("visit_s", layer.lid, step, returned.span)
-            if self._visits.is_full and not awaited:
+            if self._visits.is_full and not is_held:
                 arrived = self._meter.mark()
                 self._visits.make_room()
                 self._meter.fetched(layer.lid, arrived)
@@ -235,8 +249,30 @@ class Backward:
         self._verdicts.count_last()
         self._masters.begin_step()
         self._groups = self._read_groups()
+        self._put_off = self._visits_after_backward()
         begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
         self._link.post("optimizer", begin)
+
+    def _visits_after_backward(self) -> frozenset[int]:
+        """Which layers' visits are put off, by the times of the last step that was measured.
+
+        Not streamed ones: their weights would take the place of others.
+        """
+        times = self._meter.times
+        if self._verdicts.awaited or not any(one.visit_s for one in times):
+            return frozenset()
+        return put_off(
+            [
+                Turn(
+                    one.lid,
+                    one.forward_s or 0.0,
+                    (one.backward_s or 0.0) + (one.gpu_update_s or 0.0),
+                    one.visit_s or 0.0,
+                    may_wait=not self._layers[one.lid].rests_on_host,
+                )
+                for one in sorted(times, key=lambda one: self._layers[one.lid].spec.position)
+            ]
+        )
 
     def end(self) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
@@ -327,6 +363,8 @@ class Backward:
             self._flush()
             if not self._is_stage:
                 self._judge()
+            if not self._verdicts.awaited:
+                self._make_held()
 
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
@@ -344,12 +382,16 @@ class Backward:
                 self._reads.wait_for(layer, on_host=True)
 
     def _judge(self) -> None:
-        """All gradients of the step have come: decide by their norm, and make the updates that were held back."""
+        """All gradients of the step have come: decide by their norm, and make the updates that awaited this."""
         if not self._verdicts.awaited:
             return
         judgement = self._verdicts.judge(self._health.life.step)
         for role in ("optimizer", "coordinator"):
             self._link.post(role, judgement, after=judgement.arrival)
+        self._make_held()
+
+    def _make_held(self) -> None:
+        """Make the updates that were held back."""
         for _, update in sorted(self._held, key=lambda held: held[0]):  # forward needs the first ones first
             update()
         self._held.clear()

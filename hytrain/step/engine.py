@@ -100,7 +100,7 @@ class Engine:
         )
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
-        self._streaming = Streaming(blocks, transfers)
+        self._streaming = Streaming(blocks, transfers, hold_bytes=hold_bytes)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self.reads = Reads(
@@ -214,6 +214,7 @@ class Engine:
             life.on(Event.STEP)
             self._accumulation.drop()
             self._streaming.end_step()
+            self._visits.lent_bytes = self._streaming.for_visits_bytes
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
         self._boundary.report(ended, self.steps)

@@ -146,6 +146,7 @@ class Meter:
         self.stall_s = self.exposed_s = self.middle_s = self.starved = 0.0
         self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
+        self.times: tuple[LayerTimes, ...] = ()  # of the last step that was measured
         if trace.is_on:
             clock.anchor()
 
@@ -260,7 +261,8 @@ class Meter:
         gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
         self.gather_s = sum(gathered_s) if gathered_s else None
         self._clock.recycle(marks.marks())
-        return self._times(intervals)
+        self.times = self._times(intervals)
+        return self.times
 
     def close(self) -> None:
         """Draw the remaining steps that the device has passed."""

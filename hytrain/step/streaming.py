@@ -23,6 +23,8 @@ from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
+from protocol.placement import VISIT
+from protocol.visiting import wider_by_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -40,14 +42,19 @@ Place = tuple[StreamedBlock, bool]
 
 
 class Streaming:
-    """The streamed blocks of one model, in forward order."""
+    """The streamed blocks of one model, in forward order.
 
-    def __init__(self, blocks: Sequence[StreamedBlock], transfers: Transfers) -> None:
+    `for_visits_bytes`: GPU memory for those that wait for a visit, besides `window_bytes`: a part of `hold_bytes`.
+    """
+
+    def __init__(self, blocks: Sequence[StreamedBlock], transfers: Transfers, *, hold_bytes: int = 0) -> None:
         self._import_written: Callable[[], None] = lambda: None
         self._before_free: Callable[[StreamedBlock], None] = lambda block: None
         self._blocks, self._transfers = blocks, transfers
         self._block_of = {id(known): block for block in blocks for known in block.parameters}
         self._window_bytes = window_bytes(blocks)
+        self._wider_by_bytes = wider_by_bytes(hold_bytes, self._window_bytes // SLOTS)
+        self.for_visits_bytes = 0
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
@@ -152,6 +159,8 @@ class Streaming:
         for block in self._blocks:
             block.is_used, block.is_held = block.is_used and block.is_aliased, False
             block.is_touched = False
+        visits = any(layer.life.placement is VISIT for block in self._blocks if block.streams for layer in block.layers)
+        self.for_visits_bytes = self._wider_by_bytes if visits else 0
         self._note_storages()
 
     def _note_storages(self) -> None:
@@ -253,7 +262,7 @@ class Streaming:
         for _ in self._next:
             if place[0].streams:
                 soon[place[0]] = None
-            if sum(block.nbytes for block in soon) > self._window_bytes:
+            if sum(block.nbytes for block in soon) > self._window_bytes + self.for_visits_bytes:
                 soon.popitem()
                 break
             place = self._next[place]

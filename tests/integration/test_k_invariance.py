@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 import hytrain
 from hytrain.errors import CapacityError
 from hytrain.memory import visits
+from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import HostTransfers
+from hytrain.memory.transfer import HostTransfers, Transfer
+from hytrain.memory.visits import Visit, Visits
 from hytrain.model.trained import TrainedLayer
 from hytrain.recipe.fused import fuse
-from hytrain.step import streaming
+from hytrain.step import backward, streaming
 from workers import monitor
 
 STEPS = 50
@@ -81,6 +84,31 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
             assert opt.statistics().moved > 10
         assert differing(state(opt) | weights(model), expected) == []
     assert any(name.startswith("remainder") for name in expected) is (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{"k": 0.2, "visit": 0.8}, {"k": "auto", "policy": "random", "stream": "auto"}])
+def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And blocks that wait for visits have more room. In forward order, as forward waits for them."""
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
+    monkeypatch.setattr(
+        backward, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3}
+    )
+    orders, update = defaultdict[int, list[int]](list), Visits.update
+
+    def noted(visits: Visits, those: Sequence[Visit], *, is_held: bool, **others: Any) -> tuple[Transfer, Transfer]:
+        if is_held:
+            layer = layer_of[those[0].segment.name]
+            assert not layer.rests_on_host, "the weights would take the place of others"
+            orders[opt._engine._health.life.step].append(layer.spec.position)
+        return update(visits, those, is_held=is_held, **others)
+
+    monkeypatch.setattr(Visits, "update", noted)
+    model = make(torch.bfloat16)
+    with adamw(model, **options) as opt:
+        layer_of = {segment.spec.name: layer for layer in opt._session.layers for segment in layer.segments}
+        train_and_prepare(model, opt, STEPS)
+        assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
+    assert sum(map(len, orders.values())) >= 10 and all(order == sorted(order) for order in orders.values())
 
 
 @pytest.mark.parametrize("choice", ["all on the GPU", "streamed, visiting", "streamed, moving"])

@@ -20,6 +20,7 @@ import hytrain
 from hytrain import session
 from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
+from hytrain.memory.capacity import GpuMemory
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step import streaming
@@ -67,6 +68,20 @@ def test_no_more_than_the_window_is_on_the_device(
         assert {frozenset(names) for names in seen} == {frozenset({f"{i}.0.weight", f"{i}.0.bias"}) for i in range(4)}
         assert opt.statistics().streamed_layers == (0, 1, 2, 3)
     assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("visit", "most"), [(0.0, 1), (1.0, 3)])
+def test_blocks_that_wait_for_visits_widen_the_window(visit: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what has room in half of the memory that is for this."""
+    model, seen = perceptron(), list[int]()
+    block_bytes = sum(parameter.nbytes for parameter in model[0].parameters())
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * block_bytes + 2)
+    with adamw(model, k=0.0, visit=visit, stream=1.0) as opt:
+        for block in model:
+            block[0].weight.register_hook(lambda *_: seen.append(len({name[0] for name in present(opt)})))
+        train(model, opt, range(4), square_loss)
+        assert max(seen) == most
+        assert opt._engine._visits.lent_bytes == (most - 1) * block_bytes
 
 
 def test_some_blocks_are_streamed_and_others_stay() -> None:
