@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hytrain.kernels.scalars import scalars
@@ -135,18 +135,21 @@ def test_streamed_weights_borrow_from_gradients_that_wait() -> None:
     assert made.is_full
 
 
-@given(st.data())
-def test_no_choice_of_visits_makes_forward_wait_longer(data: st.DataObject) -> None:
+some_turns = st.builds(
+    Turn,
+    lid=st.just(0),
+    forward_s=st.integers(0, 9),
+    backward_s=st.integers(1, 9),
+    visit_s=st.integers(0, 30),
+    may_wait=st.booleans(),
+)
+
+
+@given(st.lists(some_turns, min_size=1, max_size=12))
+@example([Turn(0, 0.0, 1.0, 5.0), Turn(0, 1.0, 1.0, 5.0), Turn(0, 1.0, 1.0, 30.0)])
+def test_no_choice_of_visits_makes_forward_wait_longer(turns: list[Turn]) -> None:
     """Than to put nothing off, by a simulation that knows only when visits may begin."""
-    some = st.builds(
-        Turn,
-        lid=st.just(0),
-        forward_s=st.integers(1, 9),
-        backward_s=st.integers(1, 9),
-        visit_s=st.integers(0, 30),
-        may_wait=st.booleans(),
-    )
-    turns = [turn._replace(lid=lid) for lid, turn in enumerate(data.draw(st.lists(some, min_size=1, max_size=12)))]
+    turns = [turn._replace(lid=lid) for lid, turn in enumerate(turns)]
     later = put_off(turns)
     assert later <= {turn.lid for turn in turns if turn.visit_s and turn.may_wait}
 
