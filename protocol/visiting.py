@@ -8,8 +8,9 @@ Forward needs the first layers first, and backward completes their gradients las
 gradients, forward would begin when the last visit is over. So some that would have to wait are put off until backward
 is over, and then go in forward order: the visits overlap with forward, too.
 
-What waits for a visit has `hold_bytes` of the GPU's memory. At most half of that is for what is put off. If streamed
-weights are updated by visits, they stay on the GPU until then, and up to half of it widens their window.
+What waits for a visit has `hold_bytes` of the GPU's memory. At most half of that is for what is put off: gradients, and
+streamed weights, which stay on the GPU until forward. Other streamed weights stay there until their visit, and up to
+half of it widens their window for that.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ WAITS: Final = (inf, 1.0, 0.5, 0.25, 0.1)
 
 
 class Turn(NamedTuple):
-    """A layer in a step. If its state visits, `visit_s` is above 0. `may_wait`: the visit can be put off."""
+    """A layer in a step. If its state visits, `visit_s` is above 0."""
 
     lid: int
     forward_s: float
     backward_s: float
     visit_s: float = 0.0
-    may_wait: bool = True
 
 
 def put_off(turns: Sequence[Turn]) -> frozenset[int]:
@@ -63,7 +63,7 @@ def _with_waits(
     later: list[Turn] = []
     for turn in reversed(visits):
         begins_s = max(free_s, ready_s[turn.lid])
-        if turn.may_wait and turn is not visits[0] and begins_s - ready_s[turn.lid] > most_s:
+        if turn is not visits[0] and begins_s - ready_s[turn.lid] > most_s:
             later.insert(0, turn)
             continue
         free_s = begins_s + turn.visit_s
@@ -76,7 +76,7 @@ def _with_waits(
 
 
 def most_put_off_bytes(hold_bytes: int) -> int:
-    """Of the gradients that wait for visits on the GPU, those of layers that are put off."""
+    """Of what waits for visits on the GPU, that of layers that are put off."""
     return hold_bytes // 2
 
 

@@ -126,6 +126,20 @@ def test_visits_that_would_make_others_wait_are_put_off() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_streamed_weights_that_are_put_off_stay_until_forward() -> None:
+    """They take no room in the window meanwhile, and none is put off where they have no other."""
+    many = streamable(uniform(10, h2d_s=0.5))
+    layers = tuple(replace(each, visit_s=3.0, grads_bytes=200, forward_s=3.0) for each in many.layers)
+    many = replace(many, layers=layers, stream=1.0, visit=1.0)
+    for nbytes, put_off, fetched in ((800, [], [3, 4, 5, 6, 7, 8, 9]), (2400, [6, 8], [5, 7, 9])):
+        events = simulate(replace(many, hold_bytes=nbytes), NONE).events
+        over_s = max(end_s for kind, _, _, end_s in events if kind == "backward")
+        visits = [1000 - lid for kind, lid, *_ in events if kind == "visit"]
+        assert visits[visits.index(0) + 1 :] == put_off, "in forward order, after those that are not put off"
+        assert [1000 - lid for kind, lid, start_s, _ in events if kind == "fetch" and start_s >= over_s] == fetched
+
+
+@pytest.mark.usefixtures("alone")
 def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> None:
     """By half of what may wait."""
     many = streamable(uniform(8, h2d_s=0.1))
@@ -157,7 +171,7 @@ def test_streamed_weights_come_through_a_window() -> None:
         ("forward", third, 16, 17),
     ]
     assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, timeline.gpu_busy_s) == (17, 2, {first: 3}, 9)
-    visiting = simulate(replace(three, stream=1.0, visit=1.0), NONE)
+    visiting = simulate(replace(three, stream=1.0, visit=1.0, hold_bytes=0), NONE)
     assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
     on_link = sorted((event for event in visiting.events if event[0] in ("visit", "fetch")), key=lambda event: event[2])
     assert on_link[:4] == [

@@ -141,7 +141,6 @@ some_turns = st.builds(
     forward_s=st.integers(0, 9),
     backward_s=st.integers(1, 9),
     visit_s=st.integers(0, 30),
-    may_wait=st.booleans(),
 )
 
 
@@ -151,7 +150,7 @@ def test_no_choice_of_visits_makes_forward_wait_longer(turns: list[Turn]) -> Non
     """Than to put nothing off, by a simulation that knows only when visits may begin."""
     turns = [turn._replace(lid=lid) for lid, turn in enumerate(turns)]
     later = put_off(turns)
-    assert later <= {turn.lid for turn in turns if turn.visit_s and turn.may_wait}
+    assert later <= {turn.lid for turn in turns if turn.visit_s}
 
     def stall_s(later: frozenset[int]) -> float:
         over_s = now = sum(turn.backward_s for turn in turns)

@@ -57,8 +57,8 @@ class Visit:
 class Visits:
     """The slots of one device. All layers share them, so `segments` are those of all layers.
 
-    Gradients that wait for their visit take at most `hold_bytes` and those of one layer, less `lent_bytes`, which
-    streamed weights take that wait for it, too.
+    What waits for its visit takes at most `hold_bytes` and the gradients of one layer, less `lent_bytes`, by which the
+    window of streamed weights is wider.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class Visits:
             self._waiting_bytes += sum(each.nbytes for each in grads)
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
 
-    def puts_off(self, grads_bytes: int) -> bool:
-        """Whether a layer's gradients may wait until backward is over. If so, they do."""
+    def puts_off(self, nbytes: int) -> bool:
+        """Whether a layer's gradients, and its streamed weights, may wait until backward is over. If so, they do."""
         with self._lock:
-            if self._put_off_bytes + grads_bytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
+            if self._put_off_bytes + nbytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
                 return False
-            self._put_off_bytes += grads_bytes
+            self._put_off_bytes += nbytes
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
         return True
 
     @property
     def waiting_bytes(self) -> int:
-        """Of gradients that wait now."""
+        """Of gradients that wait now, and streamed weights that are put off."""
         return self._waiting_bytes + self._put_off_bytes
 
     def end_step(self) -> int:

@@ -307,10 +307,11 @@ class StreamedBlock:
     they came. `is_busy`: its forward runs, or its backward, up to its last gradient. `is_used`: somebody else has used
     a parameter. `is_known`: it has been seen to be no CUDA graph. `users`: how many operations outside of its forward
     are using one right now. `is_held`: a graph of this step may need it. `is_kept`: it stays, as it is read where
-    nobody sees it. `is_pooled`: its memory is of the pool of fetched weights, not where the user has allocated it.
-    `is_touched`: this step has used it. `arrival`: the copy that brought it; `measured`: the last such copy that the
-    meter got, and `measured_in`: in which step; `leaving`: copies
-    out of it; `computed`: where computations with it ended, on each stream.
+    nobody sees it. `is_put_off`: a visit updates it after backward, and it stays for the forward after that.
+    `is_pooled`: its memory is of the pool of fetched weights, not where the user has allocated it. `is_touched`: this
+    step has used it. `arrival`: the copy that brought it; `measured`: the last such copy that the meter got, and
+    `measured_in`: in which step; `leaving`: copies out of it; `computed`: where computations with it ended, on each
+    stream.
     """
 
     gate: Gate
@@ -325,6 +326,7 @@ class StreamedBlock:
     users: int = 0
     is_held: bool = False
     is_kept: bool = False
+    is_put_off: bool = False
     is_pooled: bool = False
     is_touched: bool = False
     arrival: Transfer | None = None
@@ -359,7 +361,9 @@ class StreamedBlock:
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
-        if not (self.streams and self.is_present) or self.is_busy or self.users or self.is_held or self.is_kept:
+        if not (self.streams and self.is_present) or self.is_busy or self.users:
+            return False
+        if self.is_held or self.is_kept or self.is_put_off:
             return False
         is_arriving = any(layer.is_arriving for layer in self.layers)  # its own writes are being counted right now
         if any((known.was_written() and not is_arriving) or not known.is_in_place for known in self.parameters):

@@ -253,8 +253,7 @@ class Order:
     """Layers in the order in which more and more of them visit the GPU, or are streamed, block by block.
 
     The order spreads them evenly, and a larger share adds layers to those of a smaller one: so few layers move if the
-    share changes. It is that of their indices with the bits reversed (van der Corput). But the first layer visits last:
-    forward needs it first, and backward completes it last.
+    share changes. It is that of their indices with the bits reversed (van der Corput).
     """
 
     def __init__(self, layers: Sequence[LayerFacts]) -> None:
@@ -266,8 +265,8 @@ class Order:
         self.layers, self.lids = layers, frozenset(layer.lid for layer in ranked)
         self._numel = sum(layer.numel for layer in ranked)
         self._blocks = [_Group.of(block) for block in _spread(list(blocks.values()))]
-        first, later = ranked[:1], _spread(ranked)[1:]
-        self._layers = [_Group.of([layer]) for layer in (*later, *first) if not layer.must_visit]
+        self._foremost = ranked[0].lid if ranked else -1
+        self._layers = [_Group.of([layer]) for layer in _spread(ranked) if not layer.must_visit]
         self._must_visit = [_Group.of([layer]) for layer in ranked if layer.must_visit]
 
     def streamed(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:
@@ -281,22 +280,18 @@ class Order:
         """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
 
         Those that must visit come first. The others are spread evenly, so that link and CPU both work during all of
-        backward. Those that are `streamed` come last: their weights stay on the GPU until they are updated, and
-        backward waits for that memory.
+        backward. Those that are `streamed` come later: their weights stay on the GPU until they are updated, and
+        backward waits for that memory. The first layer comes last: forward needs it first, and backward completes it
+        last.
         """
         must = _without(self._must_visit, gpu_lids)
         lids = frozenset[int]().union(*(layer.lids for layer in must))
-        if (share := self._left(share, must)) <= 0:
-            return lids
-        others = _without(self._layers, gpu_lids)
-        resident = _without(others, streamed)
-        lids |= self._first(resident, share)
-        if (share := self._left(share, resident)) <= 0:
-            return lids
-        return lids | self._first([layer for layer in others if not layer.lids.isdisjoint(streamed)], share)
-
-    def _left(self, share: float, taken: Iterable[_Group]) -> float:
-        return share - sum(group.numel for group in taken) / max(1, self._numel)
+        share -= sum(group.numel for group in must) / max(1, self._numel)
+        others = sorted(
+            _without(self._layers, gpu_lids),
+            key=lambda group: (self._foremost in group.lids, not group.lids.isdisjoint(streamed)),
+        )
+        return lids | self._first(others, share)
 
     def _first(self, groups: Sequence[_Group], share: float) -> frozenset[int]:
         """The layers of the first groups, with at least this share of all layers, if they have as much."""

@@ -15,7 +15,8 @@ tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
 Visits take the link in both directions, first in, first out, once a layer's gradients are complete, or after backward
 (protocol/visiting.py). Gradients and weights pass them in small pieces, and make each take longer; so does the CPU,
-whose updates take longer, too (contention.py). Streamed weights that a visit updates stay on the GPU until then.
+whose updates take longer, too (contention.py). Streamed weights that a visit updates stay on the GPU until then, and
+those that are put off until forward.
 
 Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
@@ -156,13 +157,13 @@ def _play(
             stalls_s[layer.lid] = now - due_s
             events.append(("stall", layer.lid, due_s, now))
         if layer.lid in streamed:
-            stays = layer.lid in visiting and window.has_room
+            stays = layer.lid in visits.put_off or (layer.lid in visiting and window.has_room)
             now = window.enter(layer, now, updated_s=ready_s.get(layer.lid, 0.0), is_there=stays)
         forward_s = longer * layer.forward_s
         events.append(("forward", layer.lid, now, now + forward_s))
         now += forward_s
         gpu_busy_s += forward_s
-        if layer.lid in streamed:
+        if layer.lid in streamed and layer.lid not in visits.put_off:
             window.leave(now)
     return Timeline(
         step_s=now + profile.middle_s,
@@ -236,7 +237,7 @@ def _backward(
 
     later = frozenset[int]()
     if not profile.awaits_verdict:
-        later = _later(profile, gpu_lids, visiting, streamed, longer, visits)
+        later = _later(profile, gpu_lids, visiting, longer, visits)
 
     def update(layer: LayerProfile) -> None:
         nonlocal now
@@ -251,7 +252,7 @@ def _backward(
         now += backward_s
         left_s = now
         if layer.lid in visiting:
-            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer)):
+            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, layer.lid in streamed)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
@@ -277,7 +278,6 @@ def _later(
     profile: Profile,
     gpu_lids: frozenset[int],
     visiting: frozenset[int],
-    streamed: frozenset[int],
     longer: float,
     visits: _Visits,
 ) -> frozenset[int]:
@@ -291,7 +291,6 @@ def _later(
                 longer * layer.forward_s,
                 longer * layer.backward_s + (layer.gpu_update_s if layer.lid in gpu_lids else 0.0),
                 visits.longer * layer.visit_s if layer.lid in visiting else 0.0,
-                may_wait=layer.lid not in streamed,
             )
             for layer in profile.layers
         ]
@@ -307,7 +306,7 @@ class _Visits:
     def __init__(self, longer: float, hold_bytes: int | None) -> None:
         self.longer, self._free_s = longer, 0.0
         self._hold_bytes, self._waiting, self._waiting_bytes = hold_bytes, deque[tuple[float, int]](), 0
-        self._put_off_bytes = 0
+        self.put_off, self._put_off_bytes = set[int](), 0
         self.waited_s = 0.0
         self.ends_s: dict[int, float] = {}
         self.events: list[Event] = []
@@ -321,12 +320,13 @@ class _Visits:
         self._waiting_bytes += layer.grads_bytes
         return self._free_s
 
-    def puts_off(self, layer: LayerProfile) -> bool:
-        """Whether the layer's gradients may wait until backward is over."""
-        nbytes = self._put_off_bytes + layer.grads_bytes
+    def puts_off(self, layer: LayerProfile, is_streamed: bool) -> bool:
+        """Whether the layer's gradients may wait until backward is over, and its weights if they are streamed."""
+        nbytes = self._put_off_bytes + layer.grads_bytes + (layer.weights_bytes if is_streamed else 0)
         if self._hold_bytes is not None and nbytes > most_put_off_bytes(self._hold_bytes):
             return False
         self._put_off_bytes = nbytes
+        self.put_off.add(layer.lid)
         return True
 
     def make_room(self, now: float) -> float:

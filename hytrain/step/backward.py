@@ -175,10 +175,15 @@ class Backward:
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 
     def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
-        """Whether the layer's visit can wait until backward is over, and so can its gradients."""
-        if layer.lid not in self._put_off or layer.rests_on_host or layer.life.placement is not VISIT:
+        """Whether the layer's visit can wait until backward is over, and so can its gradients and streamed weights."""
+        if layer.lid not in self._put_off or layer.life.placement is not VISIT:
             return False
-        return self._visits.puts_off(sum(gradient.nbytes for gradient in gradients))
+        nbytes, block = sum(gradient.nbytes for gradient in gradients), layer.streamed
+        if block is None or not block.streams:
+            return self._visits.puts_off(nbytes)
+        puts_off = self._visits.puts_off(nbytes + (0 if block.is_put_off else block.nbytes))
+        block.is_put_off = block.is_put_off or puts_off
+        return puts_off
 
     def _update_on_device(
         self,
@@ -254,10 +259,7 @@ class Backward:
         self._link.post("optimizer", begin)
 
     def _visits_after_backward(self) -> frozenset[int]:
-        """Which layers' visits are put off, by the times of the last step that was measured.
-
-        Not streamed ones: their weights would take the place of others.
-        """
+        """Which layers' visits are put off, by the times of the last step that was measured."""
         times = self._meter.times
         if self._verdicts.awaited or not any(one.visit_s for one in times):
             return frozenset()
@@ -268,7 +270,6 @@ class Backward:
                     one.forward_s or 0.0,
                     (one.backward_s or 0.0) + (one.gpu_update_s or 0.0),
                     one.visit_s or 0.0,
-                    may_wait=not self._layers[one.lid].rests_on_host,
                 )
                 for one in sorted(times, key=lambda one: self._layers[one.lid].spec.position)
             ]

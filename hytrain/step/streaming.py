@@ -100,6 +100,7 @@ class Streaming:
             self._compute(block)
         else:
             block.is_used = block.is_used and block.is_aliased  # before its own forward makes views
+            block.is_put_off = False
         self._bring(block)
         block.is_busy = True
         self._look_ahead(here)
@@ -158,7 +159,7 @@ class Streaming:
         """What else has used weights has ended by now, unless it keeps a view of them."""
         for block in self._blocks:
             block.is_used, block.is_held = block.is_used and block.is_aliased, False
-            block.is_touched = False
+            block.is_put_off, block.is_touched = block.is_put_off and block.is_touched, False
         visits = any(layer.life.placement is VISIT for block in self._blocks if block.streams for layer in block.layers)
         self.for_visits_bytes = self._wider_by_bytes if visits else 0
         self._note_storages()

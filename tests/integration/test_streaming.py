@@ -23,7 +23,7 @@ from hytrain.memory import transfer
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
-from hytrain.step import streaming
+from hytrain.step import backward, streaming
 from hytrain.step.handover import Handover
 from hytrain.tensors import allocate
 
@@ -82,6 +82,33 @@ def test_blocks_that_wait_for_visits_widen_the_window(visit: float, most: int, m
         train(model, opt, range(4), square_loss)
         assert max(seen) == most
         assert opt._engine._visits.lent_bytes == (most - 1) * block_bytes
+
+
+def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as half of the memory for waiting has room for them and their gradients."""
+    model, later = perceptron(), [1, 2]
+    nbytes = [sum(parameter.nbytes for parameter in block.parameters()) for block in model]
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * max(nbytes[1:3]))
+    monkeypatch.setattr(streaming, "wider_by_bytes", lambda *_: 0)
+    monkeypatch.setattr(backward, "put_off", lambda turns: later)
+    with adamw(model, k=0.0, visit=1.0, stream=1.0) as opt:
+
+        def put_off() -> list[int]:
+            return [
+                lid for lid, layer in enumerate(opt._session.layers) if layer.streamed and layer.streamed.is_put_off
+            ]
+
+        train(model, opt, range(3), square_loss)
+        assert put_off() == [2] and {"2.0.weight", "2.0.bias"} <= present(opt), "the first has no room"
+        seen = list[bool]()
+        model[2][0].register_forward_pre_hook(lambda *_: seen.append("2.0.weight" in present(opt)))
+        later.clear()
+        train(model, opt, [3], lambda model, step: square_loss(model[:2], step))
+        assert put_off() == [] and not seen, "which does not come"
+        later.append(2)
+        model[0][0].weight.register_hook(lambda *_: seen.append("2.0.weight" in present(opt)))
+        train(model, opt, [4, 5], square_loss)
+        assert put_off() == [2] and seen == [True] * 4
 
 
 def test_some_blocks_are_streamed_and_others_stay() -> None:
