@@ -58,7 +58,7 @@ from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_la
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import NO_STEP, TraceWriter
-from hytrain.step import boundary, engine, handover, streaming
+from hytrain.step import backward, boundary, engine, handover, streaming
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
@@ -84,6 +84,7 @@ class Run:
         self.gates = [Gate([layer]) for layer in self.layers]
         chance = random.Random(seed)
         self.hold_bytes = random.Random(-seed).choice((0, 1 << 30))  # of gradients that wait for visits
+        self._chance = random.Random(-seed)
         self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers, chance)
         self.streams, self.book = Streams(self.world, streamed=share > 0), PlanBook("trainer", layers)
@@ -97,6 +98,10 @@ class Run:
 
     def _coordinate(self, sender: str) -> None:
         self.coordinator.handle(self.world.take("coordinator", sender), sender)
+
+    def _put_off(self) -> set[int]:
+        """Any visits may be made after backward."""
+        return {layer.lid for layer in self.layers if self._chance.random() < 0.5}
 
     def play(self) -> World:
         """Let chance decide who goes on, until all is done."""
@@ -113,6 +118,7 @@ class Run:
                 mock.patch.object(boundary, "time", time),
                 mock.patch.object(visits, "SLOT_NUMEL", TILE),
                 mock.patch.object(streaming, "SLOTS", 1),
+                mock.patch.object(backward.Backward, "_visits_after_backward", self._put_off),
             ):
                 self.engine = self._make_engine()
                 self.world.step = lambda: self.engine.steps
