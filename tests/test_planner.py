@@ -147,6 +147,8 @@ def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> N
     many = replace(many, layers=layers, stream=1.0, visit=1.0)
     waited = [simulate(replace(many, hold_bytes=nbytes), NONE).fetch_s for nbytes in (399, 400, 1600, 2000)]
     assert waited[0] > waited[1] > waited[2] == waited[3], "four blocks at most"
+    held = [simulate(replace(_held(many), hold_bytes=nbytes), NONE).step_s for nbytes in (0, 2000)]
+    assert held[0] == held[1], "visits that await a verdict are made after backward"
 
 
 @pytest.mark.usefixtures("alone")

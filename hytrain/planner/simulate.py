@@ -130,7 +130,8 @@ def _play(
 ) -> Timeline:
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    window = _Window(profile, events, visits=not visiting.isdisjoint(streamed))
+    widens = not profile.awaits_verdict and not visiting.isdisjoint(streamed)
+    window = _Window(profile, events, visits=widens)
     held_bytes = None if profile.hold_bytes is None else profile.hold_bytes - window.for_visits_bytes
     visits = _Visits(crowding.visits, held_bytes)
     landed, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, visits, events)

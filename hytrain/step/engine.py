@@ -100,7 +100,8 @@ class Engine:
         )
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
-        self._streaming = Streaming(blocks, transfers, hold_bytes=hold_bytes)
+        # What awaits a verdict is planned for layer by layer: nothing else waits for visits.
+        self._streaming = Streaming(blocks, transfers, hold_bytes=0 if options.awaits_verdict else hold_bytes)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self.reads = Reads(

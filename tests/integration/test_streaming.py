@@ -70,13 +70,17 @@ def test_no_more_than_the_window_is_on_the_device(
     assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("visit", "most"), [(0.0, 1), (1.0, 3)])
-def test_blocks_that_wait_for_visits_widen_the_window(visit: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what has room in half of the memory that is for this."""
+@pytest.mark.parametrize(
+    ("options", "most"), [({"visit": 0.0}, 1), ({"visit": 1.0}, 3), ({"visit": 1.0, "max_grad_norm": 1.0}, 1)]
+)
+def test_blocks_that_wait_for_visits_widen_the_window(
+    options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what has room in half of the memory that is for this. Visits that await a verdict are made after backward."""
     model, seen = perceptron(), list[int]()
     block_bytes = sum(parameter.nbytes for parameter in model[0].parameters())
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * block_bytes + 2)
-    with adamw(model, k=0.0, visit=visit, stream=1.0) as opt:
+    with adamw(model, k=0.0, stream=1.0, **options) as opt:
         for block in model:
             block[0].weight.register_hook(lambda *_: seen.append(len({name[0] for name in present(opt)})))
         train(model, opt, range(4), square_loss)
