@@ -36,6 +36,9 @@ class Turn(NamedTuple):
 
 def put_off(turns: Sequence[Turn]) -> frozenset[int]:
     """Of layers in forward order, those whose visits are made after backward, so that forward waits less."""
+    visits = [turn for turn in turns if turn.visit_s]
+    if not visits:
+        return frozenset()
     ready_s, due_s, now = dict[int, float](), dict[int, float](), 0.0
     for turn in reversed(turns):
         now += turn.backward_s
@@ -43,8 +46,7 @@ def put_off(turns: Sequence[Turn]) -> frozenset[int]:
     for turn in turns:
         due_s[turn.lid] = now
         now += turn.forward_s
-    visits = [turn for turn in turns if turn.visit_s]
-    mean_s = sum(turn.visit_s for turn in visits) / max(1, len(visits))
+    mean_s = sum(turn.visit_s for turn in visits) / len(visits)
     found, least_s = list[Turn](), inf
     for wait in WAITS:
         later, stall_s = _with_waits(visits, ready_s, due_s, wait * mean_s)
@@ -68,7 +70,7 @@ def _with_waits(
             continue
         free_s = begins_s + turn.visit_s
         stall_s = max(stall_s, free_s - due_s[turn.lid])
-    free_s = max(free_s, min(due_s.values(), default=0.0))
+    free_s = max(free_s, min(due_s.values()))
     for turn in later:
         free_s += turn.visit_s
         stall_s = max(stall_s, free_s - due_s[turn.lid])

@@ -83,7 +83,8 @@ class Run:
         self.layers, self.parameters = random_layers(self.rng, layers)
         self.gates = [Gate([layer]) for layer in self.layers]
         chance = random.Random(seed)
-        self.hold_bytes = random.Random(-seed).choice((0, 1 << 30))  # of gradients that wait for visits
+        # Of what waits for visits. A layer has two or four tiles at most.
+        self.hold_bytes = random.Random(-seed).choice((0, 4 * 12 * TILE, 1 << 30))
         self._chance = random.Random(-seed)
         self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers, chance)
@@ -147,9 +148,11 @@ class Run:
         }
         parts |= {"hold_bytes": self.hold_bytes, "trace": OFF}
         counted = {id(known.parameter) for known in self.parameters}
-        return engine.Engine(
+        made = engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
         )
+        made._streaming._wider_by_bytes = self._chance.choice((0, 1 << 30))  # options await verdicts, steps seldom do
+        return made
 
     def check(self) -> None:
         """Every state machine's own check, one owner for each layer but while a handover is on its way, no failure."""

@@ -198,6 +198,8 @@ class Streams:
     def keep_for(self, stream: None, tensors: Sequence[Tensor]) -> None:
         """One stream makes all gradients."""
 
+    join = keep_for
+
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)
         streams += (self.streaming,)

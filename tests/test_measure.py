@@ -454,6 +454,18 @@ def test_visits_are_measured_one_after_the_other(clock: FakeClock, meter: Meter,
     assert [times[lid].visit_s for lid in (2, 1, 0)] == [first_s, 1.0, 4.0]
 
 
+def test_a_visit_that_was_put_off_begins_after_backward(clock: FakeClock, meter: Meter) -> None:
+    """Its state was fetched before, while the link was idle."""
+    meter_forward(meter, clock, (0,), 0.0, 0.0)
+    meter_forward(meter, clock, (1, 2), 1.0, 1.0)
+    for lid, at_s in ((2, 4.0), (1, 5.0), (0, 9.0)):
+        meter_backward(meter, clock, lid, at_s)
+    for lid, began_s, ended_s in ((1, 4.5, 6.0), (2, 6.0, 11.0)):
+        meter.span("visit_s", lid, 0, clock.span(began_s, ended_s))
+    times = end(meter, clock, 0, 20.0)
+    assert [times[lid].visit_s for lid in (1, 2)] == [1.0, 2.0]
+
+
 class Event:
     """A CUDA event that the device passes after so many questions, each of which takes a microsecond."""
 

@@ -44,11 +44,11 @@ class Late(HostTransfers):
             self.landed.append(transfer.done)
 
 
-def visit(made: Visits, *, is_held: bool = False) -> None:
+def visit(made: Visits, *, awaited: bool = False) -> None:
     """A layer of one segment is updated."""
     planes = [torch.zeros(NUMEL) if plane_dtype(plane, SEGMENT) else None for plane in STATE_PLANES]
     one = Visit(SEGMENT, torch.zeros(NUMEL), torch.ones(NUMEL), planes, SCALARS)
-    made.update([one], after=None, host=Mock(), verdict=None, is_held=is_held)
+    made.update([one], after=None, host=Mock(), verdict=None, awaited=awaited)
 
 
 def test_as_many_gradients_wait_as_may() -> None:
@@ -120,8 +120,23 @@ def test_gradients_that_are_put_off_take_half_of_what_may_wait() -> None:
     assert made.is_full, "those that are put off count"
     made.make_room()
     assert made.waiting_bytes == 4 * BYTES
-    assert (made.end_step(), made.end_step()) == (5 * BYTES, 2 * BYTES), "what was put off has gone"
+    made.begin_put_off()
+    for _ in range(2):
+        visit(made)
+    assert made.waiting_bytes == 4 * BYTES, "they wait like others now"
+    assert (made.end_step(), made.end_step()) == (5 * BYTES, 4 * BYTES)
     assert made.puts_off(BYTES)
+
+
+def test_streamed_weights_that_are_put_off_take_of_the_same_memory() -> None:
+    made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=4 * BYTES)
+    assert [made.puts_off(BYTES // 2, BYTES) for _ in range(2)] == [True, False]
+    made.begin_put_off()
+    for _ in range(3):
+        visit(made)
+    assert made.waiting_bytes == 3 * BYTES and not made.is_full
+    assert made.puts_off(BYTES // 2) and made.is_full, "the weights stay"
+    assert made.end_step() == 3.5 * BYTES and not made.puts_off(2 * BYTES), "but are not where steps need most memory"
 
 
 def test_streamed_weights_borrow_from_gradients_that_wait() -> None:
@@ -172,7 +187,7 @@ def test_what_awaited_a_verdict_does_not_wait_again() -> None:
     """All of it has waited: nothing else would be let go for it."""
     made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=0)
     for _ in range(2):
-        visit(made, is_held=True)
+        visit(made, awaited=True)
     assert not made.is_full and made.waiting_bytes == 0
 
 

@@ -6,8 +6,8 @@
 
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
 way with AdamW. An update of several passes goes through the slots once for each, with the planes that the pass uses.
-Backward makes gradients faster than state comes, so they wait on the GPU; if there are more than `hold_bytes` of them,
-backward waits. Some layers are put off until backward is over (protocol/visiting.py). On device "cpu" the slots are
+Backward makes gradients faster than state comes, so they wait on the GPU; if they take more than `hold_bytes`, backward
+waits. Some layers are put off until backward is over (protocol/visiting.py). On device "cpu" the slots are
 host memory too, and everything has finished on return.
 """
 
@@ -57,8 +57,8 @@ class Visit:
 class Visits:
     """The slots of one device. All layers share them, so `segments` are those of all layers.
 
-    What waits for its visit takes at most `hold_bytes` and the gradients of one layer, less `lent_bytes`, by which the
-    window of streamed weights is wider.
+    Gradients that wait for their visit take at most `hold_bytes` and those of one layer. That is less by `lent_bytes`,
+    by which the window of streamed weights is wider, and by the streamed weights that are put off.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Visits:
         # Gradients, until their layer is updated, and the stream that has made them.
         self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
         self._waiting_bytes = self._put_off_bytes = 0
+        self._staying_bytes = 0  # streamed weights that are put off
         self._waited_bytes = 0  # the most at once in this step
         self.lent_bytes = 0
         self._lock = threading.Lock()  # forwards of several threads let go
@@ -87,22 +88,22 @@ class Visits:
         after: Transfer | None,
         host: Backend | None,
         verdict: Tensor | None,
-        is_held: bool = False,
+        awaited: bool = False,
     ) -> tuple[Transfer, Transfer]:
         """Update a layer, once the current stream has made its gradients. Does not wait.
 
         `after` is the last copy into the layer's state. Returns what ends when its weights are updated, and what ends
         when its state is back. `host` and `verdict` are as in `Pass.run`.
 
-        If the update `is_held` back until now, so were others, and all their gradients have memory: torch's allocator
-        finds out when it may use that again.
+        If the update was `awaited`, all gradients have waited by now, and torch's allocator finds out when it may use
+        their memory again.
         """
         transfers = self._transfers
         visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
         self._begin_slots()
         marks, returned = [], None
         read_later = [] if verdict is None else [verdict]
-        if is_held:
+        if awaited:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):
             for visit, each, part in self._pieces(visits):
@@ -121,7 +122,7 @@ class Visits:
             updated = transfers.so_far()
         for visit in visits:
             count_write(visit.weights)
-        if not is_held:
+        if not awaited:
             self._hold([visit.grads for visit in visits], updated)
         assert returned is not None, "a layer has elements"
         span = marks[0], marks[-1]
@@ -136,31 +137,41 @@ class Visits:
             self._waiting_bytes += sum(each.nbytes for each in grads)
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
 
-    def puts_off(self, nbytes: int) -> bool:
-        """Whether a layer's gradients, and its streamed weights, may wait until backward is over. If so, they do."""
+    def puts_off(self, grads_bytes: int, weights_bytes: int = 0) -> bool:
+        """Whether a layer's gradients, and streamed weights, may wait until backward is over. If so, they do."""
         with self._lock:
-            if self._put_off_bytes + nbytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
+            there = self._put_off_bytes + self._staying_bytes
+            if there + grads_bytes + weights_bytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
                 return False
-            self._put_off_bytes += nbytes
+            self._put_off_bytes += grads_bytes
+            self._staying_bytes += weights_bytes
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
         return True
 
+    def begin_put_off(self) -> None:
+        """The updates of all that is put off are about to begin."""
+        self._put_off_bytes = 0
+
     @property
     def waiting_bytes(self) -> int:
-        """Of gradients that wait now, and streamed weights that are put off."""
+        """Of gradients that wait now."""
         return self._waiting_bytes + self._put_off_bytes
 
     def end_step(self) -> int:
-        """The most bytes that have waited at once in this step, with those that are lent. What was put off has gone."""
+        """The most bytes that have waited at once in this step, of gradients and in a wider window.
+
+        Not of streamed weights that were put off: steps need most memory elsewhere, where they are not there.
+        """
         with self._lock:
-            self._put_off_bytes = 0
+            self._staying_bytes = 0
             waited, self._waited_bytes = self._waited_bytes, self.waiting_bytes
         return waited + self.lent_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether more gradients wait than may."""
-        return self.waiting_bytes > self._hold_bytes - self.lent_bytes and len(self._waiting) > 1
+        """Whether more waits than may."""
+        waiting_bytes = self.waiting_bytes + self._staying_bytes + self.lent_bytes
+        return waiting_bytes > self._hold_bytes and len(self._waiting) > 1
 
     def make_room(self) -> None:
         """Let the stream that makes gradients wait for the oldest visits, until no more wait than may.

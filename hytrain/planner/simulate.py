@@ -158,13 +158,14 @@ def _play(
             stalls_s[layer.lid] = now - due_s
             events.append(("stall", layer.lid, due_s, now))
         if layer.lid in streamed:
-            stays = layer.lid in visits.put_off or (layer.lid in visiting and window.has_room)
+            is_put_off = layer.block in visits.staying
+            stays = is_put_off or (layer.lid in visiting and window.has_room)
             now = window.enter(layer, now, updated_s=ready_s.get(layer.lid, 0.0), is_there=stays)
         forward_s = longer * layer.forward_s
         events.append(("forward", layer.lid, now, now + forward_s))
         now += forward_s
         gpu_busy_s += forward_s
-        if layer.lid in streamed and layer.lid not in visits.put_off:
+        if layer.lid in streamed and layer.block not in visits.staying:
             window.leave(now)
     return Timeline(
         step_s=now + profile.middle_s,
@@ -180,11 +181,12 @@ class _Window:
     """The GPU memory through which weights are streamed, and the link that brings them, in forward or in backward."""
 
     def __init__(self, profile: Profile, events: list[Event], *, visits: bool) -> None:
-        of_blocks = defaultdict[int, int](int)
+        self.block_bytes = defaultdict[int, int](int)
         for layer in profile.layers:
-            of_blocks[layer.block] += layer.weights_bytes
-        block_bytes = max(of_blocks.values(), default=0)
-        self.for_visits_bytes = wider_by_bytes(profile.hold_bytes or 0, block_bytes) if visits else 0
+            self.block_bytes[layer.block] += layer.weights_bytes
+        block_bytes = max(self.block_bytes.values(), default=0)
+        hold_bytes = sum(self.block_bytes.values()) if profile.hold_bytes is None else profile.hold_bytes
+        self.for_visits_bytes = wider_by_bytes(hold_bytes, block_bytes) if visits else 0
         largest = max((layer.weights_bytes for layer in profile.layers), default=0)
         self._slots = max(1, (profile.window_bytes + self.for_visits_bytes) // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
@@ -253,7 +255,8 @@ def _backward(
         now += backward_s
         left_s = now
         if layer.lid in visiting:
-            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, layer.lid in streamed)):
+            streams_bytes = window.block_bytes[layer.block] if layer.lid in streamed else 0
+            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, streams_bytes)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
@@ -307,7 +310,7 @@ class _Visits:
     def __init__(self, longer: float, hold_bytes: int | None) -> None:
         self.longer, self._free_s = longer, 0.0
         self._hold_bytes, self._waiting, self._waiting_bytes = hold_bytes, deque[tuple[float, int]](), 0
-        self.put_off, self._put_off_bytes = set[int](), 0
+        self.staying, self._put_off_bytes = set[int](), 0  # blocks whose weights stay until forward
         self.waited_s = 0.0
         self.ends_s: dict[int, float] = {}
         self.events: list[Event] = []
@@ -321,13 +324,15 @@ class _Visits:
         self._waiting_bytes += layer.grads_bytes
         return self._free_s
 
-    def puts_off(self, layer: LayerProfile, is_streamed: bool) -> bool:
-        """Whether the layer's gradients may wait until backward is over, and its weights if they are streamed."""
-        nbytes = self._put_off_bytes + layer.grads_bytes + (layer.weights_bytes if is_streamed else 0)
+    def puts_off(self, layer: LayerProfile, streams_bytes: int) -> bool:
+        """Whether the layer's gradients may wait until backward is over, and so may its block if that is streamed."""
+        stays_bytes = 0 if layer.block in self.staying else streams_bytes
+        nbytes = self._put_off_bytes + layer.grads_bytes + stays_bytes
         if self._hold_bytes is not None and nbytes > most_put_off_bytes(self._hold_bytes):
             return False
         self._put_off_bytes = nbytes
-        self.put_off.add(layer.lid)
+        if streams_bytes:
+            self.staying.add(layer.block)
         return True
 
     def make_room(self, now: float) -> float:

@@ -107,7 +107,9 @@ class Backward:
         self._verdicts, self._accumulation = verdicts, accumulation
         self._handover, self._boundary, self._streaming = handover, boundary, streaming
         self._groups: Groups = ()
-        self._held: list[tuple[int, Callable[[], None]]] = []  # the GPU's, until backward is over, by position
+        # The GPU's updates until backward is over: the layer, the stream that has made its gradients, and these.
+        self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
+        self.positions: Sequence[int] = [layer.spec.position for layer in layers]  # in forward, as learned by now
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self._ends_by_itself = True  # autograd calls `end`
         self._has_warned = False
@@ -163,7 +165,7 @@ class Backward:
             is_held = self._overlap and (awaited or self._puts_off(layer, gradients.values()))
             update = partial(self._update_on_device, layer, step, counts, gradients, is_held=is_held)
             if is_held:
-                self._held.append((layer.spec.position, update))
+                self._held.append((layer, stream, gradients.values(), update))
             else:
                 update()
             return
@@ -178,11 +180,11 @@ class Backward:
         """Whether the layer's visit can wait until backward is over, and so can its gradients and streamed weights."""
         if layer.lid not in self._put_off or layer.life.placement is not VISIT:
             return False
-        nbytes, block = sum(gradient.nbytes for gradient in gradients), layer.streamed
-        if block is None or not block.streams:
-            return self._visits.puts_off(nbytes)
-        puts_off = self._visits.puts_off(nbytes + (0 if block.is_put_off else block.nbytes))
-        block.is_put_off = block.is_put_off or puts_off
+        block = layer.streamed if layer.rests_on_host else None
+        weights_bytes = 0 if block is None or block.is_put_off else block.nbytes
+        puts_off = self._visits.puts_off(sum(gradient.nbytes for gradient in gradients), weights_bytes)
+        if block is not None:
+            block.is_put_off = block.is_put_off or puts_off
         return puts_off
 
     def _update_on_device(
@@ -208,8 +210,9 @@ class Backward:
                 Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
                 for i, grads in gradients.items()
             ]
+            awaited = self._verdicts.awaited
             updated, returned = self._visits.update(
-                visits, after=layer.returned, host=self._host, verdict=verdict, is_held=is_held
+                visits, after=layer.returned, host=self._host, verdict=verdict, awaited=awaited
             )
             layer.landing, layer.returned = updated, returned
             self._meter.span("visit_s", layer.lid, step, returned.span)
@@ -260,8 +263,7 @@ class Backward:
 
     def _visits_after_backward(self) -> frozenset[int]:
         """Which layers' visits are put off, by the times of the last step that was measured."""
-        times = self._meter.times
-        if self._verdicts.awaited or not any(one.visit_s for one in times):
+        if self._verdicts.awaited:
             return frozenset()
         return put_off(
             [
@@ -271,7 +273,7 @@ class Backward:
                     (one.backward_s or 0.0) + (one.gpu_update_s or 0.0),
                     one.visit_s or 0.0,
                 )
-                for one in sorted(times, key=lambda one: self._layers[one.lid].spec.position)
+                for one in sorted(self._meter.times, key=lambda one: self.positions[one.lid])
             ]
         )
 
@@ -362,10 +364,8 @@ class Backward:
             parameter.fill(self._accumulation.take(parameter), life.step, stream)
         if self._overlap:
             self._flush()
-            if not self._is_stage:
+            if not (self._is_stage and self._verdicts.awaited):
                 self._judge()
-            if not self._verdicts.awaited:
-                self._make_held()
 
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
@@ -383,17 +383,18 @@ class Backward:
                 self._reads.wait_for(layer, on_host=True)
 
     def _judge(self) -> None:
-        """All gradients of the step have come: decide by their norm, and make the updates that awaited this."""
-        if not self._verdicts.awaited:
-            return
-        judgement = self._verdicts.judge(self._health.life.step)
-        for role in ("optimizer", "coordinator"):
-            self._link.post(role, judgement, after=judgement.arrival)
-        self._make_held()
+        """All gradients of the step have come: decide by their norm if updates await that, and make those held back."""
+        if self._verdicts.awaited:
+            judgement = self._verdicts.judge(self._health.life.step)
+            for role in ("optimizer", "coordinator"):
+                self._link.post(role, judgement, after=judgement.arrival)
+        self.update_held()
 
-    def _make_held(self) -> None:
-        """Make the updates that were held back."""
-        for _, update in sorted(self._held, key=lambda held: held[0]):  # forward needs the first ones first
+    def update_held(self) -> None:
+        """Make the updates that were held back until now."""
+        self._visits.begin_put_off()
+        for _, stream, gradients, update in sorted(self._held, key=lambda held: self.positions[held[0].lid]):
+            self._transfers.join([stream], gradients)  # forward needs the first ones first
             update()
         self._held.clear()
 

@@ -100,8 +100,9 @@ class Engine:
         )
         self._accumulation = accumulation
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
-        # What awaits a verdict is planned for layer by layer: nothing else waits for visits.
-        self._streaming = Streaming(blocks, transfers, hold_bytes=0 if options.awaits_verdict else hold_bytes)
+        # What awaits a verdict is planned for layer by layer, and without overlap nothing waits for visits.
+        waits = options.overlap and not options.awaits_verdict
+        self._streaming = Streaming(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self.reads = Reads(
@@ -215,11 +216,12 @@ class Engine:
             life.on(Event.STEP)
             self._accumulation.drop()
             self._streaming.end_step()
-            self._visits.lent_bytes = self._streaming.for_visits_bytes
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
         self._boundary.report(ended, self.steps)
+        self._visits.lent_bytes = self._streaming.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
+            self.backward.positions = positions
             for role in ("optimizer", "coordinator"):
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
@@ -341,6 +343,8 @@ class Engine:
         elif self._verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
+        if not self._verdicts.awaited:
+            self.backward.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
         with self._health.undivided("a handover of layers"):
             self._boundary.finish_plan(step)

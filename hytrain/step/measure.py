@@ -401,13 +401,17 @@ def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
 def _visits(intervals: list[Interval]) -> Iterator[Interval]:
     """Each layer's part of the time in which state visits: one after the other, once gradients are complete.
 
-    The state of several layers is on its way at the same time. What awaits a verdict begins when backward is over.
+    The state of several layers is on its way at the same time. What awaits a verdict begins when backward is over, and
+    so does what was put off: it comes after others whose gradients were complete later.
     """
     ready_s = {one.lids[0]: one.ended_s for one in intervals if one.kind == "backward_s"}
     over_s = max(ready_s.values(), default=0.0)
-    free_s = 0.0
+    free_s = latest_s = 0.0
     for visit in sorted((one for one in intervals if one.kind == "visit_s"), key=lambda one: one.ended_s):
-        begins_s = over_s if visit.began_s >= over_s else ready_s.get(visit.lids[0], visit.began_s)
+        begins_s = ready_s.get(visit.lids[0], visit.began_s)
+        if visit.began_s >= over_s or begins_s < latest_s:
+            begins_s = over_s
+        latest_s = max(latest_s, begins_s)
         yield visit._replace(began_s=max(free_s, begins_s))
         free_s = visit.ended_s
 

@@ -90,6 +90,7 @@ class Streaming:
         """The block is about to compute on the current stream. Its updates have been waited for."""
         if not inside_backward:
             self._follow_plan(block)
+            block.is_put_off = False
         if not block.streams:
             return
         here = block, inside_backward
@@ -100,7 +101,6 @@ class Streaming:
             self._compute(block)
         else:
             block.is_used = block.is_used and block.is_aliased  # before its own forward makes views
-            block.is_put_off = False
         self._bring(block)
         block.is_busy = True
         self._look_ahead(here)
@@ -160,8 +160,10 @@ class Streaming:
         for block in self._blocks:
             block.is_used, block.is_held = block.is_used and block.is_aliased, False
             block.is_put_off, block.is_touched = block.is_put_off and block.is_touched, False
-        visits = any(layer.life.placement is VISIT for block in self._blocks if block.streams for layer in block.layers)
-        self.for_visits_bytes = self._wider_by_bytes if visits else 0
+        streamed = [block for block in self._blocks if block.streams]
+        visits = any(layer.life.placement is VISIT for block in streamed for layer in block.layers)
+        outside = max(0, sum(block.nbytes for block in streamed) - self._window_bytes)
+        self.for_visits_bytes = min(self._wider_by_bytes, outside) if visits else 0
         self._note_storages()
 
     def _note_storages(self) -> None:
@@ -173,7 +175,7 @@ class Streaming:
         if block is not None and not block.streams:
             self._follow_plan(block)
         if block is not None and block.streams:
-            block.is_used = True
+            block.is_used, block.is_put_off = True, False
             if not block.is_present:
                 self._free(other for other in self._blocks if other is not block)
             self._bring(block)
@@ -309,6 +311,8 @@ class Streaming:
         except torch.OutOfMemoryError:
             if any(known.was_written() for other in self._blocks for known in other.parameters):
                 self._import_written()  # into host memory, so that their blocks may leave
+            for other in self._blocks:
+                other.is_put_off = False  # it is fetched again
             self._free(other for other in self._blocks if other is not block)
             self._fetch(block)
 

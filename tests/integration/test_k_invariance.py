@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -22,11 +22,11 @@ from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import HostTransfers, Transfer
-from hytrain.memory.visits import Visit, Visits
+from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.recipe.fused import fuse
 from hytrain.step import backward, streaming
+from hytrain.step.backward import Backward
 from workers import monitor
 
 STEPS = 50
@@ -93,23 +93,59 @@ def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monke
     monkeypatch.setattr(
         backward, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3}
     )
-    orders, streamed, update = defaultdict[int, list[int]](list), list[bool](), Visits.update
+    orders, streamed, update = defaultdict[int, list[int]](list), list[bool](), Backward._update_on_device
 
-    def noted(visits: Visits, those: Sequence[Visit], *, is_held: bool, **others: Any) -> tuple[Transfer, Transfer]:
+    def noted(of: Backward, layer: TrainedLayer, step: int, *others: Any, is_held: bool) -> None:
         if is_held:
-            layer = layer_of[those[0].segment.name]
             streamed.append(layer.rests_on_host)
-            orders[opt._engine._health.life.step].append(layer.spec.position)
-        return update(visits, those, is_held=is_held, **others)
+            orders[step].append(of.positions[layer.lid])
+        update(of, layer, step, *others, is_held=is_held)
 
-    monkeypatch.setattr(Visits, "update", noted)
+    monkeypatch.setattr(Backward, "_update_on_device", noted)
     model = make(torch.bfloat16)
     with adamw(model, **options) as opt:
-        layer_of = {segment.spec.name: layer for layer in opt._session.layers for segment in layer.segments}
         train_and_prepare(model, opt, STEPS)
         assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
     assert len(streamed) >= 10 and any(streamed) is ("stream" in options)
     assert all(order == sorted(order) for order in orders.values())
+
+
+class Backwards(nn.Module):
+    """Computes with the block first that is registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def test_visits_after_backward_go_in_the_order_that_forward_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when `synchronize()` asks for all updates that backward has begun."""
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
+    monkeypatch.setattr(backward, "put_off", lambda turns: {turn.lid for turn in turns})
+    made, update = list[str](), Backward._update_on_device
+
+    def noted(of: Backward, layer: TrainedLayer, *others: Any, is_held: bool) -> None:
+        made.append(layer.name)
+        update(of, layer, *others, is_held=is_held)
+
+    monkeypatch.setattr(Backward, "_update_on_device", noted)
+    model, expected = Backwards(), Backwards()
+    with adamw(expected, k=1.0) as other:
+        train(expected, other, range(6), square_loss)
+    with adamw(model, k=0.0, visit=1.0) as opt:
+        names = [layer.name for layer in opt._session.layers]
+        train(model, opt, range(4), square_loss)
+        assert made[-4:] == names[::-1]
+        model.blocks[2][0].weight.register_post_accumulate_grad_hook(lambda _: opt.synchronize())
+        train(model, opt, [4, 5], square_loss)
+        assert sorted(made[-4:]) == sorted(names) and made[-4:] != names[::-1]
+        opt.synchronize()
+        assert differing(weights(model), weights(expected)) == []
 
 
 @pytest.mark.parametrize("choice", ["all on the GPU", "streamed, visiting", "streamed, moving"])

@@ -21,6 +21,7 @@ from hytrain import session
 from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
 from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step import backward, streaming
@@ -73,19 +74,25 @@ def test_no_more_than_the_window_is_on_the_device(
 @pytest.mark.parametrize(
     ("options", "most"), [({"visit": 0.0}, 1), ({"visit": 1.0}, 3), ({"visit": 1.0, "max_grad_norm": 1.0}, 1)]
 )
+@pytest.mark.parametrize("room", [2, 9])
 def test_blocks_that_wait_for_visits_widen_the_window(
-    options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], most: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what has room in half of the memory that is for this. Visits that await a verdict are made after backward."""
-    model, seen = perceptron(), list[int]()
+    model, seen, waited = perceptron(), list[int](), list[int]()
     block_bytes = sum(parameter.nbytes for parameter in model[0].parameters())
-    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * block_bytes + 2)
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 2 * room * block_bytes + 2)
+    end_step = Visits.end_step
+    monkeypatch.setattr(Visits, "end_step", lambda visits: waited.append(end_step(visits)) or waited[-1])
     with adamw(model, k=0.0, stream=1.0, **options) as opt:
         for block in model:
             block[0].weight.register_hook(lambda *_: seen.append(len({name[0] for name in present(opt)})))
         train(model, opt, range(4), square_loss)
+        most = min(len(model), most - 1 + room - 1) if most > 1 else most
         assert max(seen) == most
-        assert opt._engine._visits.lent_bytes == (most - 1) * block_bytes
+        lent_bytes = opt._engine._visits.lent_bytes
+        assert lent_bytes == (most - 1) * block_bytes
+        assert waited == [waited[0], *[waited[0] + lent_bytes] * 3], "the first step does not have it"
 
 
 def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +309,23 @@ def test_without_room_nothing_is_fetched_ahead_and_what_is_not_needed_leaves(mon
         return losses
 
     same_as_torch(run, **STREAMED[0])
+
+
+def test_on_a_full_device_weights_whose_visit_is_put_off_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And come again for it."""
+    model, expected = perceptron(), perceptron()
+    with adamw(expected, k=1.0) as other:
+        train(expected, other, range(6), square_loss)
+    monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 20)
+    monkeypatch.setattr(streaming, "wider_by_bytes", lambda *_: 0)
+    monkeypatch.setattr(backward, "put_off", lambda turns: {turn.lid for turn in turns})
+    with adamw(model, k=0.0, visit=1.0, stream=1.0) as opt:
+        train(model, opt, range(3), square_loss)
+        full = Full(opt, 4, monkeypatch)
+        train(model, opt, range(3, 6), square_loss)
+        assert full.refused
+        opt.synchronize()
+        assert differing(weights(model), weights(expected)) == []
 
 
 def test_what_has_no_room_at_the_end_stays_in_host_memory(
