@@ -185,7 +185,7 @@ class LayerTable(Message):
     `k`: None means "auto". `visit`, `stream`: the fractions of the parameters whose state visits the GPU, and whose
     weights rest in host memory; None means "auto".
     `blocks`: the LIDs of each block that can be streamed. `window_bytes`: the GPU memory through which they are.
-    `ring_bytes`: the GPU memory through which state visits. `hold_bytes`: as many gradients may wait for that there.
+    `ring_bytes`: the GPU memory through which state visits. `hold_bytes`: what may wait for that there.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers and the weights of those blocks; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
     `threads`: set by the coordinator; how many threads update on the CPU. None keeps the number at the start.
@@ -554,7 +554,7 @@ class TrainerReport(Message):
     `streamed`: the LIDs of the layers whose weights rest in host memory.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
-    visits.
+    visits, with the memory by which the window of streamed weights was wider.
     `activation_bytes`: pinned host memory for activations, all of which one backward brings back to the device.
     `to_device_bytes`, `to_host_bytes`: copied since the report before, or since training began.
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some

@@ -291,8 +291,8 @@ class Planning:
     def _for_visits_bytes(self) -> int:
         """What visits may take besides what steps were seen to need.
 
-        That is the ring of slots, until it was made; and gradients, of which more may wait than did then. What awaits a
-        verdict is counted layer by layer.
+        That is the ring of slots, until it was made; and gradients and streamed weights, of which more may wait than
+        did then. What awaits a verdict is counted layer by layer.
         """
         ring_bytes = 0 if self._has_ring else self.table.ring_bytes
         hold_bytes = 0 if self.table.awaits_verdict else self.table.hold_bytes

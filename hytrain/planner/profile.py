@@ -74,10 +74,10 @@ class Profile:
     from step to step: in equally many of them its updates take `cpu_paces` times as long.
 
     The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `Order.visiting` says.
-    Before that, gradients wait there, `hold_bytes` of them at most, or all (None). Visits take `for_visits_bytes` of
-    its memory, besides what steps were seen to take. The weights of the share `stream` rest in host memory, in the
-    layers of `Order.streamed`. They come through `window_bytes` of GPU memory. Forward copies `activation_bytes` to
-    host memory, and backward brings them back.
+    Before that, gradients and streamed weights wait there, `hold_bytes` of them at most, or all (None). Visits take
+    `for_visits_bytes` of its memory, besides what steps were seen to take. The weights of the share `stream` rest in
+    host memory, in the layers of `Order.streamed`. They come through `window_bytes` of GPU memory. Forward copies
+    `activation_bytes` to host memory, and backward brings them back.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.

@@ -304,7 +304,7 @@ def _later(
 class _Visits:
     """State that visits the GPU, first in, first out. Each visit takes `longer` than alone, by this factor.
 
-    Gradients wait for it in memory; with more than `hold_bytes` of them, backward waits.
+    What waits for it takes at most `hold_bytes` of memory; beyond that, backward waits.
     """
 
     def __init__(self, longer: float, hold_bytes: int | None) -> None:
