@@ -7,8 +7,8 @@
 The weights are on the GPU and are updated there. Only remainder and moments travel: 10 bytes per bf16 parameter each
 way with AdamW. An update of several passes goes through the slots once for each, with the planes that the pass uses.
 Backward makes gradients faster than state comes, so they wait on the GPU; if they take more than `hold_bytes`, backward
-waits. Some layers are put off until backward is over (protocol/visiting.py). On device "cpu" the slots are
-host memory too, and everything has finished on return.
+waits. Some layers are put off until backward is over (protocol/visiting.py). On device "cpu" the slots are host memory
+too, and everything has finished on return.
 """
 
 from __future__ import annotations

@@ -391,10 +391,10 @@ class Backward:
         self.update_held()
 
     def update_held(self) -> None:
-        """Make the updates that were held back until now."""
+        """Make the updates that were held back until now: forward needs the first layers first."""
         self._visits.begin_put_off()
         for _, stream, gradients, update in sorted(self._held, key=lambda held: self.positions[held[0].lid]):
-            self._transfers.join([stream], gradients)  # forward needs the first ones first
+            self._transfers.join([stream], gradients)
             update()
         self._held.clear()
 
