@@ -142,12 +142,21 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
     assert simulate(profile, SOME).step_s == pytest.approx(11.0, rel=0.01)
 
 
-def test_waiting_that_has_ended_is_forgotten_in_the_end() -> None:
+@pytest.mark.parametrize(("beside_s", "is_forgotten"), [(4.0, True), (1.0, False)])
+def test_waiting_that_has_ended_is_forgotten_if_the_cpu_updates_as_before(beside_s: float, is_forgotten: bool) -> None:
+    """If it hardly updates, that may be why. In the end, this is forgotten, too."""
     contention = Contention()
     observe(contention, NONE, *[(5.0, 4.0)] * ENOUGH_SHARES)
-    observe(contention, NONE, *[(5.0, 4.0)] * 100, starved=0.0)
-    assert contention.drag > 0.3
-    observe(contention, NONE, *[(5.0, 4.0)] * 5000, starved=0.0)
+    observe(contention, NONE, *[(5.0, beside_s)] * 100, starved=0.0)
+    assert contention.drag < 0.01 if is_forgotten else contention.drag > 0.3
+    observe(contention, NONE, *[(5.0, beside_s)] * 5000, starved=0.0)
+    assert contention.drag < 0.01
+
+
+def test_a_host_that_is_busy_for_a_while_does_not_look_slow_beside_updates() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(0.57, 0.5)] * 16, starved=0.0)
+    observe(contention, NONE, *[(0.85, 0.6)] * 10)
     assert contention.drag < 0.01
 
 

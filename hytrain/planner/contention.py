@@ -38,9 +38,13 @@ OTHER_STEPS: Final = 3
 #: The least and most consecutive steps whose median share of waiting counts. A host may be busy for ten seconds.
 ENOUGH_SHARES, USUAL_STEPS = 3, 24
 SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
-#: The weight that older evidence keeps when new evidence arrives, and the last starved share after one step.
+#: The weight that older evidence keeps when new evidence arrives.
 FADING: Final = 0.7
-FORGETTING: Final = 0.999
+#: What the last starved share keeps after one step: of one without waiting in which the CPU updates beside at least the
+#: share `MUCH_BESIDE` of the work, and of any other.
+FORGETTING: Final = (0.95, 0.999)
+MUCH_BESIDE: Final = 0.5
+NEVER: Final = 0.05  # up to this share of a step, the device does not wait at all
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
@@ -144,10 +148,12 @@ class Contention:
         if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
             return
         self._compare(gpu_lids, work_s, beside_s, starved)
-        # A single starved step does not count. A plan that ends the waiting must not erase its own reason.
+        # A single starved step does not count. A plan that ends the waiting must not erase its own reason, but if the
+        # CPU updates as before, the reason was another: the host was busy.
         self._shares.append(min(starved, 1.0))
         usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
-        self._starved = max(FORGETTING * self._starved, usual)
+        has_ended = usual <= NEVER and beside_s >= MUCH_BESIDE * work_s
+        self._starved = max(FORGETTING[not has_ended] * self._starved, usual)
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
         if self._here is None or self._here.gpu_lids != gpu_lids:
@@ -165,12 +171,12 @@ class Contention:
     def _begin_anew(self, here: _Window, starved: float) -> None:
         """The work has changed, or the machine has become slower or faster.
 
-        If the CPU hardly updates during the work, the drag is kept: the host may launch more slowly for a while. But it
-        is forgotten if the work is longer and the device does not wait for launches: then the device has more to do.
+        If the work is longer and the device waits for launches, the drag is kept: the host may launch more slowly for a
+        while. So it is if the work is shorter, and the CPU hardly updates meanwhile.
         """
         alone = max(here.besides) < CLEAR_CHANGE * min(here.works)
         waits = max([*self._shares, starved][-OTHER_STEPS:]) > SELDOM
-        self._forget(only_plans=alone and (waits or here.change() < 0))
+        self._forget(only_plans=waits if here.change() > 0 else alone)
 
     def _learn(self, before: _Window, here: _Window) -> None:
         work_s = max(fmean(before.works), fmean(here.works))
