@@ -1261,6 +1261,17 @@ def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> 
     assert planning._has_room_for(rest) and not planning._has_room_for(rest._replace(gpu_lids=frozenset()))
 
 
+def test_steps_of_a_busy_host_say_nothing_of_others(driver: Driver) -> None:
+    driver.start(policy="fixed", k=0.0)
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 10):
+        driver.handle(report(step, stall_s=0.0))
+    before = driver.profile
+    slow = tuple(replace(each, forward_s=1.2, backward_s=1.2) for each in times())
+    for step in range(WARM_UP_STEPS + 10, WARM_UP_STEPS + 15):
+        driver.handle(report(step, layers=slow, step_s=20.0, stall_s=0.0, starved=1.0))
+    assert driver.profile == before
+
+
 def test_steps_under_other_streamed_weights_say_nothing_of_the_present_ones(driver: Driver) -> None:
     """A report is of an earlier step. It may be on a CPU, too."""
     driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))

@@ -153,11 +153,44 @@ def test_waiting_that_has_ended_is_forgotten_if_the_cpu_updates_as_before(beside
     assert contention.drag < 0.01
 
 
-def test_a_host_that_is_busy_for_a_while_does_not_look_slow_beside_updates() -> None:
+@pytest.mark.parametrize("busy", [ENOUGH_SHARES, 10])
+def test_steps_while_a_host_is_busy_tell_nothing_of_others(busy: int) -> None:
+    book = MeasurementBook(TWO)
+    contention = book._contention
+    steps = [(0.57, 0.0)] * 16 + [(0.85, 1.0)] * busy + [(0.57, 0.0)] * 2
+    told = []
+    for work_s, starved in steps:
+        told.append(book.observe_contention(work_s=work_s, stall_s=0.0, cpu_busy_s=0.5, starved=starved, gpu_lids=(0,)))
+        book.check()
+    assert told == [starved == 0.0 for _, starved in steps]
+    assert contention.drag < 0.01
+
+
+@pytest.mark.parametrize(
+    ("work_s", "stall_s"), [(0.2, 0.0), (0.85, 0.2)], ids=["shorter, as of a smaller batch", "with a long stall"]
+)
+def test_what_makes_a_device_wait_but_a_busy_host(work_s: float, stall_s: float) -> None:
     contention = Contention()
     observe(contention, NONE, *[(0.57, 0.5)] * 16, starved=0.0)
+    assert contention.is_unusual(work_s=0.85, stall_s=0.0, starved=1.0)
+    assert not contention.is_unusual(work_s=work_s, stall_s=stall_s, starved=1.0)
+
+
+def test_a_host_that_is_busy_for_a_while_keeps_what_is_usual() -> None:
+    """Also where the device waits for some launches anyway."""
+    contention = Contention()
+    observe(contention, NONE, *[(0.57, 0.5)] * 16, starved=0.2)
+    usual = contention.drag
     observe(contention, NONE, *[(0.85, 0.6)] * 10)
-    assert contention.drag < 0.01
+    assert contention.drag == pytest.approx(usual, abs=0.01)
+
+
+def test_a_host_that_stays_busy_is_the_usual_one() -> None:
+    contention = Contention()
+    observe(contention, NONE, *[(0.57, 0.5)] * 16, starved=0.0)
+    observe(contention, NONE, *[(0.85, 0.6)] * 16)
+    assert not contention.is_unusual(work_s=0.85, stall_s=0.0, starved=1.0)
+    assert contention.drag == pytest.approx(TYPICAL_DRAG, abs=0.05)
 
 
 def test_steps_with_long_stalls_are_not_compared_with_others() -> None:

@@ -327,7 +327,7 @@ class Planning:
         if step.duration_s is None or step.threads_changed:
             self._book.observe_trainer(**times)
             return
-        self._book.observe_contention(
+        is_usual = self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
             lost_to_visits_s=lost_to_visits_s,
             stall_s=report.stall_s,
@@ -335,6 +335,8 @@ class Planning:
             starved=report.starved,
             gpu_lids=step.gpu_lids,
         )
+        if not is_usual:
+            return
         self._book.observe_trainer(**times)
         self._book.observe_step(
             step_s=step.duration_s,

@@ -235,14 +235,17 @@ class MeasurementBook:
         starved: float,
         gpu_lids: Iterable[int],
         lost_to_visits_s: float = 0.0,
-    ) -> None:
+    ) -> bool:
         """A step's forward and backward together, its stalls and the CPU's updates; call it before `observe_trainer`.
+
+        Returns whether the step tells of others: if not, `observe_trainer` and `observe_step` should not know of it.
 
         `starved` is the share of the step in which the device waited for launches. State that visited the GPU made
         forward and backward longer by `lost_to_visits_s`.
         """
         whole_s, work_s = work_s, max(0.0, work_s - lost_to_visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
+        is_usual = not self._contention.is_unusual(work_s=work_s, stall_s=stall_s, starved=starved)
         self._contention.observe(
             frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
         )
@@ -250,6 +253,7 @@ class MeasurementBook:
             self._correct(self._contention.drag, beside_s)
         self._lost_s = whole_s - work_s + self._drag * beside_s
         self._kept = (whole_s - self._lost_s) / whole_s if whole_s else 1.0
+        return is_usual
 
     def _correct(self, drag: float, beside_s: float) -> None:
         """Correct earlier measurements for another drag, assuming as many updates beside them as in this step."""

@@ -138,6 +138,15 @@ class Contention:
         drag = (TYPICAL_DRAG * self._starved * weight + self._weighted) / (weight + self._weight)
         return min(max(drag, 0.0), MAX_DRAG)
 
+    def is_unusual(self, *, work_s: float, stall_s: float, starved: float) -> bool:
+        """Whether the device waited for launches in a step that took longer, as it does not usually: the host is busy.
+
+        Such a step tells nothing of others, until it is a usual one. After a long stall, launches are late anyway.
+        """
+        if self._here is None or len(self._shares) < ENOUGH_SHARES or stall_s > MUCH_STALL * work_s:
+            return False
+        return median_low(self._shares) <= NEVER and starved > SELDOM and work_s > median(self._here.works)
+
     def observe(
         self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, beside_s: float, starved: float
     ) -> None:
@@ -147,7 +156,8 @@ class Contention:
         """
         if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
             return
-        self._compare(gpu_lids, work_s, beside_s, starved)
+        if not self.is_unusual(work_s=work_s, stall_s=stall_s, starved=starved):
+            self._compare(gpu_lids, work_s, beside_s, starved)
         # A single starved step does not count. A plan that ends the waiting must not erase its own reason, but if the
         # CPU updates as before, the reason was another: the host was busy.
         self._shares.append(min(starved, 1.0))
