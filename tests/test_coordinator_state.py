@@ -559,8 +559,8 @@ def test_the_first_measured_step_is_planned_from_at_once() -> None:
 def test_a_coordinator_that_is_late_records_steps_and_plans_once_it_has_caught_up() -> None:
     driver = Driver()
     driver.start(policy="deadline")
-    driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     late = WARM_UP_STEPS + LOG_PATIENCE_STEPS
+    driver.handle(cpu_report(late, 10.0, lids=(1, 2, 3)))
     driver.now_s = report(late).at_s + LATE_S
     assert [driver.sent(report(step)) for step in range(late)] == [[]] * late
     assert len(driver.written) == WARM_UP_STEPS, "the others await the loop's own numbers"
@@ -759,19 +759,23 @@ def test_other_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> No
     driver.handle(cpu_report(1, 1.0))
     driver.handle(report(1, (0, 1)))
     assert driver.profile.cpu_update_s == pytest.approx(4.0)
+    driver.handle(cpu_report(2, 9.0))  # of a step whose times are not yet measured
     assert driver.ask("threads", "2") == [(OPTIMIZER, m.SetThreads(threads=2))]
     expected_s = 4.0 * 2**THREADS_EXPONENT
     assert driver.profile.cpu_update_s == pytest.approx(expected_s)
     driver.handle(cpu_report(2, 1.0, threads=4))  # done before the command arrived
     assert driver.profile.cpu_update_s == pytest.approx(expected_s)
+    driver.handle(report(2, (0, 1)))
+    assert driver.profile.cpu_update_s == pytest.approx(expected_s)
     driver.handle(cpu_report(2, 3.0, threads=2))
     assert driver.profile.cpu_update_s == pytest.approx(12.0)
-    driver.handle(report(2, (0, 1)))
-    driver.handle(m.Log(step=3, numbers={}))
+    driver.handle(report(3, (0, 1)))
+    driver.handle(m.Log(step=4, numbers={}))
     assert driver.records[-1]["threads"] == 2
     driver.ask("threads", "64")
-    driver.handle(cpu_report(3, 3.0, threads=2))
     driver.handle(cpu_report(4, 3.0, threads=2))
+    driver.handle(cpu_report(5, 3.0, threads=2))
+    driver.handle(report(5, (0, 1)))
     assert driver.profile.cpu_update_s == pytest.approx(12.0)
 
 
@@ -1259,6 +1263,18 @@ def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> 
         assert planning._has_room_for(rest) is fits
     planning._limits = Limits(gpu_state_bytes=None, host_bytes=0)
     assert planning._has_room_for(rest) and not planning._has_room_for(rest._replace(gpu_lids=frozenset()))
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_cpus_times_are_those_of_the_placements_of_their_step(driver: Driver, is_late: bool) -> None:
+    """State visits only now. In the steps that are reported it did not, so nothing made updates longer."""
+    driver.start(policy="fixed", k=0.0, visit=0.5, device="cuda", gpu_bytes=1 << 40)
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
+        driver.handle(report(step, measured=None))
+        messages = [cpu_report(step, 1e-3, lids=ALL), report(step + 1, measured=step)]
+        for message in reversed(messages) if is_late else messages:
+            driver.handle(message)
+    assert [layer.cpu_update_s for layer in driver.profile.layers] == pytest.approx([1e-3] * LAYERS)
 
 
 def test_steps_of_a_busy_host_say_nothing_of_others(driver: Driver) -> None:

@@ -11,16 +11,21 @@ from planner_layers import NONE, facts, made, profile_of
 
 from hytrain.planner import MeasurementBook, Profile, simulate
 from hytrain.planner.contention import (
+    CLEAR_BESIDE,
     CPU_LOSS,
     ENOUGH_AFTER,
+    ENOUGH_BEFORE,
     ENOUGH_SHARES,
     MAX_DRAG,
+    MAX_LOSS,
     MOST_PASSING,
     OTHER_STEPS,
+    SETTLED_STEPS,
     TYPICAL_DRAG,
     VISIT_LOSS,
     WORK_LOSS,
     Contention,
+    CpuLoss,
     Crowding,
     beside,
     visits_alone_s,
@@ -245,3 +250,69 @@ def test_visits_are_known_from_what_they_take_beside_others(alone_s: float, **ot
     assert taken_s / (MOST_PASSING * (1 + VISIT_LOSS)) <= found_s * (1 + 1e-9) and found_s <= taken_s * (1 + 1e-9)
     if others["copies_s"] < 0.6 * (others["work_s"] + others["other_s"]):
         assert found_s == pytest.approx(alone_s, rel=1e-6)
+
+
+def updates(loss: CpuLoss, placed: str, beside: float, *times_s: float) -> None:
+    """Steps under one plan, with visits beside this share of the updates."""
+    for update_s in times_s:
+        loss.observe(placed, beside=beside, update_s=update_s)
+        loss.check()
+
+
+@pytest.mark.parametrize("fraction", [0.0, CPU_LOSS, 0.5])
+@pytest.mark.parametrize(("first", "then"), [(0.0, 0.9), (0.9, 0.0), (0.2, 1.0)])
+def test_what_the_cpu_loses_to_visits_is_learned_from_two_plans(fraction: float, first: float, then: float) -> None:
+    """The first steps after layers have moved are slow for other reasons."""
+    loss = CpuLoss()
+    updates(loss, "few", first, *[2 * (1 + fraction * first)] * ENOUGH_BEFORE)
+    assert loss.value == pytest.approx(CPU_LOSS), "what is usual, so far"
+    usual = 2 * (1 + fraction * then)
+    updates(loss, "many", then, *[3 * usual] * (SETTLED_STEPS - ENOUGH_AFTER), *[usual] * ENOUGH_AFTER)
+    assert loss.value == pytest.approx(fraction, abs=0.1)
+
+
+def test_plans_that_soon_end_are_passed_over() -> None:
+    loss = CpuLoss()
+    updates(loss, "none", 0.0, *[1.0] * ENOUGH_BEFORE)
+    for name in ("some", "more"):
+        updates(loss, name, 0.5, *[3.0] * (SETTLED_STEPS - 1))
+    updates(loss, "many", 1.0, *[1.5] * SETTLED_STEPS)
+    assert loss.value == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("beside", [(0.3, 0.3), (0.3, 0.3 + 0.9 * CLEAR_BESIDE)])
+def test_a_host_that_slows_down_beside_as_many_visits_is_not_their_fault(beside: tuple[float, float]) -> None:
+    loss = CpuLoss()
+    for part, update_s in zip(beside, (1.0, 1.1), strict=True):
+        updates(loss, f"{update_s}", part, *[update_s] * SETTLED_STEPS)
+    assert loss.value == pytest.approx(CPU_LOSS)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.floats(0, 1), st.lists(st.floats(0, 10), min_size=1, max_size=20)),
+        max_size=8,
+    )
+)
+def test_the_loss_is_a_fraction_whatever_is_seen(plans: list[tuple[str, float, list[float]]]) -> None:
+    loss = CpuLoss()
+    for placed, part, times_s in plans:
+        updates(loss, placed, part, *times_s)
+    assert 0.0 <= loss.value <= MAX_LOSS
+
+
+def test_times_of_updates_are_those_without_visits_also_after_the_loss_was_learned() -> None:
+    """Beside visits they take half longer. Before that is known, they are corrected by what is usual."""
+    book = MeasurementBook(TWO)
+    for placed, beside_, update_s in (("none", 0.0, 1.0), ("many", 1.0, 1.5)):
+        for _ in range(SETTLED_STEPS):
+            book.observe_trainer(forward_s={0: 1.0, 1: 1.0}, backward_s={0: 1.0, 1: 1.0})
+            assert (cpu_loss := profile_of(book).cpu_loss) == pytest.approx(CPU_LOSS)
+            book.observe_visits(placed, beside=beside_, cpu_busy_s=2 * update_s, numel=2)
+            cpu_loss = profile_of(book).cpu_loss
+            book.observe_optimizer(cpu_update_s=dict.fromkeys((0, 1), update_s / (1 + cpu_loss * beside_)))
+            book.check()
+    profile = profile_of(book)
+    assert profile.cpu_loss == pytest.approx(0.5, abs=0.05)
+    assert profile.cpu_update_s * (1 + profile.cpu_loss) == pytest.approx(2 * 1.5, rel=0.05)
+    assert profile.cpu_slack < 0.2, "nor does it look as if the CPU had been slower"

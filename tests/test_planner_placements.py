@@ -147,7 +147,7 @@ class Run:
         times |= {"cpu_update_s": pace * self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
         layers = tuple(LayerProfile(**one, **times) for one in self.facts)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
-        real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
+        real.machine, real.of_visits, real.of_streams, real.cpu_loss = machine, visiting, streamed, machine.cpu_loss
         return real, simulate(real, of_gpu)
 
     def _measure(self, moved: bool) -> None:
@@ -228,12 +228,9 @@ class Real(Profile):
         return self.of_visits, self.of_streams
 
     def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
-        as_assumed = super().crowding(gpu_lids, visiting, streamed)
-        if not visiting:
-            return as_assumed
+        there = super().crowding(gpu_lids, visiting, streamed)
         both = bool(self.lids - gpu_lids - visiting)
-        cpu, visits = (1 + both * loss for loss in (self.machine.cpu_loss, self.machine.visit_loss))
-        return replace(as_assumed, cpu=cpu, visits=visits)
+        return replace(there, visits=1 + both * self.machine.visit_loss) if visiting else there
 
 
 def require_a_good_plan(run: Run) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -74,6 +74,8 @@ class _Step:
     visiting: frozenset[int] = frozenset()
     streamed: frozenset[int] = frozenset()
     cpu_busy_s: float = 0.0
+    updates: dict[int, float] = field(default_factory=dict)  # the CPU's times by LID, until they are taken in
+    is_measured: bool = False
     moved: bool = False  # layers moved, or their memory was prepared or freed
     threads_changed: bool = False
 
@@ -320,16 +322,18 @@ class Planning:
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }
         placed = step.gpu_lids, step.visiting, step.streamed
-        lost_to_visits_s = self._crowding(*placed).work_lost_s
+        crowding = self._crowding(*placed)
         if times["visit_s"] and (profile := self._book.profile()) is not None:
             alone = profile.visits_alone(sum(times["visit_s"].values()), *placed)
             times["visit_s"] = {lid: alone * visit_s for lid, visit_s in times["visit_s"].items()}
+        step.is_measured = True
         if step.duration_s is None or step.threads_changed:
+            self._heed_updates(step)
             self._book.observe_trainer(**times)
             return
         is_usual = self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
-            lost_to_visits_s=lost_to_visits_s,
+            lost_to_visits_s=crowding.work_lost_s,
             stall_s=report.stall_s,
             cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
@@ -337,6 +341,10 @@ class Planning:
         )
         if not is_usual:
             return
+        numel = sum(fact.numel for fact in self._facts if fact.lid not in step.gpu_lids | step.visiting)
+        if step.cpu_busy_s and numel:
+            self._book.observe_visits(placed, beside=crowding.beside, cpu_busy_s=step.cpu_busy_s, numel=numel)
+        self._heed_updates(step)
         self._book.observe_trainer(**times)
         self._book.observe_step(
             step_s=step.duration_s,
@@ -387,8 +395,8 @@ class Planning:
     def _known_steps(self) -> dict[tuple[float, float], float]:
         """How long steps are with the present shares, and were with those left not long ago, these with a margin.
 
-        What the simulation believes of others may be wrong since something else is measured: how far visits slow the
-        CPU down, it only assumes. So a plan that was clearly faster is known to be.
+        What the simulation believes of others may be wrong since something else is measured. So a plan that was clearly
+        faster is known to be.
         """
         return {
             shares: found.value if shares == self._shares else (1 + MARGIN_TO_LEFT) * (found.value + found.spread / 2)
@@ -406,12 +414,17 @@ class Planning:
                 return
             self._new_threads = None
         self.threads = report.threads
-        self._steps[report.step].cpu_busy_s += report.busy_s
-        if self._counts(report.step):
-            now = _gpu_lids(self.placements), _visiting_lids(self.placements)
-            longer = self._crowding(*now, self._streamed).cpu  # the trainer's report of this step may come later
-            times_s = {update.lid: update.update_s / longer for update in report.updates}
-            self._book.observe_optimizer(cpu_update_s=times_s)
+        step = self._steps[report.step]
+        step.cpu_busy_s += report.busy_s
+        step.updates |= {update.lid: update.update_s for update in report.updates}
+        if step.is_measured:
+            self._heed_updates(step)
+
+    def _heed_updates(self, step: _Step) -> None:
+        """Take in the CPU's times as they would be without visits beside them."""
+        longer = self._crowding(step.gpu_lids, step.visiting, step.streamed).cpu
+        times_s, step.updates = {lid: update_s / longer for lid, update_s in step.updates.items()}, {}
+        self._book.observe_optimizer(cpu_update_s=times_s)
 
     def _crowding(
         self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
@@ -712,6 +725,8 @@ class Planning:
             self._book.cpu_changed(threads / before)
             self._residuals.clear()
             self._steps_s.clear()
+            for step in self._steps.values():
+                step.updates.clear()
         self._commanded_threads = threads
         self._new_threads = threads, self._step
         self._steps[self._step + 1].threads_changed = True

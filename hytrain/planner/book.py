@@ -16,13 +16,13 @@ Owns the estimate of each layer's times, and when to give it up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
 from typing import Final
 
-from hytrain.planner.contention import Contention, beside
+from hytrain.planner.contention import Contention, CpuLoss, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 WORK: Final = ("forward_s", "backward_s")
@@ -42,7 +42,7 @@ THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
 ENOUGH_SEEN: Final = 0.05
-CLEAR_DRAG: Final = 0.02  # the least change of drag that corrects earlier measurements
+CLEAR_DRAG: Final = 0.02  # the least change of drag, and of what the CPU loses to visits, that corrects earlier times
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,6 +187,8 @@ class MeasurementBook:
         self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
+        self._of_visits = CpuLoss()
+        self._cpu_loss = self._of_visits.value  # that the CPU's times are corrected for
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
         self.activation_bytes = 0  # as last reported
@@ -213,6 +215,7 @@ class MeasurementBook:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
         self._updates.clear()
+        self._of_visits.forget_plans()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
@@ -275,6 +278,17 @@ class MeasurementBook:
             self._updates.append({})
         self._observe("cpu_update_s", cpu_update_s)
         self._updates[-1].update(cpu_update_s)
+
+    def observe_visits(self, placed: Hashable, *, beside: float, cpu_busy_s: float, numel: int) -> None:
+        """A step in which the CPU updated so many parameters; with these placements, beside visits for this share."""
+        self._of_visits.observe(placed, beside=beside, update_s=cpu_busy_s / numel)
+        if abs(self._of_visits.value - self._cpu_loss) <= CLEAR_DRAG:
+            return
+        before, self._cpu_loss = 1 + self._cpu_loss * beside, self._of_visits.value
+        factor = before / (1 + self._cpu_loss * beside)  # of earlier measurements, assuming as many visits
+        self._roles["cpu_update_s"].scale(factor)
+        for updates in self._updates:
+            updates.update({lid: update_s * factor for lid, update_s in updates.items()})
 
     def observe_step(
         self,
@@ -346,6 +360,7 @@ class MeasurementBook:
             awaits_verdict=self._awaits_verdict,
             drag=self._drag,
             cpu_slack=_slack(paces, self._ranks),
+            cpu_loss=self._cpu_loss,
             cpu_paces=_thirds(paces, self._ranks),
             activation_bytes=self.activation_bytes,
         )
@@ -354,6 +369,7 @@ class MeasurementBook:
         self._busy_s.check()
         self._middle_s.check()
         self._contention.check()
+        self._of_visits.check()
         for role in self._roles.values():
             assert role.means.keys() <= self._position_of.keys()
             assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()

@@ -1,6 +1,7 @@
 """What the parts of a step cost each other.
 
 Crowding: updates on the CPU and state that visits the GPU share the host's memory, visits and other copies the link.
+How much the CPU loses to visits is learned from changes of the placement.
 
 Drag: how much time forward and backward lose while the CPU updates, learned from changes of the placement.
 
@@ -17,6 +18,7 @@ show.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from statistics import fmean, median, median_low, pvariance
 from typing import Final
@@ -48,10 +50,19 @@ NEVER: Final = 0.05  # up to this share of a step, the device does not wait at a
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
-#: By this fraction updates on the CPU take longer while state visits the GPU, and visits while the CPU updates.
-#: Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits fell from 4.8 to 3.3.
+#: By this fraction updates on the CPU take longer while state visits the GPU, until that is known better, and visits
+#: while the CPU updates. Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits
+#: fell from 4.8 to 3.3. On an H100's host, whose memory the updates alone use up, the CPU lost 0.42.
 CPU_LOSS: Final = 0.14
+LOSS_SPREAD: Final = 0.2
+MAX_LOSS: Final = 1.0
 VISIT_LOSS: Final = 0.45
+#: What the CPU loses is learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the
+#: first ones are slower, while the memory of layers that have moved is given back. The shares of the updates beside
+#: which state visits must differ by this much. For other reasons, updates differ by this fraction between plans.
+SETTLED_STEPS: Final = 8
+CLEAR_BESIDE: Final = 0.15
+UPDATE_DRIFT: Final = 0.05
 #: Forward and backward lose this part of the time in which state visits: the GPU's memory and its power are shared.
 #: Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products beside endless visits.
 WORK_LOSS: Final = 0.08
@@ -61,14 +72,27 @@ MOST_PASSING: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """How many times as long as alone updates on the CPU and visits take, and what visits cost forward and backward."""
+    """How many times as long as alone updates on the CPU and visits take, and what visits cost forward and backward.
+
+    State visits beside the share `beside` of the updates.
+    """
 
     cpu: float = 1.0
     visits: float = 1.0
     work_lost_s: float = 0.0
+    beside: float = 0.0
 
     @classmethod
-    def of(cls, *, cpu_s: float, visits_s: float, copies_s: float, work_s: float, other_s: float = 0.0) -> Crowding:
+    def of(
+        cls,
+        *,
+        cpu_s: float,
+        visits_s: float,
+        copies_s: float,
+        work_s: float,
+        other_s: float = 0.0,
+        cpu_loss: float = CPU_LOSS,
+    ) -> Crowding:
         """Of the time that each takes alone in a step; `copies_s` of others on the link's busier direction.
 
         Forward and backward take `work_s`, the rest of the step `other_s`. Copies are spread over all of it, or over
@@ -79,11 +103,9 @@ class Crowding:
         whole_s = max(work_s + other_s, visits_s + copies_s)
         passing = min(whole_s / max(whole_s - copies_s, whole_s / MOST_PASSING), MOST_PASSING)
         longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / (passing * visits_s)))
-        return cls(
-            cpu=1 + CPU_LOSS * min(1.0, passing * visits_s / cpu_s) if cpu_s else 1.0,
-            visits=longer,
-            work_lost_s=WORK_LOSS * min(longer * visits_s, work_s),
-        )
+        beside = min(1.0, passing * visits_s / cpu_s) if cpu_s else 0.0
+        lost_s = WORK_LOSS * min(longer * visits_s, work_s)
+        return cls(cpu=1 + cpu_loss * beside, visits=longer, work_lost_s=lost_s, beside=beside)
 
 
 def visits_alone_s(measured_s: float, *, cpu_s: float, copies_s: float, work_s: float, other_s: float) -> float:
@@ -103,17 +125,99 @@ def beside(work_s: float, cpu_busy_s: float, stall_s: float) -> float:
 
 @dataclass(slots=True)
 class _Window:
-    """The last steps under one plan: seconds of work, and of work while the CPU updated."""
+    """The last steps under one plan: what it takes, in seconds, and how much of it is beside something else."""
 
-    gpu_lids: frozenset[int]
-    works: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    plan: Hashable
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     besides: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    count: int = 0  # of all its steps
+
+    def add(self, time_s: float, beside: float) -> None:
+        self.times_s.append(time_s)
+        self.besides.append(beside)
+        self.count += 1
+
+    @property
+    def noise(self) -> float:
+        """The variance of the times' mean."""
+        return pvariance(self.times_s) / len(self.times_s)
+
+    def settled(self) -> _Window:
+        """With the last `ENOUGH_AFTER` steps alone."""
+        times_s, besides = (deque(list(each)[-ENOUGH_AFTER:]) for each in (self.times_s, self.besides))
+        return _Window(self.plan, times_s, besides, self.count)
 
     def change(self) -> int:
         """1 if the last steps had more work than those before, -1 if they had less, else 0."""
-        last = list(self.works)[-OTHER_STEPS:]
-        usual_s = median(list(self.works)[:-OTHER_STEPS] or last)
+        last = list(self.times_s)[-OTHER_STEPS:]
+        usual_s = median(list(self.times_s)[:-OTHER_STEPS] or last)
         return (min(last) > (1 + OTHER_WORK) * usual_s) - (max(last) < (1 - OTHER_WORK) * usual_s)
+
+
+class _Evidence:
+    """Estimates, weighted by certainty, which is 1 / variance. The weight of older ones fades."""
+
+    def __init__(self) -> None:
+        self._weight = self._weighted = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        self._weight = FADING * self._weight + weight
+        self._weighted = FADING * self._weighted + weight * value
+
+    def beside(self, usual: float, spread: float) -> float:
+        """The mean with a usual value that is known up to this spread."""
+        weight = 1 / spread**2
+        return (usual * weight + self._weighted) / (weight + self._weight)
+
+    def check(self) -> None:
+        assert self._weight >= 0.0
+
+
+class CpuLoss:
+    """The fraction by which one optimizer's updates take longer beside visits. `observe` each step.
+
+    A host may become slower at any time, whatever visits. So what is compared is a plan and the last one before it
+    that was in effect for as long, or the first one; one of them has clearly more visits beside its updates.
+    """
+
+    def __init__(self) -> None:
+        self._evidence = _Evidence()
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        self._here: _Window | None = None
+        self._before: _Window | None = None
+
+    @property
+    def value(self) -> float:
+        return min(max(self._evidence.beside(CPU_LOSS, LOSS_SPREAD), 0.0), MAX_LOSS)
+
+    def observe(self, placed: Hashable, *, beside: float, update_s: float) -> None:
+        """A step's updates under these placements: seconds per parameter. State visited beside this share of them."""
+        if self._here is None or self._here.plan != placed:
+            if self._here is not None and self._here.count >= (SETTLED_STEPS if self._before else ENOUGH_BEFORE):
+                self._before = self._here
+            self._here = _Window(placed)
+        self._here.add(update_s, beside)
+        if self._before is not None and self._here.count == SETTLED_STEPS:
+            self._learn(self._before.settled(), self._here.settled())
+            self._before = None
+
+    def _learn(self, before: _Window, here: _Window) -> None:
+        """From before_s = alone_s * (1 + loss * beside), and the same here."""
+        before_s, here_s = median(before.times_s), median(here.times_s)
+        if not before_s:
+            return
+        longer = here_s / before_s
+        more = fmean(here.besides) - longer * fmean(before.besides)
+        if abs(more) < CLEAR_BESIDE:
+            return
+        noise = (here.noise + longer**2 * before.noise) / before_s**2
+        self._evidence.add((longer - 1) / more, more**2 / (noise + 2 * UPDATE_DRIFT**2))
+
+    def check(self) -> None:
+        assert 0.0 <= self.value <= MAX_LOSS
+        self._evidence.check()
 
 
 class Contention:
@@ -128,15 +232,13 @@ class Contention:
         if not only_plans:
             self._starved = 0.0
             self._shares: deque[float] = deque(maxlen=USUAL_STEPS)
-            self._weight = self._weighted = 0.0  # of the evidence: 1 / variance, drag / variance
+            self._evidence = _Evidence()
 
     @property
     def drag(self) -> float:
         """The share of forward and backward that is lost while the CPU updates."""
         spread = TYPICAL_SPREAD * self._starved + LEAST_SPREAD
-        weight = 1 / spread**2
-        drag = (TYPICAL_DRAG * self._starved * weight + self._weighted) / (weight + self._weight)
-        return min(max(drag, 0.0), MAX_DRAG)
+        return min(max(self._evidence.beside(TYPICAL_DRAG * self._starved, spread), 0.0), MAX_DRAG)
 
     def is_unusual(self, *, work_s: float, stall_s: float, starved: float) -> bool:
         """Whether the device waited for launches in a step that took longer, as it does not usually: the host is busy.
@@ -145,7 +247,7 @@ class Contention:
         """
         if self._here is None or len(self._shares) < ENOUGH_SHARES or stall_s > MUCH_STALL * work_s:
             return False
-        return median_low(self._shares) <= NEVER and starved > SELDOM and work_s > median(self._here.works)
+        return median_low(self._shares) <= NEVER and starved > SELDOM and work_s > median(self._here.times_s)
 
     def observe(
         self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, beside_s: float, starved: float
@@ -166,15 +268,14 @@ class Contention:
         self._starved = max(FORGETTING[not has_ended] * self._starved, usual)
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
-        if self._here is None or self._here.gpu_lids != gpu_lids:
-            if self._here is not None and len(self._here.works) >= ENOUGH_BEFORE:
+        if self._here is None or self._here.plan != gpu_lids:
+            if self._here is not None and self._here.count >= ENOUGH_BEFORE:
                 self._before = self._here
             self._here = _Window(gpu_lids)
-        self._here.works.append(work_s)
-        self._here.besides.append(beside_s)
+        self._here.add(work_s, beside_s)
         if self._here.change():
             self._begin_anew(self._here, starved)
-        elif self._before is not None and len(self._here.works) == ENOUGH_AFTER:
+        elif self._before is not None and self._here.count == ENOUGH_AFTER:
             self._learn(self._before, self._here)
             self._before = None
 
@@ -184,21 +285,18 @@ class Contention:
         If the work is longer and the device waits for launches, the drag is kept: the host may launch more slowly for a
         while. So it is if the work is shorter, and the CPU hardly updates meanwhile.
         """
-        alone = max(here.besides) < CLEAR_CHANGE * min(here.works)
+        alone = max(here.besides) < CLEAR_CHANGE * min(here.times_s)
         waits = max([*self._shares, starved][-OTHER_STEPS:]) > SELDOM
         self._forget(only_plans=waits if here.change() > 0 else alone)
 
     def _learn(self, before: _Window, here: _Window) -> None:
-        work_s = max(fmean(before.works), fmean(here.works))
+        work_s = max(fmean(before.times_s), fmean(here.times_s))
         change_s = fmean(before.besides) - fmean(here.besides)
         if abs(change_s) < CLEAR_CHANGE * work_s:
             return
-        drag = (fmean(before.works) - fmean(here.works)) / change_s
-        noise = sum(pvariance(window.works) / len(window.works) for window in (before, here))
-        weight = change_s**2 / (noise + 2 * (DRIFT * work_s) ** 2)
-        self._weight = FADING * self._weight + weight
-        self._weighted = FADING * self._weighted + weight * drag
+        drag = (fmean(before.times_s) - fmean(here.times_s)) / change_s
+        self._evidence.add(drag, change_s**2 / (before.noise + here.noise + 2 * (DRIFT * work_s) ** 2))
 
     def check(self) -> None:
         assert 0.0 <= self.drag <= MAX_DRAG and 0.0 <= self._starved <= 1.0
-        assert self._weight >= 0.0
+        self._evidence.check()
