@@ -89,15 +89,16 @@ def test_two_layers_in_one_tile_each() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Visits and the GPU's work do not slow each other down, nor do updates on the CPU visits."""
-    for name in ("VISIT_LOSS", "WORK_LOSS"):
-        monkeypatch.setattr(contention, name, 0.0)
+    """Visits, updates on the CPU and the GPU's work do not slow each other down."""
+    monkeypatch.setattr(contention, "VISIT_LOSS", 0.0)
+    for name in ("cpu_loss", "work_loss"):
+        monkeypatch.setitem(Profile.__init__.__kwdefaults__, name, 0.0)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
-    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5, cpu_loss=0.0)
+    two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
     timeline, first, second = simulate(two, NONE), 1000, 999
     assert two.visiting(NONE) == {second} and two.visiting(two.lids) == NONE
     assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [

@@ -25,8 +25,8 @@ from hytrain.planner.contention import (
     VISIT_LOSS,
     WORK_LOSS,
     Contention,
-    CpuLoss,
     Crowding,
+    VisitsCost,
     beside,
     visits_alone_s,
 )
@@ -252,40 +252,40 @@ def test_visits_are_known_from_what_they_take_beside_others(alone_s: float, **ot
         assert found_s == pytest.approx(alone_s, rel=1e-6)
 
 
-def updates(loss: CpuLoss, placed: str, beside: float, *times_s: float) -> None:
-    """Steps under one plan, with visits beside this share of the updates."""
-    for update_s in times_s:
-        loss.observe(placed, beside=beside, update_s=update_s)
-        loss.check()
+def under(cost: VisitsCost, placed: str, beside: float, *times_s: float) -> None:
+    """Steps under one plan, with visits beside this share of something."""
+    for time_s in times_s:
+        cost.observe(placed, beside=beside, time_s=time_s)
+        cost.check()
 
 
 @pytest.mark.parametrize("fraction", [0.0, CPU_LOSS, 0.5])
 @pytest.mark.parametrize(("first", "then"), [(0.0, 0.9), (0.9, 0.0), (0.2, 1.0)])
-def test_what_the_cpu_loses_to_visits_is_learned_from_two_plans(fraction: float, first: float, then: float) -> None:
+def test_what_visits_cost_is_learned_from_two_plans(fraction: float, first: float, then: float) -> None:
     """The first steps after layers have moved are slow for other reasons."""
-    loss = CpuLoss()
-    updates(loss, "few", first, *[2 * (1 + fraction * first)] * ENOUGH_BEFORE)
-    assert loss.value == pytest.approx(CPU_LOSS), "what is usual, so far"
+    cost = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
+    under(cost, "few", first, *[2 * (1 + fraction * first)] * ENOUGH_BEFORE)
+    assert cost.value == pytest.approx(CPU_LOSS), "what is usual, so far"
     usual = 2 * (1 + fraction * then)
-    updates(loss, "many", then, *[3 * usual] * (SETTLED_STEPS - ENOUGH_AFTER), *[usual] * ENOUGH_AFTER)
-    assert loss.value == pytest.approx(fraction, abs=0.1)
+    under(cost, "many", then, *[3 * usual] * (SETTLED_STEPS - ENOUGH_AFTER), *[usual] * ENOUGH_AFTER)
+    assert cost.value == pytest.approx(fraction, abs=0.1)
 
 
 def test_plans_that_soon_end_are_passed_over() -> None:
-    loss = CpuLoss()
-    updates(loss, "none", 0.0, *[1.0] * ENOUGH_BEFORE)
+    cost = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
+    under(cost, "none", 0.0, *[1.0] * ENOUGH_BEFORE)
     for name in ("some", "more"):
-        updates(loss, name, 0.5, *[3.0] * (SETTLED_STEPS - 1))
-    updates(loss, "many", 1.0, *[1.5] * SETTLED_STEPS)
-    assert loss.value == pytest.approx(0.5, abs=0.1)
+        under(cost, name, 0.5, *[3.0] * (SETTLED_STEPS - 1))
+    under(cost, "many", 1.0, *[1.5] * SETTLED_STEPS)
+    assert cost.value == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("beside", [(0.3, 0.3), (0.3, 0.3 + 0.9 * CLEAR_BESIDE)])
 def test_a_host_that_slows_down_beside_as_many_visits_is_not_their_fault(beside: tuple[float, float]) -> None:
-    loss = CpuLoss()
+    cost = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
     for part, update_s in zip(beside, (1.0, 1.1), strict=True):
-        updates(loss, f"{update_s}", part, *[update_s] * SETTLED_STEPS)
-    assert loss.value == pytest.approx(CPU_LOSS)
+        under(cost, f"{update_s}", part, *[update_s] * SETTLED_STEPS)
+    assert cost.value == pytest.approx(CPU_LOSS)
 
 
 @given(
@@ -294,25 +294,41 @@ def test_a_host_that_slows_down_beside_as_many_visits_is_not_their_fault(beside:
         max_size=8,
     )
 )
-def test_the_loss_is_a_fraction_whatever_is_seen(plans: list[tuple[str, float, list[float]]]) -> None:
-    loss = CpuLoss()
+def test_the_cost_is_a_fraction_whatever_is_seen(plans: list[tuple[str, float, list[float]]]) -> None:
+    cost = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
     for placed, part, times_s in plans:
-        updates(loss, placed, part, *times_s)
-    assert 0.0 <= loss.value <= MAX_LOSS
+        under(cost, placed, part, *times_s)
+    assert 0.0 <= cost.value <= MAX_LOSS
 
 
-def test_times_of_updates_are_those_without_visits_also_after_the_loss_was_learned() -> None:
-    """Beside visits they take half longer. Before that is known, they are corrected by what is usual."""
+def test_times_are_those_without_visits_also_after_their_cost_was_learned() -> None:
+    """Beside visits updates take half longer, and of 10 s of work beside them 1.5 s are lost.
+
+    Before that is known, times are corrected by what is usual.
+    """
     book = MeasurementBook(TWO)
-    for placed, beside_, update_s in (("none", 0.0, 1.0), ("many", 1.0, 1.5)):
+    both = frozenset({0, 1})
+    for visiting, update_s, work_s in ((NONE, 1.0, 20.0), (frozenset({2}), 1.5, 21.5)):
         for _ in range(SETTLED_STEPS):
-            book.observe_trainer(forward_s={0: 1.0, 1: 1.0}, backward_s={0: 1.0, 1: 1.0})
-            assert (cpu_loss := profile_of(book).cpu_loss) == pytest.approx(CPU_LOSS)
-            book.observe_visits(placed, beside=beside_, cpu_busy_s=2 * update_s, numel=2)
+            crowding = Crowding(beside_cpu=1.0, beside_work_s=10.0) if visiting else Crowding()
+            book.observe_contention(
+                work_s=work_s,
+                stall_s=0.0,
+                cpu_busy_s=2 * update_s,
+                starved=0.0,
+                gpu_lids=NONE,
+                visiting=visiting,
+                crowding=crowding,
+            )
+            book.observe_trainer(forward_s=dict.fromkeys(both, work_s / 4), backward_s=dict.fromkeys(both, work_s / 4))
+            book.observe_step(step_s=work_s + 1.0, stall_s=0.0, gpu_lids=())
             cpu_loss = profile_of(book).cpu_loss
-            book.observe_optimizer(cpu_update_s=dict.fromkeys((0, 1), update_s / (1 + cpu_loss * beside_)))
+            book.observe_optimizer(cpu_update_s=dict.fromkeys(both, update_s / (1 + cpu_loss * crowding.beside_cpu)))
             book.check()
     profile = profile_of(book)
     assert profile.cpu_loss == pytest.approx(0.5, abs=0.05)
     assert profile.cpu_update_s * (1 + profile.cpu_loss) == pytest.approx(2 * 1.5, rel=0.05)
     assert profile.cpu_slack < 0.2, "nor does it look as if the CPU had been slower"
+    assert profile.work_loss == pytest.approx(0.15, abs=0.01)
+    assert profile.forward_s + profile.backward_s == pytest.approx(20.0, rel=0.02)
+    assert profile.other_s == pytest.approx(1.0, abs=0.3)

@@ -333,17 +333,16 @@ class Planning:
             return
         is_usual = self._book.observe_contention(
             work_s=sum(times["forward_s"].values()) + sum(times["backward_s"].values()),
-            lost_to_visits_s=crowding.work_lost_s,
             stall_s=report.stall_s,
             cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
             gpu_lids=step.gpu_lids,
+            visiting=step.visiting,
+            streamed=step.streamed,
+            crowding=crowding,
         )
         if not is_usual:
             return
-        numel = sum(fact.numel for fact in self._facts if fact.lid not in step.gpu_lids | step.visiting)
-        if step.cpu_busy_s and numel:
-            self._book.observe_visits(placed, beside=crowding.beside, cpu_busy_s=step.cpu_busy_s, numel=numel)
         self._heed_updates(step)
         self._book.observe_trainer(**times)
         self._book.observe_step(

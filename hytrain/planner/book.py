@@ -16,16 +16,17 @@ Owns the estimate of each layer's times, and when to give it up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
 from typing import Final
 
-from hytrain.planner.contention import Contention, CpuLoss, beside
+from hytrain.planner.contention import CPU_LOSS, NEVER, WORK_LOSS, Contention, Crowding, VisitsCost, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 WORK: Final = ("forward_s", "backward_s")
+ALONE: Final = Crowding()
 ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s", "visit_s")
 #: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
 #: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
@@ -42,7 +43,9 @@ THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
 ENOUGH_SEEN: Final = 0.05
-CLEAR_DRAG: Final = 0.02  # the least change of drag, and of what the CPU loses to visits, that corrects earlier times
+#: The least change of drag, and of what visits cost, that corrects earlier measurements.
+CLEAR_DRAG: Final = 0.02
+CLEAR_COST: Final = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,8 +190,10 @@ class MeasurementBook:
         self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
-        self._of_visits = CpuLoss()
-        self._cpu_loss = self._of_visits.value  # that the CPU's times are corrected for
+        # What visits cost the CPU's updates and the GPU's work, and the costs that their means are corrected for.
+        self._for_cpu = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
+        self._for_work = VisitsCost(WORK_LOSS, spread=0.1, drift=0.01)
+        self._cpu_loss, self._work_loss = CPU_LOSS, WORK_LOSS
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
         self.activation_bytes = 0  # as last reported
@@ -215,7 +220,7 @@ class MeasurementBook:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
         self._updates.clear()
-        self._of_visits.forget_plans()
+        self._for_cpu.forget_plans()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
@@ -236,41 +241,64 @@ class MeasurementBook:
         stall_s: float,
         cpu_busy_s: float,
         starved: float,
-        gpu_lids: Iterable[int],
-        lost_to_visits_s: float = 0.0,
+        gpu_lids: Set[int],
+        visiting: Set[int] = frozenset(),
+        streamed: Set[int] = frozenset(),
+        crowding: Crowding = ALONE,
     ) -> bool:
         """A step's forward and backward together, its stalls and the CPU's updates; call it before `observe_trainer`.
 
         Returns whether the step tells of others: if not, `observe_trainer` and `observe_step` should not know of it.
 
-        `starved` is the share of the step in which the device waited for launches. State that visited the GPU made
-        forward and backward longer by `lost_to_visits_s`.
+        `starved` is the share of the step in which the device waited for launches. `crowding` is what is known of the
+        step's placements.
         """
-        whole_s, work_s = work_s, max(0.0, work_s - lost_to_visits_s)
+        whole_s, visits_s = work_s, crowding.beside_work_s
+        work_s = max(0.0, whole_s - self._work_loss * visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         is_usual = not self._contention.is_unusual(work_s=work_s, stall_s=stall_s, starved=starved)
         self._contention.observe(
             frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
         )
-        if abs(self._contention.drag - self._drag) > CLEAR_DRAG:
-            self._correct(self._contention.drag, beside_s)
-        self._lost_s = whole_s - work_s + self._drag * beside_s
-        self._kept = (whole_s - self._lost_s) / whole_s if whole_s else 1.0
+        placed = frozenset(gpu_lids), frozenset(visiting), frozenset(streamed)
+        if starved <= NEVER and work_s:  # else the work takes longer for another reason
+            self._for_work.observe(placed, beside=visits_s / work_s, time_s=whole_s)
+        numel = sum(layer.numel for layer in self._layers if layer.lid not in placed[0] | placed[1])
+        if is_usual and cpu_busy_s and numel:
+            self._for_cpu.observe(placed, beside=crowding.beside_cpu, time_s=cpu_busy_s / numel)
+        drag, work_loss = self._contention.drag, self._for_work.value
+        if abs(drag - self._drag) > CLEAR_DRAG and self._correct_work((drag - self._drag) * beside_s):
+            self._drag = drag
+        if abs(work_loss - self._work_loss) > CLEAR_COST:
+            if self._correct_work((work_loss - self._work_loss) * visits_s):
+                self._work_loss = work_loss
+        if abs(self._for_cpu.value - self._cpu_loss) > CLEAR_COST:
+            before, self._cpu_loss = 1 + self._cpu_loss * crowding.beside_cpu, self._for_cpu.value
+            self._correct_updates(before / (1 + self._cpu_loss * crowding.beside_cpu))
+        self._lost_s = self._work_loss * visits_s + self._drag * beside_s
+        self._kept = max(0.0, whole_s - self._lost_s) / whole_s if whole_s else 1.0
         return is_usual
 
-    def _correct(self, drag: float, beside_s: float) -> None:
-        """Correct earlier measurements for another drag, assuming as many updates beside them as in this step."""
-        more_s = (drag - self._drag) * beside_s
+    def _correct_work(self, more_s: float) -> bool:
+        """Correct earlier measurements by so many more seconds lost, assuming that their steps were like this one.
+
+        Returns False if they are shorter than that.
+        """
         work = [self._roles[role] for role in WORK]
         undisturbed_s = sum(sum(role.values.values()) for role in work)
         if 0 < undisturbed_s <= more_s:
-            return  # the measured times are shorter than the correction
+            return False
         if undisturbed_s:
             for role in work:
                 role.scale(1 - more_s / undisturbed_s)
         if self._busy_s.value:
             self._busy_s.scale(max(self._busy_s.value - more_s, 0.0) / self._busy_s.value)
-        self._drag = drag
+        return True
+
+    def _correct_updates(self, factor: float) -> None:
+        self._roles["cpu_update_s"].scale(factor)
+        for updates in self._updates:
+            updates.update({lid: update_s * factor for lid, update_s in updates.items()})
 
     def observe_optimizer(self, *, cpu_update_s: Mapping[int, float]) -> None:
         """One step's times by LID, in one report or several. ValueError for an unknown layer or an impossible time."""
@@ -278,17 +306,6 @@ class MeasurementBook:
             self._updates.append({})
         self._observe("cpu_update_s", cpu_update_s)
         self._updates[-1].update(cpu_update_s)
-
-    def observe_visits(self, placed: Hashable, *, beside: float, cpu_busy_s: float, numel: int) -> None:
-        """A step in which the CPU updated so many parameters; with these placements, beside visits for this share."""
-        self._of_visits.observe(placed, beside=beside, update_s=cpu_busy_s / numel)
-        if abs(self._of_visits.value - self._cpu_loss) <= CLEAR_DRAG:
-            return
-        before, self._cpu_loss = 1 + self._cpu_loss * beside, self._of_visits.value
-        factor = before / (1 + self._cpu_loss * beside)  # of earlier measurements, assuming as many visits
-        self._roles["cpu_update_s"].scale(factor)
-        for updates in self._updates:
-            updates.update({lid: update_s * factor for lid, update_s in updates.items()})
 
     def observe_step(
         self,
@@ -361,6 +378,7 @@ class MeasurementBook:
             drag=self._drag,
             cpu_slack=_slack(paces, self._ranks),
             cpu_loss=self._cpu_loss,
+            work_loss=self._work_loss,
             cpu_paces=_thirds(paces, self._ranks),
             activation_bytes=self.activation_bytes,
         )
@@ -369,7 +387,8 @@ class MeasurementBook:
         self._busy_s.check()
         self._middle_s.check()
         self._contention.check()
-        self._of_visits.check()
+        self._for_cpu.check()
+        self._for_work.check()
         for role in self._roles.values():
             assert role.means.keys() <= self._position_of.keys()
             assert role.seen <= role.means.keys() and role.before.keys() <= role.means.keys()

@@ -1,7 +1,7 @@
 """What the parts of a step cost each other.
 
-Crowding: updates on the CPU and state that visits the GPU share the host's memory, visits and other copies the link.
-How much the CPU loses to visits is learned from changes of the placement.
+Crowding: updates on the CPU and state that visits the GPU share the host's memory, visits and other copies the link,
+visits and the model's kernels the GPU's memory. What visits cost others is learned from changes of the placement.
 
 Drag: how much time forward and backward lose while the CPU updates, learned from changes of the placement.
 
@@ -54,18 +54,17 @@ MUCH_STALL: Final = 0.1
 #: while the CPU updates. Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits
 #: fell from 4.8 to 3.3. On an H100's host, whose memory the updates alone use up, the CPU lost 0.42.
 CPU_LOSS: Final = 0.14
-LOSS_SPREAD: Final = 0.2
-MAX_LOSS: Final = 1.0
 VISIT_LOSS: Final = 0.45
-#: What the CPU loses is learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the
-#: first ones are slower, while the memory of layers that have moved is given back. The shares of the updates beside
-#: which state visits must differ by this much. For other reasons, updates differ by this fraction between plans.
+#: Forward and backward lose this part of the time in which state visits, until that is known better: the GPU's memory
+#: and its power are shared. Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products
+#: beside endless visits. On H100s, whose memory has less bandwidth, it was 0.13.
+WORK_LOSS: Final = 0.08
+#: Losses are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
+#: are slower, while the memory of layers that have moved is given back. The share of the time in which state visits
+#: must differ by this much.
 SETTLED_STEPS: Final = 8
 CLEAR_BESIDE: Final = 0.15
-UPDATE_DRIFT: Final = 0.05
-#: Forward and backward lose this part of the time in which state visits: the GPU's memory and its power are shared.
-#: Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products beside endless visits.
-WORK_LOSS: Final = 0.08
+MAX_LOSS: Final = 1.0
 #: Copies make visits longer by no more than this factor: they take turns.
 MOST_PASSING: Final = 3.0
 
@@ -74,13 +73,14 @@ MOST_PASSING: Final = 3.0
 class Crowding:
     """How many times as long as alone updates on the CPU and visits take, and what visits cost forward and backward.
 
-    State visits beside the share `beside` of the updates.
+    State visits beside the share `beside_cpu` of the updates, and for `beside_work_s` of forward and backward.
     """
 
     cpu: float = 1.0
     visits: float = 1.0
     work_lost_s: float = 0.0
-    beside: float = 0.0
+    beside_cpu: float = 0.0
+    beside_work_s: float = 0.0
 
     @classmethod
     def of(
@@ -92,6 +92,7 @@ class Crowding:
         work_s: float,
         other_s: float = 0.0,
         cpu_loss: float = CPU_LOSS,
+        work_loss: float = WORK_LOSS,
     ) -> Crowding:
         """Of the time that each takes alone in a step; `copies_s` of others on the link's busier direction.
 
@@ -103,9 +104,15 @@ class Crowding:
         whole_s = max(work_s + other_s, visits_s + copies_s)
         passing = min(whole_s / max(whole_s - copies_s, whole_s / MOST_PASSING), MOST_PASSING)
         longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / (passing * visits_s)))
-        beside = min(1.0, passing * visits_s / cpu_s) if cpu_s else 0.0
-        lost_s = WORK_LOSS * min(longer * visits_s, work_s)
-        return cls(cpu=1 + cpu_loss * beside, visits=longer, work_lost_s=lost_s, beside=beside)
+        beside_cpu = min(1.0, passing * visits_s / cpu_s) if cpu_s else 0.0
+        beside_work_s = min(longer * visits_s, work_s)
+        return cls(
+            cpu=1 + cpu_loss * beside_cpu,
+            visits=longer,
+            work_lost_s=work_loss * beside_work_s,
+            beside_cpu=beside_cpu,
+            beside_work_s=beside_work_s,
+        )
 
 
 def visits_alone_s(measured_s: float, *, cpu_s: float, copies_s: float, work_s: float, other_s: float) -> float:
@@ -173,14 +180,17 @@ class _Evidence:
         assert self._weight >= 0.0
 
 
-class CpuLoss:
-    """The fraction by which one optimizer's updates take longer beside visits. `observe` each step.
+class VisitsCost:
+    """The fraction by which something takes longer while state visits. `observe` each step.
 
-    A host may become slower at any time, whatever visits. So what is compared is a plan and the last one before it
-    that was in effect for as long, or the first one; one of them has clearly more visits beside its updates.
+    It may become slower at any time, whatever visits. So what is compared is a plan and the last one before it that was
+    in effect for as long, or the first one; one of them has clearly more visits. For other reasons, what it takes
+    differs by the fraction `drift` between plans. Until there are two, it is the `usual` fraction, give or take
+    `spread`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usual: float, *, spread: float, drift: float) -> None:
+        self._usual, self._spread, self._drift = usual, spread, drift
         self._evidence = _Evidence()
         self.forget_plans()
 
@@ -190,21 +200,21 @@ class CpuLoss:
 
     @property
     def value(self) -> float:
-        return min(max(self._evidence.beside(CPU_LOSS, LOSS_SPREAD), 0.0), MAX_LOSS)
+        return min(max(self._evidence.beside(self._usual, self._spread), 0.0), MAX_LOSS)
 
-    def observe(self, placed: Hashable, *, beside: float, update_s: float) -> None:
-        """A step's updates under these placements: seconds per parameter. State visited beside this share of them."""
+    def observe(self, placed: Hashable, *, beside: float, time_s: float) -> None:
+        """What a step with these placements takes. State visits for this share of what it would take alone."""
         if self._here is None or self._here.plan != placed:
             if self._here is not None and self._here.count >= (SETTLED_STEPS if self._before else ENOUGH_BEFORE):
                 self._before = self._here
             self._here = _Window(placed)
-        self._here.add(update_s, beside)
+        self._here.add(time_s, beside)
         if self._before is not None and self._here.count == SETTLED_STEPS:
             self._learn(self._before.settled(), self._here.settled())
             self._before = None
 
     def _learn(self, before: _Window, here: _Window) -> None:
-        """From before_s = alone_s * (1 + loss * beside), and the same here."""
+        """From before_s = alone_s * (1 + cost * beside), and the same here."""
         before_s, here_s = median(before.times_s), median(here.times_s)
         if not before_s:
             return
@@ -213,7 +223,7 @@ class CpuLoss:
         if abs(more) < CLEAR_BESIDE:
             return
         noise = (here.noise + longer**2 * before.noise) / before_s**2
-        self._evidence.add((longer - 1) / more, more**2 / (noise + 2 * UPDATE_DRIFT**2))
+        self._evidence.add((longer - 1) / more, more**2 / (noise + 2 * self._drift**2))
 
     def check(self) -> None:
         assert 0.0 <= self.value <= MAX_LOSS

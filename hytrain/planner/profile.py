@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
-from hytrain.planner.contention import CPU_LOSS, Crowding, visits_alone_s
+from hytrain.planner.contention import CPU_LOSS, WORK_LOSS, Crowding, visits_alone_s
 
 _T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -69,10 +69,10 @@ class Profile:
     `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
     the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
     which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
-    `drag` of their time is lost (contention.py). Updates on the CPU and visits are as long as those that have host
-    memory and link to themselves (`crowding`); beside visits, updates take longer by the fraction `cpu_loss`. The CPU
-    is at times slower by the fraction `cpu_slack`. Its pace differs from step to step: in equally many of them its
-    updates take `cpu_paces` times as long.
+    `drag` of their time is lost (contention.py). All times are of what has host memory, link and GPU memory to itself
+    (`crowding`); while state visits, updates on the CPU take longer by the fraction `cpu_loss`, forward and backward by
+    `work_loss`. The CPU is at times slower by the fraction `cpu_slack`. Its pace differs from step to step: in equally
+    many of them its updates take `cpu_paces` times as long.
 
     The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `Order.visiting` says.
     Before that, gradients and streamed weights wait there, `hold_bytes` of them at most, or all (None). Visits take
@@ -93,6 +93,7 @@ class Profile:
     drag: float = 0.0
     cpu_slack: float = USUAL_SLACK
     cpu_loss: float = CPU_LOSS
+    work_loss: float = WORK_LOSS
     cpu_paces: tuple[float, ...] = ()
     visit: float = 0.0
     stream: float = 0.0
@@ -222,7 +223,7 @@ class Profile:
             return Crowding()
         visits_s = sum(layer.visit_s for layer in self.layers if layer.lid in visiting)
         others_s = self._beside_visits(gpu_lids, visiting, streamed)
-        return Crowding.of(visits_s=visits_s, cpu_loss=self.cpu_loss, **others_s)
+        return Crowding.of(visits_s=visits_s, cpu_loss=self.cpu_loss, work_loss=self.work_loss, **others_s)
 
     def visits_alone(
         self, measured_s: float, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
